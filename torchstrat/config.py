@@ -1,0 +1,364 @@
+"""The schema of an experiment: what may be set, its type, its default, and which combinations mean nothing.
+
+Plain dataclasses. YAML files under ``configs/`` only set values of these classes, Hydra is not needed to use them, and
+this module does not import it::
+
+    config = experiment_from_mapping({"strategy": {"name": "mirrored", "replicas": 2}, "model": {"name": "mlp"}})
+
+Every choice (strategy, model, data, optimizer, cluster) is made by ``name``, from the tables at the end. The classes are
+not frozen because OmegaConf turns a frozen dataclass into a read-only node, which no override could set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchstrat.errors import InvalidArgumentError
+
+MISSING: Any = "???"
+"""OmegaConf's mark for a value that has no default and must be given."""
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(message)
+
+
+def _require_positive(name: str, value: float | None) -> None:
+    _require(value is None or value > 0, f"{name}={value} must be greater than 0.")
+
+
+def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name}={value} is not known; choose one of {', '.join(choices)}.")
+
+
+@dataclass
+class StrategyConfig:
+    """What every strategy is told. ``name`` is its name in `torchstrat.registry`."""
+
+    name: str = MISSING
+    gradient_reduce_op: str = "mean"
+    """``mean``: the losses of ``train_step`` are means over its batch. ``sum``: they are sums, as in TensorFlow."""
+
+    def __post_init__(self) -> None:
+        _require_one_of("strategy.gradient_reduce_op", self.gradient_reduce_op, ("mean", "sum"))
+
+
+@dataclass
+class OneDeviceConfig(StrategyConfig):
+    name: str = "one_device"
+    device: str | None = None
+    """A PyTorch device string. None: the first GPU, or the CPU where there is none."""
+
+
+@dataclass
+class MirroredConfig(StrategyConfig):
+    name: str = "mirrored"
+    replicas: int | None = None
+    """Replicas in this process: that many GPUs, or virtual replicas of the CPU (``cpu:0``, ``cpu:1``, …).
+
+    None: every GPU, or two virtual replicas where there is none. Under torchrun each process is one replica.
+    """
+    devices: list[str] | None = None
+    """The replicas' devices one by one, instead of ``replicas``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_replicas_or_devices("devices", self.replicas, self.devices)
+
+
+@dataclass
+class MultiWorkerMirroredConfig(StrategyConfig):
+    """Processes are found from the launcher's environment; a process started alone is a cluster of one worker."""
+
+    name: str = "multi_worker_mirrored"
+
+
+@dataclass
+class CentralStorageConfig(StrategyConfig):
+    name: str = "central_storage"
+    replicas: int | None = None
+    """As for ``mirrored``."""
+    compute_devices: list[str] | None = None
+    """The replicas' devices one by one, instead of ``replicas``."""
+    parameter_device: str | None = None
+    """Where parameters and optimizer state live. None: the compute device if there is one, otherwise the CPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_replicas_or_devices("compute_devices", self.replicas, self.compute_devices)
+
+
+def _require_replicas_or_devices(key: str, replicas: int | None, devices: list[str] | None) -> None:
+    _require_positive("strategy.replicas", replicas)
+    _require(
+        replicas is None or devices is None,
+        f"strategy.replicas={replicas} and strategy.{key}={devices} were both given; set one of them and leave the "
+        "other null.",
+    )
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING
+
+
+@dataclass
+class MlpConfig(ModelConfig):
+    name: str = "mlp"
+    hidden: list[int] = field(default_factory=lambda: [128, 128])
+    """Widths of the hidden layers; the input is flattened, the output has one logit per class."""
+
+    def __post_init__(self) -> None:
+        _require(all(width > 0 for width in self.hidden), f"model.hidden={self.hidden} must be positive widths.")
+
+
+@dataclass
+class ConvNetConfig(ModelConfig):
+    name: str = "convnet"
+    channels: list[int] = field(default_factory=lambda: [16, 32, 32])
+    """Output channels of the 3×3 convolutions. Each but the first is followed by a 2×2 average pooling."""
+    norm: str = "group"
+    """``group``: per example, equal on any number of replicas. ``batch``: statistics of each replica's own rows.
+    ``sync_batch``: statistics over all replicas' rows, which gives the numbers of one device."""
+    groups: int = 4
+    """Groups of ``norm=group``; each entry of ``channels`` must be a multiple."""
+
+    def __post_init__(self) -> None:
+        _require_one_of("model.norm", self.norm, ("group", "batch", "sync_batch"))
+        _require_positive("model.groups", self.groups)
+        _require(
+            bool(self.channels) and all(width > 0 for width in self.channels),
+            f"model.channels={self.channels} must name at least one positive number of channels.",
+        )
+        _require(
+            self.norm != "group" or all(width % self.groups == 0 for width in self.channels),
+            f"model.channels={self.channels} cannot be split into model.groups={self.groups} groups; use multiples of "
+            f"{self.groups}, or another model.groups.",
+        )
+
+
+@dataclass
+class DataConfig:
+    """Where examples come from. Rows are split once into training and held-out rows, by ``split_seed``."""
+
+    name: str = MISSING
+    global_batch: int = 64
+    """Rows per step, over all replicas together."""
+    test_fraction: float = 0.2
+    """Share of the rows held out for evaluation, where the source does not bring its own."""
+    split_seed: int = 0
+    workers: int = 0
+    """Data-loading processes of the ``DataLoader``; 0 loads in the training process."""
+
+    def __post_init__(self) -> None:
+        _require_positive("data.global_batch", self.global_batch)
+        _require(
+            0.0 < self.test_fraction < 1.0, f"data.test_fraction={self.test_fraction} must lie strictly between 0 and 1."
+        )
+        _require(self.workers >= 0, f"data.workers={self.workers} must not be negative.")
+
+
+@dataclass
+class DigitsConfig(DataConfig):
+    """scikit-learn's 1,797 handwritten digits: grey images ``(1, 8, 8)``, ten classes."""
+
+    name: str = "digits"
+
+
+@dataclass
+class CsvConfig(DataConfig):
+    """A text file of numbers, one example a line; a first line that is not numbers is taken as a header."""
+
+    name: str = "csv"
+    path: str = MISSING
+    test_path: str | None = None
+    """A second file with the held-out rows, instead of ``test_fraction``."""
+    label_column: int = -1
+    """The column of the integer class label, counted from 0; negative counts from the end."""
+    delimiter: str = ","
+    image_shape: list[int] | None = None
+    """``[channels, height, width]`` of a line's numbers, for models that want images."""
+    standardize: bool = True
+    """Shift and scale each feature to mean 0, variance 1 over the training rows."""
+
+
+@dataclass
+class NpzConfig(DataConfig):
+    """A NumPy archive with the arrays ``inputs`` ``(rows, …)`` and ``labels`` ``(rows,)``.
+
+    With ``<inputs>_test`` and ``<labels>_test`` in the archive these are the held-out rows.
+    """
+
+    name: str = "npz"
+    path: str = MISSING
+    inputs: str = "x"
+    labels: str = "y"
+    standardize: bool = True
+    """Shift and scale all inputs by the mean and deviation of the training rows."""
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = MISSING
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_positive("optimizer.lr", self.lr)
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay} must not be negative.")
+
+
+@dataclass
+class SgdConfig(OptimizerConfig):
+    name: str = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    nesterov: bool = False
+
+
+@dataclass
+class AdamConfig(OptimizerConfig):
+    name: str = "adam"
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    name: str = "adamw"
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: float = 0.01
+
+
+@dataclass
+class ClusterConfig:
+    """How this run was started, and how long its processes wait for each other."""
+
+    name: str = "auto"
+    """``auto``: torchrun's processes if torchrun started this, otherwise this process alone. ``local`` and
+    ``torchrun`` insist on one of the two, so that a forgotten launcher is an error and not a slow run."""
+    timeout_seconds: float = 300.0
+    """After this long without an answer a process gives up, naming the one it waited for."""
+    accelerator: str = "auto"
+    """``auto``: GPUs where there are any. ``cpu``: leave them alone."""
+    threads_per_process: int | None = None
+    """CPU threads of PyTorch in each process. None: PyTorch's own choice (torchrun sets 1)."""
+
+    def __post_init__(self) -> None:
+        _require_one_of("cluster.name", self.name, ("auto", "local", "torchrun"))
+        _require_one_of("cluster.accelerator", self.accelerator, ("auto", "cpu"))
+        _require_positive("cluster.timeout_seconds", self.timeout_seconds)
+        _require_positive("cluster.threads_per_process", self.threads_per_process)
+
+
+@dataclass
+class LocalClusterConfig(ClusterConfig):
+    name: str = "local"
+
+
+@dataclass
+class TorchrunClusterConfig(ClusterConfig):
+    name: str = "torchrun"
+
+
+@dataclass
+class ExperimentConfig:
+    """One run of ``scripts/train.py``."""
+
+    name: str = "experiment"
+    """Names the folder that the run's own folder is made in."""
+    strategy: StrategyConfig = field(default_factory=OneDeviceConfig)
+    model: ModelConfig = field(default_factory=ConvNetConfig)
+    data: DataConfig = field(default_factory=DigitsConfig)
+    optimizer: OptimizerConfig = field(default_factory=SgdConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    seed: int = 0
+    """Initial values, the order of the examples, dropout."""
+    epochs: int = 20
+    max_steps: int | None = None
+    """End the training after this many steps, even inside an epoch."""
+    snapshot_after_steps: int | None = None
+    """Save the parameters as they are after this many steps (``parameters_after_step_<n>.pt``)."""
+    progress: str = "auto"
+    """``bar``, ``lines`` (one line per epoch), ``off``; ``auto`` is a bar on a terminal and lines elsewhere."""
+    tensorboard: bool = True
+    curves: bool = True
+    """Draw ``curves.png`` at the end."""
+
+    def __post_init__(self) -> None:
+        _require_positive("epochs", self.epochs)
+        _require_positive("max_steps", self.max_steps)
+        _require_positive("snapshot_after_steps", self.snapshot_after_steps)
+        _require_one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
+        _require(
+            self.strategy.gradient_reduce_op == "mean",
+            "strategy.gradient_reduce_op=sum belongs to losses that are sums; this experiment's train_step computes a "
+            "mean loss, so leave it at mean.",
+        )
+
+
+GROUPS: Mapping[str, Mapping[str, type]] = {
+    "strategy": {
+        "one_device": OneDeviceConfig,
+        "mirrored": MirroredConfig,
+        "multi_worker_mirrored": MultiWorkerMirroredConfig,
+        "central_storage": CentralStorageConfig,
+    },
+    "model": {"mlp": MlpConfig, "convnet": ConvNetConfig},
+    "data": {"digits": DigitsConfig, "csv": CsvConfig, "npz": NpzConfig},
+    "optimizer": {"sgd": SgdConfig, "adam": AdamConfig, "adamw": AdamWConfig},
+    "cluster": {"auto": ClusterConfig, "local": LocalClusterConfig, "torchrun": TorchrunClusterConfig},
+}
+"""Config group → name → schema: the ``name`` of a mapping picks its class, and ``configs/<group>/<name>.yaml`` sets it."""
+
+
+def experiment_from_mapping(values: Mapping[str, Any]) -> ExperimentConfig:
+    """Build a checked `ExperimentConfig` from nested plain mappings, as read from JSON or YAML.
+
+    Raises `InvalidArgumentError` naming the key for unknown keys, names, missing values and meaningless combinations.
+    Types are not converted: ``"64"`` is not 64.
+    """
+    groups = {
+        group: _group_from_mapping(group, values[group]) for group in GROUPS if values.get(group) is not None
+    }
+    return _build(ExperimentConfig, {**values, **groups}, "")
+
+
+def _group_from_mapping(group: str, values: Mapping[str, Any]) -> Any:
+    name = values.get("name")
+    if name not in GROUPS[group]:
+        raise InvalidArgumentError(f"{group}.name={name} is not known; choose one of {', '.join(GROUPS[group])}.")
+    return _build(GROUPS[group][name], values, f"{group}.")
+
+
+def _build(schema: type, values: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(schema)
+    for key, value in values.items():
+        if key not in hints:
+            raise InvalidArgumentError(f"{prefix}{key} is not a setting; there are {', '.join(hints)}.")
+        if not _is_of_type(value, hints[key]):
+            raise InvalidArgumentError(f"{prefix}{key}={value!r} is not of type {_spell(hints[key])}.")
+    for entry in dataclasses.fields(schema):
+        if values.get(entry.name, entry.default) == MISSING:
+            raise InvalidArgumentError(f"{prefix}{entry.name} has no default; set {prefix}{entry.name}=…")
+    return schema(**values)
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether ``value`` may stand where the schema says ``hint``: a class, ``list[class]``, or a union of those."""
+    if typing.get_origin(hint) is list:
+        (entry,) = typing.get_args(hint)
+        return isinstance(value, list) and all(_is_of_type(item, entry) for item in value)
+    if typing.get_args(hint):
+        return any(_is_of_type(value, option) for option in typing.get_args(hint))
+    if isinstance(value, bool):  # a bool is an int to Python, and a mistake where a number is meant
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def _spell(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)

@@ -1,0 +1,43 @@
+"""Which replicas exist, which of them live in this process, and where they compute: all that input needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torchstrat.collectives.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """The replicas of a strategy as its input pipelines see them. Built by the strategy, equal on all ranks but for
+    ``local_replicas``, ``devices`` and ``worker_index``."""
+
+    num_replicas: int
+    """Replicas of the whole group, over all processes."""
+    local_replicas: tuple[int, ...]
+    """Ids, in the group, of the replicas of this process; consecutive, and as many in every process."""
+    devices: tuple[torch.device, ...]
+    """Where each local replica computes; the virtual replicas ``cpu:i`` are all ``torch.device("cpu")``."""
+    num_workers: int
+    """Processes, each with an input pipeline of its own."""
+    worker_index: int
+    always_wrap: bool
+    """Hand out `PerReplica` even for one replica. False: with one replica, batches are handed out bare."""
+    communicator: Communicator | None
+    """The way to the other processes; None in a single process."""
+    per_replica_input: Literal["honoured", "ignored", "refused"] = "honoured"
+    """What `InputReplicationMode.PER_REPLICA` means to this strategy: a pipeline for each replica, the same as
+    PER_WORKER (central storage, whose replicas share one host), or nothing (one device)."""
+
+    @property
+    def bare(self) -> bool:
+        """Whether batches are handed out without a wrapper, as the dataset made them."""
+        return self.num_replicas == 1 and not self.always_wrap
+
+    @property
+    def peers(self) -> Communicator | None:
+        """The communicator where there is anybody to talk to, else None."""
+        return self.communicator if self.num_workers > 1 else None

@@ -1,0 +1,225 @@
+"""Having the next batches ready: read, and copied to the replicas' devices, before they are asked for.
+
+The dataset's own code runs in the thread that asks, as in a PyTorch loop, unless data-loading workers run it or the
+user asked for a larger buffer: random draws in a thread of ours would mix with those of the training step, and no run
+could be repeated. Copies to an accelerator always run ahead, in the background.
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+
+from torchstrat import nest
+from torchstrat.data import rows
+from torchstrat.data.streams import Step
+
+T = TypeVar("T")
+JOIN_SECONDS: Final = 10.0
+_END: Final = object()
+
+
+class Ahead(enum.Enum):
+    """What a `Prefetcher` does before it is asked."""
+
+    NOTHING = "nothing"
+    COPY = "copy"  # reads in the caller's thread, one element ahead; copies in the background
+    READ_AND_COPY = "read and copy"  # both in the background
+
+
+class _Background:
+    """One thread that does jobs in order. It refers to nothing but its queue, so that its owner can be collected."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=_work, args=(self._jobs, self._stopped), name="torchstrat-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def stop(self) -> None:
+        """End the thread once the job that it is doing, if any, is done. Idempotent."""
+        self._stopped.set()
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_SECONDS)
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None], stopped: threading.Event) -> None:
+    while (job := jobs.get()) is not None and not stopped.is_set():
+        future, call = job
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        del job, future, call
+
+
+class Prefetcher(Generic[T]):
+    """Elements of ``source`` after ``place``, up to ``depth`` of them made in advance.
+
+    Ends its thread when the source ends or fails, on `close`, and when it is garbage collected.
+
+    Args:
+        source: what to read.
+        place: what to do with each element, such as a copy to a device.
+        depth: elements kept ready, at least 1.
+        ahead: what to do in advance.
+    """
+
+    def __init__(self, source: Iterator[Any], place: Callable[[Any], T], depth: int, ahead: Ahead) -> None:
+        self._source: Iterator[Any] | None = source
+        self._place = place
+        self._depth = depth
+        self._ahead = ahead
+        self._waiting: deque[Future[Any]] = deque()
+        self._background: _Background | None = None
+        self._finalizer: Any = None
+
+    def next(self) -> T | None:
+        """The next element, or None at the end and ever after. Raises what reading or placing it raised."""
+        try:
+            found = self._next()
+        except BaseException:
+            self.close()
+            raise
+        if found is _END:
+            self.close()
+            return None
+        return found  # type: ignore[no-any-return]
+
+    def _next(self) -> Any:
+        if self._ahead is Ahead.NOTHING:
+            element = _pull(self._source)
+            return element if element is _END else self._place(element)
+        self._submit(self._depth)
+        if not self._waiting:
+            return _END
+        first = self._waiting.popleft()
+        self._submit(self._depth)
+        return first.result()
+
+    def _submit(self, count: int) -> None:
+        while self._source is not None and len(self._waiting) < count:
+            if self._background is None:
+                self._background = _Background()
+                self._finalizer = weakref.finalize(self, self._background.stop)
+            source, place = self._source, self._place
+            if self._ahead is Ahead.READ_AND_COPY:
+                self._waiting.append(self._background.submit(lambda: _pull_and_place(source, place)))
+                continue
+            try:
+                element = _pull(source)
+            except BaseException as error:  # not before the elements that came first have been handed out
+                self._source = None
+                failed: Future[Any] = Future()
+                failed.set_exception(error)
+                self._waiting.append(failed)
+                return
+            if element is _END:
+                self._source = None
+                return
+            self._waiting.append(self._background.submit(lambda element=element: place(element)))
+
+    def close(self) -> None:
+        """Stop reading, and end the thread. Idempotent."""
+        self._source = None
+        self._waiting.clear()
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _pull(source: Iterator[Any] | None) -> Any:
+    return _END if source is None else next(source, _END)
+
+
+def _pull_and_place(source: Iterator[Any], place: Callable[[Any], Any]) -> Any:
+    element = _pull(source)
+    return element if element is _END else place(element)
+
+
+class Placement:
+    """Copies each replica's batch to its device; on CUDA, on a stream of its own, from pinned memory."""
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self._devices = devices
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def copies(self) -> bool:
+        """Whether there is anything to copy for batches that are made on the host."""
+        return any(device.type != "cpu" for device in self._devices)
+
+    def place(self, step: Step) -> tuple[Step, tuple[Any, ...]]:
+        """Start the copies. Returns the step with its batches in place, and the events that tell when they are."""
+        components, events = [], []
+        for component, device in zip(step.components, self._devices, strict=True):
+            if device.type == "cuda":
+                component, event = self._place_on_cuda(component, device)
+                events.append(event)
+            else:
+                component = to_device(component, device)
+            components.append(component)
+        return Step(tuple(components), step.rows, step.checksum), tuple(events)
+
+    def _place_on_cuda(self, batch: nest.Nest, device: torch.device) -> tuple[nest.Nest, torch.cuda.Event]:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        with torch.cuda.stream(stream):
+            placed = to_device(batch, device, pinned=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return placed, event
+
+    def receive(self, placed: tuple[Step, tuple[Any, ...]]) -> Step:
+        """Order the current streams after the copies. Call it in the thread that uses the batches."""
+        step, events = placed
+        remaining = iter(events)
+        for component, device in zip(step.components, self._devices, strict=True):
+            if device.type != "cuda":
+                continue
+            current = torch.cuda.current_stream(device)
+            current.wait_event(next(remaining))
+            for leaf in nest.leaves(component):
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                    leaf.record_stream(current)
+        return step
+
+
+def to_device(batch: nest.Nest, device: torch.device, pinned: bool = False) -> nest.Nest:
+    """``batch`` on ``device``; itself where it is there already. ``pinned``: through pinned memory, without waiting."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if pinned and leaf.layout is torch.strided and leaf.device.type == "cpu" and not leaf.is_pinned():
+                leaf = leaf.pin_memory()
+            return leaf.to(device, non_blocking=pinned)
+        # Batches of foreign classes (graphs, tokenizer output) have the method that tensors have.
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    def visit(value: Any) -> Any:
+        if nest.is_nested(value) and not rows.is_row_list(value):
+            children = [child for _, child in nest.children(value)]
+            moved = [visit(child) for child in children]
+            same = all(new is old for new, old in zip(moved, children, strict=True))
+            return value if same else nest.rebuild(value, moved)
+        return move(value)
+
+    return visit(batch)

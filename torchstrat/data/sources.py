@@ -1,0 +1,318 @@
+"""What a user gives as a dataset, seen as a stream of global batches.
+
+`make_source` finds out what the object is. A `DataLoader` has a source of its own (`torchstrat.data.loader`), since
+its rows can be shared over processes by index; every other source is read in full by each process that needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torchstrat import nest
+from torchstrat.data import rows, spec
+from torchstrat.data.datasets import ArrayDataset
+from torchstrat.data.layout import InputLayout
+from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View
+from torchstrat.data.streams import Step, equal_chunk_steps
+from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+
+
+@runtime_checkable
+class FileSource(Protocol):
+    """A dataset that reads files, as the FILE policy sees it: any class with these two names."""
+
+    files: Sequence[PathLike]
+
+    def open(self, files: Sequence[PathLike]) -> Iterable[nest.Nest]:
+        """The elements in these of the files, in order."""
+
+
+class Source(ABC):
+    """A stream of global batches that can be opened again and again."""
+
+    declared_batch: int | None = None
+    """Rows of a full batch, where the dataset says so."""
+    cardinality: int = UNKNOWN_CARDINALITY
+    """Number of global batches, `UNKNOWN_CARDINALITY` or `INFINITE_CARDINALITY`."""
+    rereads: bool = True
+    """Whether reading it in every process costs reading it several times (arrays in memory cost nothing)."""
+    has_workers: bool = False
+    """Whether data-loading worker processes run the user's code, so that a thread of ours may wait for them."""
+    exclusive: bool = False
+    """Whether opening it again ends an earlier reading (a `DataLoader` with persistent workers)."""
+
+    @abstractmethod
+    def open(self) -> Iterator[nest.Nest]:
+        """Start over. Workers are started here, in the calling thread; batches are read as they are asked for."""
+
+    @abstractmethod
+    def element_spec(self) -> nest.Nest:
+        """The nest of `TensorSpec` of a global batch. May read one example, with random streams put back after."""
+
+    def open_equal_chunks(self, layout: InputLayout, ahead: int) -> tuple[Iterator[Step], Callable[[int], None]]:
+        """Start over with every batch split by the equal-chunk rule.
+
+        Args:
+            layout: the replicas.
+            ahead: how many steps beyond the current one may be asked for.
+
+        Returns:
+            The steps of this process, and a function to call in the caller's thread before step ``i`` is asked for.
+            Where there are several processes all call both, in the same order.
+        """
+        return equal_chunk_steps(self.open(), layout), lambda step: None
+
+    @property
+    def reads_files(self) -> bool:
+        return False
+
+    def for_files(self, worker: int, workers: int) -> Source:
+        """The part of a source that reads files whose files belong to one process: file ``i mod workers``."""
+        raise InvalidArgumentError(
+            "auto_shard_policy=FILE over several processes needs a dataset that reads files: one with .files and "
+            ".open(files), such as ts.data.TextLineDataset. Use DATA to share the rows of any other dataset."
+        )
+
+    def for_hint(self, worker: int, workers: int) -> Source:
+        """What the HINT policy leaves to one process; everything, when the dataset has no hint."""
+        return self
+
+    def check_splittable(self) -> None:
+        """Raise now, rather than in the first step, where it can be seen without reading that batches have no rows."""
+
+
+class PipelineSource(Source):
+    """`ArrayDataset`, `TextLineDataset` and what is made of them."""
+
+    def __init__(self, pipeline: Pipeline, view: View | None = None) -> None:
+        self._pipeline = pipeline
+        self._view = view or View()
+        self.declared_batch = pipeline.batch_size
+        self.cardinality = pipeline.cardinality
+        self.rereads = self.reads_files
+
+    def open(self) -> Iterator[nest.Nest]:
+        return map(rows.to_tensors, self._pipeline.read(self._view))
+
+    def element_spec(self) -> nest.Nest:
+        return self._pipeline.element_spec
+
+    @property
+    def reads_files(self) -> bool:
+        return hasattr(self._pipeline, "files")
+
+    def for_files(self, worker: int, workers: int) -> Source:
+        if not self.reads_files:
+            return super().for_files(worker, workers)
+        files = files_of_worker(self._pipeline.files, worker, workers)  # type: ignore[attr-defined]
+        return PipelineSource(self._pipeline, View(files, self._view.hint))
+
+    def for_hint(self, worker: int, workers: int) -> Source:
+        return PipelineSource(self._pipeline, View(self._view.files, (workers, worker)))
+
+    def check_splittable(self) -> None:
+        if self.cardinality == UNKNOWN_CARDINALITY and not self.reads_files:
+            return
+        if any(not leaf.shape for leaf in nest.leaves(self.element_spec())):
+            raise InvalidArgumentError(
+                "the elements of the dataset are scalars, which cannot be split over replicas: batch it first, with "
+                "dataset.batch(<global batch>) or DataLoader(dataset, batch_size=<global batch>)."
+            )
+
+
+class ListSource(Source):
+    """A list (or other sequence) of global batches in memory."""
+
+    rereads = False
+
+    def __init__(self, batches: Sequence[nest.Nest]) -> None:
+        self._batches = batches
+        self.cardinality = len(batches)
+        if batches and not _holds_arrays(batches[0]):
+            raise WrongTypeError(
+                f"a {type(batches).__name__} of {type(batches[0]).__name__} is no dataset: give a sequence of batches, "
+                "each a tensor, an array, or a list, tuple or dict of them."
+            )
+
+    def open(self) -> Iterator[nest.Nest]:
+        return map(rows.to_tensors, self._batches)
+
+    def element_spec(self) -> nest.Nest:
+        if not self._batches:
+            raise InvalidArgumentError("element_spec of an empty sequence of batches is not known.")
+        specs = [spec.spec_of(batch, rows_fixed=False) for batch in self.open()]
+        return nest.map_structure(_widest, *specs)
+
+    def check_splittable(self) -> None:
+        if self._batches:
+            rows.count_rows(rows.to_tensors(self._batches[0]))
+
+
+class IterableSource(Source):
+    """An `IterableDataset`, or any other iterable of global batches, a generator included.
+
+    An iterator can be read once: opening it a second time is an error, not an empty epoch.
+    """
+
+    def __init__(self, iterable: Iterable[nest.Nest]) -> None:
+        self._iterable = iterable
+        self._once = iter(iterable) if isinstance(iterable, Iterator) else None
+        self._used = False
+        self.declared_batch = _whole(getattr(iterable, "batch_size", None))
+        self.cardinality = _length(iterable)
+
+    def open(self) -> Iterator[nest.Nest]:
+        if self._once is None:
+            return map(rows.to_tensors, iter(self._iterable))
+        if self._used:
+            raise InvalidArgumentError(
+                f"the dataset is an iterator ({type(self._iterable).__name__}), which can be read once, and it has "
+                "been. For several epochs give a list, an object whose __iter__ starts over, or a DataLoader."
+            )
+        self._used = True
+        return map(rows.to_tensors, self._once)
+
+    def element_spec(self) -> nest.Nest:
+        with spec.undisturbed_randomness():
+            if self._once is None:
+                first = next(iter(self._iterable), None)
+            elif (first := next(self._once, None)) is not None:
+                self._once = itertools.chain([first], self._once)
+        if first is None:
+            raise InvalidArgumentError("element_spec of a dataset without elements is not known.")
+        return spec.spec_of(rows.to_tensors(first), rows_fixed=False)
+
+    def for_hint(self, worker: int, workers: int) -> Source:
+        shard = getattr(self._iterable, "shard", None)
+        return make_source(shard(workers, worker)) if callable(shard) else self
+
+
+class MapSource(Source):
+    """A map-style `Dataset` whose items are the global batches, in the order of its indices."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.cardinality = len(dataset)
+
+    def open(self) -> Iterator[nest.Nest]:
+        return (rows.to_tensors(self._dataset[index]) for index in range(len(self._dataset)))
+
+    def element_spec(self) -> nest.Nest:
+        if not len(self._dataset):
+            raise InvalidArgumentError("element_spec of an empty dataset is not known.")
+        with spec.undisturbed_randomness():
+            return spec.spec_of(rows.to_tensors(self._dataset[0]), rows_fixed=False)
+
+    def for_hint(self, worker: int, workers: int) -> Source:
+        shard = getattr(self._dataset, "shard", None)
+        return make_source(shard(workers, worker)) if callable(shard) else self
+
+
+class ForeignFileSource(IterableSource):
+    """A user's own dataset with ``files`` and ``open(files)``; its elements are global batches."""
+
+    def __init__(self, dataset: Any, files: Sequence[PathLike] | None = None) -> None:
+        super().__init__(_Files(dataset, tuple(dataset.files) if files is None else tuple(files)))
+        self.declared_batch = _whole(getattr(dataset, "batch_size", None))
+        self._dataset = dataset
+
+    @property
+    def reads_files(self) -> bool:
+        return True
+
+    def for_files(self, worker: int, workers: int) -> Source:
+        return ForeignFileSource(self._dataset, files_of_worker(self._dataset.files, worker, workers))
+
+
+class _Files:
+    def __init__(self, dataset: Any, files: tuple[PathLike, ...]) -> None:
+        self._dataset, self._files = dataset, files
+
+    def __iter__(self) -> Iterator[nest.Nest]:
+        return iter(self._dataset.open(self._files))
+
+
+def make_source(dataset: Any) -> Source:
+    """The source of whatever may be given as a dataset.
+
+    Raises:
+        InvalidArgumentError: None.
+        WrongTypeError: an object that is no dataset.
+    """
+    from torchstrat.data.loader import LoaderSource
+
+    if dataset is None:
+        raise InvalidArgumentError("the dataset is None; give a DataLoader, a Dataset, arrays or an iterable of batches.")
+    if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
+        return LoaderSource(dataset)
+    if isinstance(dataset, Pipeline):
+        return PipelineSource(dataset)
+    if isinstance(dataset, FileSource):
+        return ForeignFileSource(dataset)
+    if isinstance(dataset, IterableDataset):
+        return IterableSource(dataset)
+    if rows.is_array(dataset) or (isinstance(dataset, Mapping | tuple) and _only_arrays(dataset)):
+        return PipelineSource(ArrayDataset(dataset))
+    if isinstance(dataset, list | tuple):
+        return ListSource(dataset)
+    if isinstance(dataset, Iterable) and not isinstance(dataset, str | bytes | Mapping | range):
+        return IterableSource(dataset)
+    if isinstance(dataset, Dataset) or (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        if not isinstance(dataset, str | bytes | Mapping | range):
+            if not hasattr(dataset, "__len__"):
+                raise WrongTypeError(f"a map-style dataset needs __len__; {type(dataset).__name__} has none.")
+            return MapSource(dataset)
+    raise WrongTypeError(
+        f"{type(dataset).__name__} is no dataset: give a DataLoader, a map-style or iterable Dataset, arrays or tensors, "
+        "or an iterable of batches."
+    )
+
+
+def files_of_worker(files: Sequence[PathLike], worker: int, workers: int) -> tuple[PathLike, ...]:
+    """The files of one process. Raises, in every process, when there are not enough for all."""
+    if len(files) < workers:
+        raise InvalidArgumentError(
+            f"{len(files)} file(s) cannot be shared by {workers} processes: under the policies FILE and AUTO each needs "
+            "one at least. Use auto_shard_policy=AutoShardPolicy.DATA to share the rows instead, or split the files."
+        )
+    return tuple(files[worker::workers])
+
+
+def refuse_distributed(dataset: Any) -> None:
+    """A dataset that is distributed already cannot be distributed again."""
+    from torchstrat.data.distributed import DistributedDataset, DistributedIterator
+
+    if isinstance(dataset, DistributedDataset | DistributedIterator):
+        raise UnsupportedError("the dataset is distributed already; iterate over it as it is.")
+
+
+def _holds_arrays(batch: Any) -> bool:
+    if nest.is_nested(batch) and not rows.is_row_list(batch):
+        return any(_holds_arrays(child) for _, child in nest.children(batch))
+    return rows.is_array(batch) or hasattr(batch, "dtype") or (rows.is_row_list(batch) and isinstance(batch[0], str))
+
+
+def _only_arrays(value: Any) -> bool:
+    leaves = nest.flatten(value)
+    return bool(leaves) and all(rows.is_array(leaf) for leaf in leaves)
+
+
+def _widest(first: spec.TensorSpec, *others: spec.TensorSpec) -> spec.TensorSpec:
+    shapes = zip(*(leaf.shape for leaf in (first, *others)), strict=True)
+    return spec.TensorSpec(tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in shapes), first.dtype)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _length(iterable: Any) -> int:
+    try:
+        return len(iterable)
+    except TypeError:
+        return UNKNOWN_CARDINALITY

@@ -1,0 +1,106 @@
+"""What a dataset's elements look like: shapes and dtypes, with None where a size is not fixed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchstrat import nest
+from torchstrat.data import rows
+
+DType = Any  # torch.dtype, or numpy.dtype(object) for strings
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape (None: size not fixed) and dtype (`torch.dtype`; ``numpy.dtype(object)`` for strings) of one leaf."""
+
+    shape: tuple[int | None, ...]
+    dtype: DType
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """The specs of one leaf, one per replica of this process. ``shape`` and ``dtype`` are what they share."""
+
+    values: tuple[TensorSpec, ...]
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        return self.values[0].shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.values[0].dtype
+
+
+def spec_of(element: nest.Nest, *, rows_fixed: bool, trailing_fixed: bool = True) -> nest.Nest:
+    """The spec of an element like ``element``.
+
+    Args:
+        element: a batch or an unbatched element.
+        rows_fixed: whether every element has as many rows as this one.
+        trailing_fixed: whether every element has the other sizes of this one.
+    """
+
+    def leaf_spec(leaf: Any) -> TensorSpec:
+        if rows.is_row_list(leaf):
+            return TensorSpec((len(leaf) if rows_fixed else None,), _python_dtype(leaf[0]))
+        if not rows.is_array(leaf):
+            return TensorSpec((), _python_dtype(leaf))
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            return TensorSpec((None,) * leaf.ndim, leaf.dtype)
+        trailing = tuple(leaf.shape[1:]) if trailing_fixed else (None,) * (leaf.ndim - 1)
+        leading = (leaf.shape[0] if rows_fixed else None,) if leaf.ndim else ()
+        return TensorSpec(leading + trailing, leaf.dtype)
+
+    return _map_leaves(leaf_spec, element)
+
+
+def batched(spec: nest.Nest, rows: int | None) -> nest.Nest:
+    """The spec of a batch of ``rows`` (None: not fixed) elements of ``spec``."""
+    return nest.map_structure(lambda leaf: TensorSpec((rows, *leaf.shape), leaf.dtype), spec)
+
+
+def per_replica(spec: nest.Nest, rows_of: Callable[[int | None], int | None], count: int) -> nest.Nest:
+    """``spec`` of a global batch as the specs of ``count`` replicas; ``rows_of`` maps its rows to a replica's."""
+
+    def spread(leaf: TensorSpec) -> PerReplicaSpec:
+        shape = (rows_of(leaf.shape[0]), *leaf.shape[1:]) if leaf.shape else ()
+        return PerReplicaSpec((TensorSpec(shape, leaf.dtype),) * count)
+
+    return nest.map_structure(spread, spec)
+
+
+def _map_leaves(fn: Callable[[Any], TensorSpec], value: nest.Nest) -> nest.Nest:
+    if nest.is_nested(value) and not rows.is_row_list(value):
+        return nest.rebuild(value, [_map_leaves(fn, child) for _, child in nest.children(value)])
+    return fn(value)
+
+
+def _python_dtype(value: Any) -> DType:
+    if isinstance(value, bool | int | float | complex):
+        return torch.tensor(value).dtype
+    return np.dtype(object)
+
+
+@contextmanager
+def undisturbed_randomness() -> Iterator[None]:
+    """Run user code that may draw random numbers without moving the streams that training uses."""
+    python, numpy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(state)

@@ -1,0 +1,173 @@
+"""From a stream of global batches to what each replica of this process gets in each step.
+
+Everything here is an iterator over iterators: nothing runs before it is asked for, and nothing communicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torchstrat import nest
+from torchstrat.data import rows
+from torchstrat.data.layout import InputLayout
+from torchstrat.data.rebatch import batch_sizes_for_worker, equal_chunks
+from torchstrat.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's input in this process."""
+
+    components: tuple[nest.Nest, ...]
+    """A batch for each local replica, some perhaps of zero rows."""
+    rows: tuple[int, ...]
+    """Rows of every replica of the group, or of the local ones where the others' are not known yet."""
+    checksum: int | None = None
+    """Of the global batch; only with the first step, and only where processes have to compare it."""
+
+
+def rows_or_one(element: nest.Nest) -> int:
+    """Rows of an element; an unbatched scalar counts as one."""
+    leaves = [leaf for leaf in nest.leaves(element) if rows.is_array(leaf)]
+    if leaves and all(leaf.ndim for leaf in leaves):
+        return rows.count_rows(element)
+    return 1
+
+
+def bare_steps(elements: Iterator[nest.Nest]) -> Iterator[Step]:
+    """One replica in one process: every element as it is, whatever it is."""
+    return (Step((element,), (1,)) for element in elements)
+
+
+def equal_chunk_steps(batches: Iterator[nest.Nest], layout: InputLayout) -> Iterator[Step]:
+    """One step per global batch, split by the equal-chunk rule over the whole group."""
+    for index, batch in enumerate(batches):
+        checksum = rows.checksum(batch) if index == 0 and layout.num_workers > 1 else None
+        if layout.num_replicas == 1:
+            yield Step((batch,), (rows_or_one(batch),), checksum)
+            continue
+        parts = rows.split_equally(batch, layout.num_replicas)
+        sizes = equal_chunks(rows.count_rows(batch), layout.num_replicas)
+        yield Step(tuple(parts[replica] for replica in layout.local_replicas), sizes, checksum)
+
+
+def fixed_size_steps(batches: Iterator[nest.Nest], declared: int | None, layout: InputLayout) -> Iterator[Step]:
+    """The fixed-size rule: this process cuts *all* of its rows for its own replicas, one step after the other.
+
+    ``rows`` of the steps are those of the local replicas.
+    """
+    if layout.num_replicas == 1:
+        return (Step((batch,), (rows_or_one(batch),)) for batch in batches)
+    local = len(layout.local_replicas)
+    if declared:
+        sizes = batch_sizes_for_worker(declared, layout.num_workers, local, layout.worker_index)
+        parts = cut_stream(batches, sizes)
+    else:
+        parts = _cut_undeclared(batches, layout)
+    return _grouped(parts, local)
+
+
+def cut_stream(
+    batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainder: bool = False
+) -> Iterator[nest.Nest]:
+    """Rows of ``batches`` in new batches of ``sizes``, in turn and cyclically, across the borders of the old ones.
+
+    A size of 0 gives a batch of zero rows. Ends when a batch of one row or more is due and no rows are left; a last
+    batch with fewer rows than it should have is kept unless ``drop_remainder``.
+
+    Raises:
+        InvalidArgumentError: no positive size, or a batch whose leaves do not have the same number of rows.
+    """
+    if min(sizes, default=0) < 0 or sum(sizes) < 1:
+        raise InvalidArgumentError(f"sizes={list(sizes)} must not be negative, and one of them must be positive.")
+    return _cut_stream(batches, sizes, drop_remainder)
+
+
+def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainder: bool) -> Iterator[nest.Nest]:
+    batch, start, stop = next(batches, None), 0, 0
+    if batch is None:
+        return
+    empty, stop = rows.empty_like(batch), _aligned_rows(batch)
+    for size in itertools.cycle(sizes):
+        parts: list[nest.Nest] = []
+        missing = size
+        while missing:
+            if start == stop:
+                if (batch := next(batches, None)) is None:
+                    break
+                start, stop = 0, _aligned_rows(batch)
+            taken = min(missing, stop - start)
+            if taken:
+                parts.append(rows.cut_batch(batch, start, start + taken))
+            start, missing = start + taken, missing - taken
+        if missing and (drop_remainder or not parts):
+            return
+        yield rows.join_batches(parts) if parts else empty
+        if batch is None:
+            batch, start, stop = empty, 0, 0  # the source has ended: only sizes of 0 can follow
+
+
+def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout) -> Iterator[nest.Nest]:
+    """The fixed-size rule where no batch size is declared: the first batch's rows are taken for it.
+
+    It stands as long as every batch but the last has that size; else equal chunks are used from there on, as
+    TensorFlow does where it cannot derive a batch size.
+    """
+    declared: int | None = None
+    batch, following = next(batches, None), None
+    while batch is not None:
+        count = _aligned_rows(batch)
+        declared = count if declared is None else declared
+        if declared and count != declared:
+            following = next(batches, None)
+            if count > declared or following is not None:
+                declared = 0
+        if declared:
+            local = len(layout.local_replicas)
+            sizes = batch_sizes_for_worker(declared, layout.num_workers, local, layout.worker_index)
+            parts = list(itertools.islice(_cut_stream(iter([batch]), sizes, False), len(sizes)))
+            parts += [rows.empty_like(batch)] * (len(sizes) - len(parts))
+        else:
+            parts = rows.split_equally(batch, layout.num_replicas)
+        yield from parts
+        batch, following = (following if following is not None else next(batches, None)), None
+
+
+def _aligned_rows(batch: nest.Nest) -> int:
+    count = rows.common_rows(batch)
+    if count is None:
+        lengths = sorted({rows.length(leaf) for leaf in rows.row_leaves(batch)})
+        raise InvalidArgumentError(
+            f"the tensors of a batch have {lengths} rows, which this sharding policy cannot cut to fixed sizes: all "
+            "need the same number. Use InputOptions(auto_shard_policy=AutoShardPolicy.DATA) to split each by itself."
+        )
+    return count
+
+
+def _grouped(parts: Iterator[nest.Nest], local: int) -> Iterator[Step]:
+    """``local`` parts per step; an unfinished last step is filled up with empty batches."""
+    while components := list(itertools.islice(parts, local)):
+        empty = rows.empty_like(components[0])
+        components += [empty] * (local - len(components))
+        yield Step(tuple(components), tuple(rows.count_rows(component) for component in components))
+
+
+def element_steps(pipelines: Sequence[Iterator[nest.Nest]], layout: InputLayout) -> Iterator[Step]:
+    """Steps of whole elements: from one pipeline a consecutive element for each local replica, or one pipeline each.
+
+    Replicas for which no element is left get empty ones. ``rows`` are those of the local replicas.
+    """
+    local = len(layout.local_replicas)
+    sources = pipelines if len(pipelines) == local else list(pipelines) * local
+    while True:
+        elements = [next(source, None) for source in sources]
+        present = next((element for element in elements if element is not None), None)
+        if present is None:
+            return
+        empty = rows.empty_like(present)
+        yield Step(
+            tuple(empty if element is None else element for element in elements),
+            tuple(0 if element is None else rows_or_one(element) for element in elements),
+        )

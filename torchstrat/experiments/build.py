@@ -1,0 +1,101 @@
+"""From settings to objects: the strategy by its registry name, the optimizer by its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchstrat import registry
+from torchstrat.cluster import ProcessPlan
+from torchstrat.config import (
+    AdamConfig,
+    AdamWConfig,
+    CentralStorageConfig,
+    ClusterConfig,
+    ExperimentConfig,
+    MirroredConfig,
+    OneDeviceConfig,
+    OptimizerConfig,
+    SgdConfig,
+)
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.strategy import Strategy
+
+CPU_REPLICAS = 2
+"""Replicas in one process on a machine without GPUs, where nothing was asked for: enough to see a strategy at work."""
+
+
+def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
+    """The configured strategy; under a launcher all processes call this, and form a process group.
+
+    Raises:
+        InvalidArgumentError: the settings do not fit how the processes were started, or each other.
+    """
+    launched = plan is not None
+    _require_launcher(config.cluster, launched)
+    options: dict[str, Any] = {
+        "gradient_reduce_op": config.strategy.gradient_reduce_op,
+        "timeout": timedelta(seconds=config.cluster.timeout_seconds),
+    }
+    chosen = config.strategy
+    cpu_only = config.cluster.accelerator == "cpu"
+    if isinstance(chosen, OneDeviceConfig):
+        if chosen.device is not None or cpu_only:
+            options["device"] = chosen.device or "cpu:0"
+    elif isinstance(chosen, MirroredConfig):
+        options["devices"] = _devices(chosen.replicas, chosen.devices, launched, cpu_only)
+    elif isinstance(chosen, CentralStorageConfig):
+        options["compute_devices"] = _devices(chosen.replicas, chosen.compute_devices, launched, cpu_only)
+        options["parameter_device"] = chosen.parameter_device
+    built: Strategy = registry.create(chosen.name, **options)
+    return built
+
+
+def _require_launcher(cluster: ClusterConfig, launched: bool) -> None:
+    if cluster.name == "torchrun" and not launched:
+        raise InvalidArgumentError(
+            "cluster=torchrun, but this process was started without it; run torchrun --nproc-per-node N "
+            "scripts/train.py …, or use cluster=auto."
+        )
+    if cluster.name == "local" and launched:
+        raise InvalidArgumentError(
+            "cluster=local, but a launcher started this process as one of a group; run python scripts/train.py …, or "
+            "use cluster=auto."
+        )
+
+
+def _devices(replicas: int | None, devices: list[str] | None, launched: bool, cpu_only: bool) -> list[str] | None:
+    """The constructor's list of devices, one per replica of this process; None leaves the choice to the strategy."""
+    if devices is not None:
+        return devices
+    if launched:
+        if replicas not in (None, 1):
+            raise InvalidArgumentError(
+                f"strategy.replicas={replicas}, but under a launcher each process is one replica; start {replicas} "
+                "processes instead (torchrun --nproc-per-node)."
+            )
+        return ["cpu:0"] if cpu_only else None
+    has_gpus = torch.cuda.is_available() and not cpu_only
+    if replicas is None:
+        return None if has_gpus else [f"cpu:{index}" for index in range(CPU_REPLICAS)]
+    return [f"{'cuda' if has_gpus else 'cpu'}:{index}" for index in range(replicas)]
+
+
+def optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """A plain PyTorch optimizer. Call it inside ``strategy.scope()``."""
+    if isinstance(config, SgdConfig):
+        return torch.optim.SGD(
+            parameters,
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+        )
+    if isinstance(config, AdamConfig | AdamWConfig):
+        kind = torch.optim.Adam if isinstance(config, AdamConfig) else torch.optim.AdamW
+        first, second = config.betas
+        return kind(parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay)
+    raise InvalidArgumentError(f"optimizer.name={config.name} is not known; choose one of sgd, adam, adamw.")

@@ -1,0 +1,124 @@
+"""How rank 0 hands the runs of one command to the other processes.
+
+Only rank 0 composes a configuration and names a folder; the others learn both here. Composing on every rank would
+give each its own run folder (ranks start seconds apart, so ``${now:}`` differs) and, in a sweep, as many announcements
+as there are ranks.
+
+The messages are JSON under keys of the store that the launcher provides, so nothing that arrives is executed, and the
+runs stay apart from each other by the launcher's id in the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torchstrat.errors import CommunicationTimeoutError
+
+MEETING_TIMEOUT = timedelta(minutes=10)
+"""Until every rank has been started. Machines of one job can be minutes apart."""
+
+HAND_OVER_TIMEOUT = timedelta(minutes=10)
+"""From the end of one run to the next: rank 0 draws a picture and composes a configuration in between."""
+
+OUTCOME_TIMEOUT = timedelta(seconds=10)
+"""From one rank's failure to that of another, when both have the same cause."""
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
+class HandOver:
+    """One rank's end of the channel. Every method of rank 0 has its counterpart on the others, in the same order."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.size = size
+        self._runs = 0
+
+    def meet(self, timeout: timedelta = MEETING_TIMEOUT) -> None:
+        """Return once every rank has called this.
+
+        Raises:
+            CommunicationTimeoutError: some have not within ``timeout``; the message names them.
+        """
+        self._store.set(f"arrived/{self.rank}", "")
+        keys = [f"arrived/{rank}" for rank in range(self.size)]
+        self._wait(keys, timeout, "to start")
+
+    def publish(self, run: Mapping[str, Any]) -> None:
+        """Rank 0: hand a run to the others. Does not wait for them."""
+        self._store.set(f"run/{self._runs}", json.dumps({"run": run}))
+        self._runs += 1
+
+    def publish_end(self, exit_status: int) -> None:
+        """Rank 0: there are no more runs. Does not wait; see `wait_until_read`."""
+        self._store.set(f"run/{self._runs}", json.dumps({"exit_status": exit_status}))
+
+    def wait_until_read(self, timeout: timedelta = OUTCOME_TIMEOUT) -> None:
+        """Rank 0: stay until the others know of the end, for the store may live in this process. Gives up quietly."""
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timeout)
+
+    def receive(self, timeout: timedelta = HAND_OVER_TIMEOUT) -> Mapping[str, Any] | int:
+        """The others: wait for the next run, or for the exit status after the last one.
+
+        Raises:
+            CommunicationTimeoutError: rank 0 said neither within ``timeout``.
+        """
+        key = f"run/{self._runs}"
+        self._wait([key], timeout, f"to hand over run {self._runs}", who="rank 0")
+        message = json.loads(self._store.get(key))
+        if "exit_status" in message:
+            self._store.set(f"left/{self.rank}", "")
+            return int(message["exit_status"])
+        self._runs += 1
+        run: Mapping[str, Any] = message["run"]
+        return run
+
+    def report_outcome(self, succeeded: bool) -> None:
+        """Say how the current run ended here, for `everyone_failed` and `rank_0_failed` elsewhere."""
+        self._store.set(self._outcome_key(self.rank), json.dumps(succeeded))
+
+    def everyone_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
+        """Whether the current run ended in an error on every rank. If not, somebody may wait for ranks that gave up."""
+        return all(self._failed(rank, timeout) for rank in range(self.size))
+
+    def rank_0_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
+        """Whether rank 0 has ended the current run with an error, which it then has printed."""
+        return self._failed(0, timeout)
+
+    def _failed(self, rank: int, timeout: timedelta) -> bool:
+        key = self._outcome_key(rank)
+        try:
+            self._store.wait([key], timeout)
+        except RuntimeError:
+            return False
+        return json.loads(self._store.get(key)) is False
+
+    def _outcome_key(self, rank: int) -> str:
+        return f"outcome/{self._runs - 1}/{rank}"
+
+    def _wait(self, keys: list[str], timeout: timedelta, purpose: str, who: str | None = None) -> None:
+        try:
+            self._store.wait(keys, timeout)
+        except RuntimeError as error:
+            missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
+            waited_for = who or f"rank {', '.join(missing)} of {self.size}"
+            raise CommunicationTimeoutError(
+                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for {waited_for} {purpose}; was it started, "
+                "and can it reach MASTER_ADDR?"
+            ) from error

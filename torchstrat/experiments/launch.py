@@ -1,0 +1,257 @@
+"""One command, one Hydra: rank 0 composes, sweeps and writes Hydra's files; the other ranks follow.
+
+Started without a launcher, this process is rank 0 of one. Under ``torchrun`` every rank calls `main`; they meet before
+Hydra is entered, hence before any folder exists, and each run is handed over (`hand_over`) before it begins.
+
+Errors made on purpose (`TorchstratError`, Hydra's own) end as one line on stderr, said once, and a non-zero exit
+status; a sweep goes on with its other runs where every rank failed alike. ``HYDRA_FULL_ERROR=1`` shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch.distributed as dist
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchstrat import config as schema
+from torchstrat.cluster import ProcessPlan, process_plan_from_torchrun
+from torchstrat.errors import TorchstratError
+from torchstrat.experiments.hand_over import MEETING_TIMEOUT, HandOver
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as every rank knows it: what to do, where its results go, and this process's place in it."""
+
+    config: schema.ExperimentConfig
+    resolved: Mapping[str, Any]
+    """The whole configuration as plain values, for the record."""
+    overrides: list[str]
+    folder: Path
+    """Made by rank 0, which alone writes to it."""
+    plan: ProcessPlan | None
+    """None: started without a launcher."""
+
+    @property
+    def is_chief(self) -> bool:
+        return self.plan is None or self.plan.rank == 0
+
+    @classmethod
+    def unpack(cls, message: Mapping[str, Any], plan: ProcessPlan | None) -> Run:
+        """The run that rank 0 described. Raises `InvalidArgumentError` for a configuration that means nothing."""
+        return cls(
+            config=schema.experiment_from_mapping(message["config"]),
+            resolved=message["config"],
+            overrides=list(message["overrides"]),
+            folder=Path(message["folder"]),
+            plan=plan,
+        )
+
+
+Task = Callable[[Run], None]
+
+
+def main(task: Task, config_folder: Path) -> int:
+    """Call ``task`` for every run that the command line asks for, on every rank.
+
+    Args:
+        task: Called on all ranks of a run with equal configurations. It must leave nothing open: the next run of a
+            sweep starts in the same process.
+        config_folder: Holds ``config.yaml`` and the config groups.
+
+    Returns:
+        The exit status for the process: 0 if every run succeeded.
+    """
+    with_tracebacks = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+    register_schema()
+    try:
+        plan = process_plan_from_torchrun()
+        hand_over = _meet(plan) if plan is not None and plan.size > 1 else None
+        if hand_over is not None and hand_over.rank > 0:
+            return _Follower(task, plan, hand_over, with_tracebacks).follow()
+        return _Leader(task, plan, hand_over, with_tracebacks, config_folder).lead()
+    except _ONE_LINE as error:
+        if with_tracebacks:
+            raise
+        return _fail(error)
+
+
+def register_schema() -> None:
+    """Give Hydra the dataclasses that the YAML files set values of. Idempotent."""
+    store = ConfigStore.instance()
+    experiment = OmegaConf.structured(schema.ExperimentConfig)
+    for group in schema.GROUPS:
+        experiment[group] = schema.MISSING  # a default choice would refuse to be replaced by another class
+    store.store(name="base_config", node=experiment)
+    for group, choices in schema.GROUPS.items():
+        for name, node in choices.items():
+            store.store(group=group, name=f"base_{name}", node=node)
+
+
+def _meet(plan: ProcessPlan) -> HandOver:
+    """Meet the other ranks over the store that the launcher keeps, or rank 0 where the launcher keeps none."""
+    store, _, _ = next(dist.rendezvous("env://", plan.rank, plan.size, timeout=MEETING_TIMEOUT))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"torchstrat-runs/{_launcher_run_id()}/{attempt}"
+    hand_over = HandOver(dist.PrefixStore(prefix, store), plan.rank, plan.size)
+    hand_over.meet()
+    return hand_over
+
+
+def _launcher_run_id() -> str:
+    """Tells this launch from others that share a store; torchrun says "none" where nobody asked for an id."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
+
+
+@dataclass(frozen=True)
+class _Leader:
+    """Rank 0, or the only process."""
+
+    task: Task
+    plan: ProcessPlan | None
+    hand_over: HandOver | None
+    """None: there is nobody to lead."""
+    with_tracebacks: bool
+    config_folder: Path
+
+    def lead(self) -> int:
+        """Let Hydra parse the command line and call back once per run; returns the exit status."""
+        status = 1  # what the others are told if something unforeseen leaves through here
+        try:
+            status = self._run_hydra()
+        except _ONE_LINE as error:
+            if self.with_tracebacks:
+                raise
+            status = _fail(error)
+        finally:
+            if self.hand_over is not None:
+                self.hand_over.publish_end(status)
+        if self.hand_over is not None:
+            self.hand_over.wait_until_read()
+        return status
+
+    def _run_hydra(self) -> int:
+        failed_runs = 0
+
+        def run_one(config: DictConfig) -> None:
+            nonlocal failed_runs
+            failed_runs += not self._run(config)
+
+        run_id = _new_run_id()  # once per command; `now` would be resolved again and again
+        OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
+        decorate = hydra.main(version_base="1.3", config_path=str(self.config_folder.resolve()), config_name="config")
+        asked_before = os.environ.get("HYDRA_FULL_ERROR")
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's way to be told: raise to the caller, do not print and exit
+        try:
+            decorate(run_one)()
+        except SystemExit as stop:  # --help, arguments that argparse refuses, a run that left the others waiting
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        finally:
+            if asked_before is None:
+                del os.environ["HYDRA_FULL_ERROR"]
+            else:
+                os.environ["HYDRA_FULL_ERROR"] = asked_before
+        return int(failed_runs > 0)
+
+    def _run(self, config: DictConfig) -> bool:
+        """One run; whether it succeeded. `SystemExit` when other ranks may be waiting for this one in vain."""
+        try:
+            message = _describe(config)
+            run = Run.unpack(message, self.plan)
+        except _ONE_LINE as problem:  # nothing was handed over: the others know nothing of this run
+            if self.with_tracebacks:
+                raise
+            _fail(problem)
+            return False
+        if self.hand_over is not None:
+            self.hand_over.publish(message)
+        error = _attempt(self.task, run, self.with_tracebacks)
+        if error is not None:
+            _fail(error)
+        if self.hand_over is not None:
+            self.hand_over.report_outcome(succeeded=error is None)
+            if error is not None and not self.hand_over.everyone_failed():
+                raise SystemExit(1)
+        return error is None
+
+
+@dataclass(frozen=True)
+class _Follower:
+    """Every other rank. Knows nothing of Hydra and writes nothing."""
+
+    task: Task
+    plan: ProcessPlan | None
+    hand_over: HandOver
+    with_tracebacks: bool
+
+    def follow(self) -> int:
+        """Take runs until there are no more; returns the exit status."""
+        while True:
+            message = self.hand_over.receive()
+            if isinstance(message, int):
+                return message
+            error = _attempt(self.task, Run.unpack(message, self.plan), self.with_tracebacks)
+            self.hand_over.report_outcome(succeeded=error is None)
+            if error is not None and not self.hand_over.rank_0_failed():
+                return _fail(error, self.hand_over.rank)  # rank 0 knows nothing of it, and would not say it
+
+
+def _describe(config: DictConfig) -> dict[str, Any]:
+    return {
+        "config": OmegaConf.to_container(config, resolve=True),
+        "overrides": list(HydraConfig.get().overrides.task),
+        "folder": HydraConfig.get().runtime.output_dir,
+    }
+
+
+def _new_run_id() -> str:
+    """Sorts by time; the second part keeps two commands of the same second apart."""
+    launcher_id = _launcher_run_id()
+    unique = re.sub(r"[^A-Za-z0-9]+", "", launcher_id)[:8] if launcher_id != "none" else ""
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{unique or os.getpid()}"
+
+
+_ONE_LINE = (TorchstratError, HydraException, OmegaConfBaseException)
+"""Errors made on purpose: their message says it all. Any other leaves with its traceback."""
+
+
+def _attempt(task: Task, run: Run, with_tracebacks: bool) -> TorchstratError | None:
+    try:
+        task(run)
+    except TorchstratError as error:
+        if with_tracebacks:
+            raise
+        return error
+    return None
+
+
+def _fail(error: Exception, rank: int | None = None) -> int:
+    """Print the one line; returns the exit status."""
+    who = "" if rank is None else f"rank {rank}: "
+    print(f"error: {who}{_explain(error)}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _explain(error: Exception) -> str:
+    """The message in one line. Hydra spreads its own over several, and their causes carry the better half."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        choices = [choice for choice in error.options or () if not choice.startswith("base_")]
+        return f"{group}={name} does not exist; choose one of {', '.join(choices) or 'none'}."
+    messages = [str(error)]
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        messages.append(str(error.__cause__).partition("full_key:")[0])  # then come OmegaConf's own type names
+    return " ".join(" ".join(messages).split())

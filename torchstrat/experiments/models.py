@@ -1,0 +1,70 @@
+"""The application's two models, plain `torch.nn`. They know nothing of strategies.
+
+Both are smooth: GELU and average pooling, where ReLU and max pooling are more usual. At a kink or a tie (the digits'
+empty backgrounds are full of ties) a rounding difference of 1e-8 picks another branch and becomes a difference of 1e-3
+after twenty steps; smooth models let runs under different strategies be compared to rounding (2e-7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+import torchstrat as ts
+from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig
+from torchstrat.errors import InvalidArgumentError
+
+
+def build(config: ModelConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A fresh model: ``(batch, *input_shape)`` float32 → logits ``(batch, classes)``.
+
+    Call it inside ``strategy.scope()``, which decides where the parameters live.
+    """
+    for schema, builder in _BUILDERS.items():
+        if isinstance(config, schema):
+            return builder(config, input_shape, classes)
+    raise InvalidArgumentError(f"model.name={config.name} is not known; choose one of mlp, convnet.")
+
+
+def _build_mlp(config: MlpConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    widths = [math.prod(input_shape), *config.hidden]
+    hidden = [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), nn.GELU())]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(widths[-1], classes))
+
+
+def _build_convnet(config: ConvNetConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    if len(input_shape) != 3:
+        raise InvalidArgumentError(
+            f"model=convnet needs images (channels, height, width); this data has inputs of shape {input_shape}. Use "
+            "model=mlp, or set data.image_shape."
+        )
+    channels, height, width = input_shape
+    halvings = len(config.channels) - 1
+    if min(height, width) < 2**halvings:
+        raise InvalidArgumentError(
+            f"model.channels={config.channels} halves the image {halvings} times, and {height}×{width} is too small for "
+            "that; use fewer channels."
+        )
+    layers: list[nn.Module] = []
+    for index, (inputs, outputs) in enumerate(zip([channels, *config.channels], config.channels, strict=False)):
+        layers += [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), _norm(config, outputs), nn.GELU()]
+        if index > 0:
+            layers.append(nn.AvgPool2d(2))
+    features = config.channels[-1] * (height >> halvings) * (width >> halvings)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, classes))
+    return ts.convert_sync_batchnorm(model) if config.norm == "sync_batch" else model
+
+
+def _norm(config: ConvNetConfig, channels: int) -> nn.Module:
+    if config.norm == "group":
+        return nn.GroupNorm(config.groups, channels)
+    return nn.BatchNorm2d(channels)
+
+
+_BUILDERS: dict[type[ModelConfig], Callable[[Any, tuple[int, ...], int], nn.Module]] = {
+    MlpConfig: _build_mlp,
+    ConvNetConfig: _build_convnet,
+}

@@ -1,0 +1,262 @@
+"""What one run leaves in its folder, and what it says while it runs.
+
+::
+
+    config.yaml            the resolved configuration
+    metrics.jsonl          one JSON object per line, "event" is step, evaluation or result
+    curves.png             training loss and held-out accuracy
+    tensorboard/           the same numbers as event files
+    parameters.pt          the model's state_dict after training
+    parameters_after_step_20.pt    the same after 20 steps, with snapshot_after_steps=20
+    .hydra/                Hydra's record of how the configuration came about
+
+Only the chief has a `FolderReport`; every other process has a `NoReport` and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+
+from torchstrat.config import ExperimentConfig
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    step: int
+    """Counted from 1 over the whole run."""
+    epoch: int
+    loss: float
+    """Mean over the replicas of the step's loss."""
+    rows: int
+    """Rows of the global batch."""
+    examples_per_second: float
+    """Over the training steps of this epoch so far, all replicas together."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    step: int
+    epoch: int
+    train_loss: float
+    """Mean over the rows of the epoch."""
+    loss: float
+    """Mean over the held-out rows."""
+    accuracy: float
+    rows: int
+    """Held-out rows counted, over all replicas; always all of them."""
+
+
+@dataclass(frozen=True)
+class ResultRecord:
+    strategy: str
+    processes: int
+    replicas: int
+    steps: int
+    accuracy: float
+    loss: float
+    """Held-out, after the last epoch."""
+    train_loss: float
+    examples_per_second: float
+    """Over all training steps but those of the first epoch, if there was a second."""
+    training_seconds: float
+
+
+class Report(Protocol):
+    """Told about a run as it goes, on every process."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def parameters(self, name: str, state: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def result(self, record: ResultRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoReport:
+    """For processes that are not the chief."""
+
+    def step(self, record: StepRecord) -> None:
+        pass
+
+    def parameters(self, name: str, state: Mapping[str, Any]) -> None:
+        pass
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        pass
+
+    def result(self, record: ResultRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FolderReport:
+    """Writes the files named above into ``folder`` (which exists) and shows progress on stderr."""
+
+    def __init__(
+        self, folder: Path, config: ExperimentConfig, resolved: Mapping[str, Any], total_steps: int, title: str
+    ) -> None:
+        self._folder = folder
+        self._draws_curves = config.curves
+        self._title = title
+        (folder / "config.yaml").write_text(_to_yaml(resolved), encoding="utf-8")
+        self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)  # a line at a time
+        self._tensorboard = _tensorboard_writer(folder / "tensorboard") if config.tensorboard else None
+        self._progress = _progress(config, total_steps, title)
+        self._evaluations: list[EvaluationRecord] = []
+        self._steps: list[StepRecord] = []
+
+    def step(self, record: StepRecord) -> None:
+        self._write("step", record)
+        self._steps.append(record)
+        self._progress.step(record)
+        self._scalars(record.step, loss=record.loss, examples_per_second=record.examples_per_second)
+
+    def parameters(self, name: str, state: Mapping[str, Any]) -> None:
+        """Save a ``state_dict`` of CPU tensors as ``<name>.pt``."""
+        torch.save(dict(state), self._folder / f"{name}.pt")
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write("evaluation", record)
+        self._evaluations.append(record)
+        self._progress.evaluation(record)
+        self._scalars(record.step, test_loss=record.loss, test_accuracy=record.accuracy)
+
+    def result(self, record: ResultRecord) -> None:
+        self._write("result", record)
+        self._progress.close()
+        print(
+            f"{self._title}: accuracy {record.accuracy:.4f}, loss {record.loss:.4f}, "
+            f"{record.examples_per_second:,.0f} examples/s → {self._folder}",
+            file=sys.stderr,
+        )
+        if self._draws_curves:
+            draw_curves(self._folder / "curves.png", self._title, self._steps, self._evaluations)
+
+    def close(self) -> None:
+        """Also after a failure: what was measured until then stays readable."""
+        self._progress.close()
+        self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _write(self, event: str, record: Any) -> None:
+        self._metrics.write(json.dumps({"event": event, **asdict(record)}) + "\n")
+
+    def _scalars(self, step: int, **values: float) -> None:
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+
+def read_metrics(folder: Path, event: str) -> list[dict[str, Any]]:
+    """The records of one kind in a run's ``metrics.jsonl``, in order."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record.pop("event") == event]
+
+
+def draw_curves(
+    file: Path, title: str, steps: list[StepRecord], evaluations: list[EvaluationRecord]
+) -> None:
+    """A picture of training loss per step and held-out accuracy per epoch."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)  # not pyplot: that picks a backend for the whole process, and keeps every figure
+    losses, accuracies = figure.subplots(1, 2)
+    losses.plot([record.step for record in steps], [record.loss for record in steps], linewidth=0.8, label="training")
+    losses.plot([record.step for record in evaluations], [record.loss for record in evaluations], label="held out")
+    losses.set(title=title, xlabel="step", ylabel="loss", yscale="log")
+    losses.legend()
+    accuracies.plot([record.epoch for record in evaluations], [record.accuracy for record in evaluations], marker=".")
+    accuracies.set(title="held out", xlabel="epoch", ylabel="accuracy")
+    for axes in (losses, accuracies):
+        axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def _to_yaml(resolved: Mapping[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dict(resolved)))
+
+
+def _tensorboard_writer(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))
+
+
+class _Progress(Protocol):
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _progress(config: ExperimentConfig, total_steps: int, title: str, stream: TextIO | None = None) -> _Progress:
+    stream = stream or sys.stderr
+    kind = config.progress
+    if kind == "auto":
+        kind = "bar" if stream.isatty() else "lines"
+    if kind == "bar":
+        return _Bar(total_steps, title, stream)
+    return _Lines(title, stream if kind == "lines" else None)
+
+
+class _Bar:
+    def __init__(self, total_steps: int, title: str, stream: TextIO) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total_steps, desc=title, unit="step", file=stream, dynamic_ncols=True)
+        self._accuracy: float | None = None
+
+    def step(self, record: StepRecord) -> None:
+        shown = {"loss": f"{record.loss:.4f}", "examples/s": f"{record.examples_per_second:,.0f}"}
+        if self._accuracy is not None:
+            shown["accuracy"] = f"{self._accuracy:.4f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._accuracy = record.accuracy
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """One line per epoch, for logs."""
+
+    def __init__(self, title: str, stream: TextIO | None) -> None:
+        self._title = title
+        self._stream = stream
+        self._examples_per_second = 0.0
+
+    def step(self, record: StepRecord) -> None:
+        self._examples_per_second = record.examples_per_second
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        if self._stream is not None:
+            print(
+                f"{self._title}: epoch {record.epoch:>3}  loss {record.train_loss:.4f}  "
+                f"accuracy {record.accuracy:.4f}  {self._examples_per_second:,.0f} examples/s",
+                file=self._stream,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        pass

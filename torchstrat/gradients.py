@@ -1,0 +1,155 @@
+"""Where a backward pass meets the replicas: hooks that tell when a gradient has been accumulated, and the arithmetic.
+
+Gradients are combined when a backward pass ends, not when the optimizer steps, so that clipping, `GradScaler` and
+whatever else a step does to ``.grad`` sees the combined gradient on every replica, as under `DistributedDataParallel`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from torchstrat._torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.reduction import ReduceOp
+
+
+class GradientSink(Protocol):
+    """Who is told about gradients: an engine."""
+
+    def before_accumulation(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """``gradient`` is about to be added to ``tensor.grad``. A returned tensor takes its place."""
+
+    def after_accumulation(self, tensor: torch.Tensor) -> None:
+        """``tensor.grad`` now holds what this pass contributed."""
+
+
+class GradientHooks:
+    """Hooks on leaf tensors. They stay on the tensors and do nothing outside of a run."""
+
+    def __init__(self, sink: GradientSink) -> None:
+        self._sink = weakref.ref(sink)
+        self._hooked: dict[int, tuple[weakref.ref[torch.Tensor], list[Any]]] = {}
+        self._early: set[int] = set()
+
+    def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
+        """Make sure that each tensor that requires a gradient is hooked; ``early`` adds the hook before accumulation."""
+        for tensor in tensors:
+            key = id(tensor)
+            if not tensor.requires_grad or not tensor.is_leaf:
+                continue
+            if key not in self._hooked:
+                self._hook(tensor)
+            if early and key not in self._early:
+                self._early.add(key)
+                self._hooked[key][1].append(tensor.register_hook(_Early(self._sink, weakref.ref(tensor))))
+
+    def _hook(self, tensor: torch.Tensor) -> None:
+        key = id(tensor)
+        hooked, early = self._hooked, self._early
+
+        def forget(_: Any) -> None:
+            hooked.pop(key, None)
+            early.discard(key)
+
+        handle = tensor.register_post_accumulate_grad_hook(_Late(self._sink))
+        self._hooked[key] = (weakref.ref(tensor, forget), [handle])
+
+    def detach(self) -> None:
+        for _, handles in self._hooked.values():
+            for handle in handles:
+                handle.remove()
+        self._hooked.clear()
+        self._early.clear()
+
+
+class _Late:
+    """Copies of a tensor share its hooks' objects; a deep copy of the model must not deep-copy a strategy along."""
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        sink = self._sink()
+        if sink is not None:
+            sink.after_accumulation(tensor)
+
+    def __deepcopy__(self, memo: Any) -> _Late:
+        return self
+
+
+class _Early(_Late):
+    def __init__(self, sink: Any, tensor: weakref.ref[torch.Tensor]) -> None:
+        super().__init__(sink)
+        self._tensor = tensor
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        sink, tensor = self._sink(), self._tensor()
+        return None if sink is None or tensor is None else sink.before_accumulation(tensor, gradient)
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def check_weight(weight: Any) -> float:
+    value = float(weight)
+    if not 0 <= value < float("inf"):
+        raise InvalidArgumentError(
+            f"set_weight needs a finite number that is not negative (tokens, rows, unmasked elements); got {weight!r}."
+        )
+    return value
+
+
+def shares(op: ReduceOp, weights: Sequence[float]) -> list[float]:
+    """The factor of each replica's gradient in the combined one. With no weight at all every factor is 0."""
+    if op is ReduceOp.SUM:
+        return [1.0] * len(weights)
+    if all(weight == weights[0] for weight in weights):
+        return [1.0 / len(weights)] * len(weights)
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+# -- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def is_plain(gradient: torch.Tensor | None) -> bool:
+    """Dense and outside of any graph: may be overwritten where it lies."""
+    return gradient is not None and gradient.layout == torch.strided and not gradient.requires_grad
+
+
+def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factors: Sequence[float]) -> None:
+    """``columns[replica][i]``: the replicas' gradients of tensor i, plain and on one device. All become the same
+    Σ factors[replica] · columns[replica][i]; each stays a tensor of its own."""
+    first, others = list(columns[0]), [list(column) for column in columns[1:]]
+    with torch.no_grad():
+        if all(factor == factors[0] for factor in factors):
+            for other in others:
+                foreach_add_(first, other)
+            if factors[0] != 1.0:
+                foreach_mul_(first, factors[0])
+        else:
+            foreach_mul_(first, factors[0])
+            for other, factor in zip(others, factors[1:], strict=True):
+                foreach_add_(first, other, alpha=factor)
+        for other in others:
+            foreach_copy_(other, first)
+
+
+def combine_out_of_place(
+    gradients: Sequence[torch.Tensor | None], factors: Sequence[float], device: torch.device
+) -> torch.Tensor | None:
+    """The weighted sum of those gradients that exist, dense or sparse, as a new tensor on ``device``."""
+    total: torch.Tensor | None = None
+    with torch.no_grad():
+        for gradient, factor in zip(gradients, factors, strict=True):
+            if gradient is None:
+                continue
+            share = gradient.detach().to(device) * factor
+            total = share if total is None else total + share
+    if total is not None and total.layout == torch.sparse_coo:
+        total = total.coalesce()
+    return total

@@ -1,0 +1,64 @@
+"""Nested structures of values: lists, tuples, named tuples and dicts, at any depth.
+
+A *leaf* is everything that is not one of those containers. `torch.utils._pytree` is private and opens more types
+(dataclasses, registered classes) than the semantics of this library name, hence these few functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Nest = Any
+
+
+def is_nested(value: Nest) -> bool:
+    """Whether ``value`` is a container that the functions below open."""
+    return isinstance(value, list | tuple | Mapping)
+
+
+def children(value: Nest) -> list[tuple[Any, Nest]]:
+    """``(key, child)`` pairs of one container, in order."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value))
+
+
+def rebuild(like: Nest, values: list[Nest]) -> Nest:
+    """A container of the kind of ``like`` (same keys, same named tuple class) holding ``values``."""
+    if isinstance(like, Mapping):
+        pairs = zip(like, values, strict=True)
+        try:
+            return type(like)(pairs)  # type: ignore[call-arg]
+        except TypeError:  # a defaultdict's first argument is its factory; a foreign mapping may take none
+            return dict(pairs) if not hasattr(like, "default_factory") else dict(zip(like, values, strict=True))
+    if isinstance(like, tuple):
+        return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+    return list(values)
+
+
+def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:
+    """Apply ``fn`` to the leaves of nests of equal structure, and return that structure."""
+    if not is_nested(first):
+        return fn(first, *others)
+    columns = [[child for _, child in children(nest)] for nest in (first, *others)]
+    return rebuild(first, [map_structure(fn, *row) for row in zip(*columns, strict=True)])
+
+
+def leaves(value: Nest) -> Iterator[Any]:
+    """The leaves of a nest, depth first, dicts in insertion order."""
+    if not is_nested(value):
+        yield value
+        return
+    for _, child in children(value):
+        yield from leaves(child)
+
+
+def flatten(value: Nest) -> list[Any]:
+    return list(leaves(value))
+
+
+def unflatten(like: Nest, values: list[Any]) -> Nest:
+    """The structure of ``like`` with its leaves replaced, in order, by ``values``."""
+    replacements = iter(values)
+    return map_structure(lambda _: next(replacements), like)

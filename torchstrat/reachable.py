@@ -1,0 +1,155 @@
+"""What a step function can reach: through its closure, the globals it names, defaults, bound ``self``, and arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from torchstrat.values import DistributedValues
+
+HELPER_TYPES = (Optimizer, LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
+_ATOMS: tuple[type, ...] = (DistributedValues, str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.BuiltinFunctionType)
+_LIBRARIES = frozenset({"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"})
+_MAX_OBJECTS = 20_000
+
+
+@dataclasses.dataclass
+class Reached:
+    """In the order in which they were met, without repetitions."""
+
+    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    helpers: list[Any] = dataclasses.field(default_factory=list)
+
+
+def reach(fn: Callable[..., Any], arguments: Iterable[Any]) -> tuple[Callable[[], Reached], tuple[int, ...] | None]:
+    """The walk from ``fn``, not yet made, and a signature of where it starts.
+
+    Equal signatures mean an equal walk. The signature is None where that cannot be promised: when the step reaches
+    containers or objects of the user's own, whose contents may have changed.
+    """
+    starts = [value for value in (*_from_callable(fn), *arguments) if not isinstance(value, _ATOMS)]
+    closed = all(_is_closed(value) for value in starts)
+    signature = tuple(id(value) for value in starts if not _is_data(value)) if closed else None
+    return functools.partial(_walk, starts), signature
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.requires_grad and value.is_leaf)
+
+
+def _is_closed(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, nn.Module, types.ModuleType, *HELPER_TYPES)) or (
+        isinstance(value, types.FunctionType) and _is_library(value.__module__)
+    )
+
+
+def _is_library(module_name: str | None) -> bool:
+    root = (module_name or "").partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names
+
+
+def _walk(starts: list[Any]) -> Reached:
+    reached = Reached()
+    seen: set[int] = set()
+    keep: list[Any] = []  # temporaries must outlive the walk, or another object could get their id
+    pending = list(reversed(starts))
+    while pending and len(seen) < _MAX_OBJECTS:
+        value = pending.pop()
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        keep.append(value)
+        pending.extend(reversed(list(_open(value, reached))))
+    return reached
+
+
+def _open(value: Any, reached: Reached) -> Iterator[Any]:
+    """Record ``value`` if it is of a kind that is looked for, and yield what to look at next."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and value.is_leaf:
+            reached.tensors.append(value)
+    elif isinstance(value, nn.Module):
+        reached.modules.append(value)
+        yield from _attributes(value, skip=("_parameters", "_buffers", "_modules"))
+        for child in value._modules.values():
+            if child is not None:
+                yield from _attributes(child, skip=("_parameters", "_buffers"))
+    elif isinstance(value, HELPER_TYPES):
+        reached.helpers.append(value)
+        yield from (member for member in vars(value).values() if isinstance(member, (list, tuple, *HELPER_TYPES)))
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif callable(value) and not isinstance(value, types.ModuleType):
+        yield from _from_callable(value)
+    elif not isinstance(value, types.ModuleType):
+        yield from _attributes(value)
+
+
+def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
+    if isinstance(value, nn.Module) or not _is_library(type(value).__module__) or isinstance(value, types.SimpleNamespace):
+        for name, member in list(getattr(value, "__dict__", {}).items()):
+            if name not in skip:
+                yield member
+
+
+def _from_callable(fn: Any) -> Iterator[Any]:
+    if isinstance(fn, functools.partial):
+        yield from (fn.func, *fn.args, *fn.keywords.values())
+    elif isinstance(fn, types.MethodType):
+        yield fn.__self__
+        yield fn.__func__
+    elif isinstance(fn, types.FunctionType):
+        yield from _from_function(fn)
+    elif isinstance(fn, (nn.Module, *HELPER_TYPES)):
+        yield fn
+    elif callable(fn):
+        yield from _attributes(fn)
+        call = getattr(type(fn), "__call__", None)
+        if isinstance(call, types.FunctionType):
+            yield from _from_function(call)
+
+
+def _from_function(fn: types.FunctionType) -> Iterator[Any]:
+    wrapped = getattr(fn, "__wrapped__", None)
+    if wrapped is not None:
+        yield wrapped
+    if _is_library(fn.__module__) and fn.__closure__ is None:
+        return
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that is assigned later
+            continue
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+    if _is_library(fn.__module__):
+        return
+    names = set(_names(fn.__code__))
+    for name in _names(fn.__code__):
+        value = fn.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            if not _is_library(value.__name__):
+                yield from (member for key, member in list(vars(value).items()) if key in names)
+        elif value is not None:
+            yield value
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Global and attribute names used by a function and by the functions defined in it."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.extend(_names(constant))
+    return names

@@ -1,0 +1,244 @@
+"""Several bodies of code, one thread each, of which exactly one runs at a time.
+
+The bodies take turns at *meetings*: a body that calls `Baton.meet` stops until every other body has called it too. In
+between each runs undisturbed, so plain code that shares Python objects needs no locks, and the order is the same in
+every run: body 0 up to its first meeting, then body 1, and so on. Nothing here knows about tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchstrat.errors import ReplicaDivergenceError
+
+Combine = Callable[[dict[int, Any]], dict[int, Any]]
+"""From every body's payload, by id, to every body's result. Runs once, while all bodies stand still."""
+
+
+class ReplicaAborted(BaseException):
+    """Ends a body because another one failed. Not an `Exception`, so that user code does not swallow it."""
+
+
+class _State(enum.Enum):
+    NEW = "not started"
+    READY = "may go on when its turn comes"
+    RUNNING = "holds the baton"
+    WAITING = "stands at a meeting"
+    ENDED = "returned or raised"
+
+
+class _Worker:
+    """A daemon thread that runs one job after the other. Threads are kept because each new one would make its own
+    OpenMP team at its first parallel operator."""
+
+    def __init__(self, name: str) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_work, args=(self.jobs,), name=name, daemon=True)
+        self.thread.start()
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # the last job must not keep a finished run alive
+
+
+def _dismiss(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.jobs.put(None)
+    for worker in workers:
+        if worker.thread is not threading.current_thread():
+            worker.thread.join(timeout=1.0)
+    workers.clear()
+
+
+class WorkerThreads:
+    """The threads of one strategy: made on first use, ended by `close` or when the strategy is collected."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._workers: list[_Worker] = []
+        self._finalizer = weakref.finalize(self, _dismiss, self._workers)
+
+    def submit(self, index: int, job: Callable[[], None]) -> None:
+        while len(self._workers) <= index:
+            self._workers.append(_Worker(f"{self._name}-{len(self._workers)}"))
+        self._workers[index].jobs.put(job)
+
+    def close(self) -> None:
+        _dismiss(self._workers)
+
+
+class Baton:
+    """One run of several bodies. ``holder`` is the id of the body that runs now.
+
+    ``on_switch(id)`` is called just before a body gets its turn, on whichever thread hands over; with None before a
+    `Combine` runs and when the run is over.
+    """
+
+    def __init__(self, ids: Sequence[int], threads: WorkerThreads, on_switch: Callable[[int | None], None]) -> None:
+        self._ids = list(ids)
+        self._threads = threads
+        self._on_switch = on_switch
+        self._states = dict.fromkeys(self._ids, _State.NEW)
+        self._gates = {one: threading.Lock() for one in self._ids}
+        for gate in self._gates.values():
+            gate.acquire()
+        self._over = threading.Lock()
+        self._over.acquire()
+        self._calls: dict[int, str] = {}
+        self._payloads: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
+        self._meetings = 0
+        self._returned: dict[int, Any] = {}
+        self._error: BaseException | None = None
+        self._failed: int | None = None
+        self._body: Callable[[int], Any] | None = None
+        self._thread_ids: dict[int, int] = {}
+        self.holder: int | None = None
+
+    # -- the caller's side ------------------------------------------------------------------------------------------
+
+    def run(self, body: Callable[[int], Any]) -> dict[int, Any]:
+        """Run ``body(id)`` for every id; what each returned. The first exception of any body ends all and is raised.
+
+        A `KeyboardInterrupt` in the calling thread ends every body at its next meeting, or within its Python code.
+        """
+        self._body = body
+        self._hand_to(self._ids[0])
+        try:
+            self._over.acquire()
+        except BaseException as interruption:  # Ctrl-C, or an exception set from outside
+            self._error = self._error or interruption
+            self._interrupt_holder()
+            self._over.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._returned
+
+    @property
+    def failed_replica(self) -> int | None:
+        """The id of the body whose own code raised, once `run` has failed that way."""
+        return self._failed
+
+    def _interrupt_holder(self) -> None:
+        thread_id = self._thread_ids.get(self.holder) if self.holder is not None else None
+        if thread_id is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(ReplicaAborted))
+
+    # -- the bodies' side -------------------------------------------------------------------------------------------
+
+    def meet(self, call: str, payload: Any, combine: Combine) -> Any:
+        """Wait for all bodies to come here with the same ``call``, and return this body's result of ``combine``.
+
+        ``combine`` is the first body's. Raises `ReplicaDivergenceError` in all of them if one made another call or
+        finished without making this one.
+        """
+        me = self.holder
+        assert me is not None, "meet() is for the body that holds the baton"
+        if self._error is not None:
+            raise ReplicaAborted
+        self._calls[me] = call
+        self._payloads[me] = payload
+        if me == self._ids[0]:
+            self._combine = combine
+        self._states[me] = _State.WAITING
+        self._pass_on()
+        self._gates[me].acquire()
+        if self._error is not None:
+            raise ReplicaAborted
+        return self._results.pop(me)
+
+    def _pass_on(self) -> None:
+        """After the holder stopped or ended: the next body's turn, the meeting, or the end of the run."""
+        if self._error is not None:
+            self._unwind()
+            return
+        for one in self._ids:
+            if self._states[one] in (_State.NEW, _State.READY):
+                self._hand_to(one)
+                return
+        self._close_meeting()
+
+    def _close_meeting(self) -> None:
+        waiting = [one for one in self._ids if self._states[one] is _State.WAITING]
+        if not waiting:
+            self._finish()
+            return
+        self.holder = None
+        try:
+            self._on_switch(None)
+            self._check_agreement(waiting)
+            self._results = self._combine(self._payloads)
+        except BaseException as error:
+            self._error = error
+            self._unwind()
+            return
+        self._meetings += 1
+        self._calls, self._payloads = {}, {}
+        for one in waiting:
+            self._states[one] = _State.READY
+        self._hand_to(waiting[0])
+
+    def _check_agreement(self, waiting: list[int]) -> None:
+        ended = [one for one in self._ids if self._states[one] is _State.ENDED]
+        if not ended and len(set(self._calls.values())) == 1:
+            return
+        doing = [f"replica {one} {'has finished' if one in ended else f'called {self._calls[one]}'}" for one in self._ids]
+        raise ReplicaDivergenceError(
+            f"the replicas no longer make the same calls (call {self._meetings + 1} of this run that involves them all): "
+            + ", ".join(doing)
+            + ". Every replica has to make the same optimizer steps, backward passes, collectives and merge calls, in "
+            "the same order; look for a branch that depends on the replica's data or id."
+        )
+
+    def _unwind(self) -> None:
+        """Wake the bodies that wait, one after the other, so that each ends with `ReplicaAborted`."""
+        for one in self._ids:
+            if self._states[one] in (_State.WAITING, _State.READY):
+                self._hand_to(one)
+                return
+        self._finish()
+
+    def _finish(self) -> None:
+        try:
+            self._on_switch(None)
+        except BaseException as error:
+            self._error = self._error or error
+        self.holder = None
+        self._over.release()
+
+    def _hand_to(self, one: int) -> None:
+        try:
+            self._on_switch(one)
+        except BaseException as error:
+            self._error = self._error or error
+            if self._states[one] is _State.NEW:
+                self._unwind()
+                return
+        self.holder = one
+        state, self._states[one] = self._states[one], _State.RUNNING
+        if state is _State.NEW:
+            self._threads.submit(self._ids.index(one), lambda: self._main(one))
+        else:
+            self._gates[one].release()
+
+    def _main(self, me: int) -> None:
+        assert self._body is not None
+        self._thread_ids[me] = threading.get_ident()
+        try:
+            self._returned[me] = self._body(me)
+        except ReplicaAborted:
+            pass
+        except BaseException as error:
+            if self._error is None:
+                self._error, self._failed = error, me
+        self._thread_ids.pop(me, None)
+        self._states[me] = _State.ENDED
+        self._pass_on()

@@ -1,0 +1,95 @@
+"""How the replicas of a strategy run: the one interface behind `Strategy`, with two implementations.
+
+`in_process` runs several replicas in this process, `per_process` one replica in each process of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torchstrat import nest
+from torchstrat.data.layout import InputLayout
+from torchstrat.errors import StructureMismatchError
+from torchstrat.reduction import Axis, ReduceOp
+from torchstrat.values import PerReplica
+from torchstrat.variables import VariableRegistry
+
+
+class ReplicaEngine(Protocol):
+    """Runs functions on replicas and lets replicas talk to each other."""
+
+    registry: VariableRegistry
+    gradient_op: ReduceOp
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas in the whole job."""
+
+    @property
+    def local_replicas(self) -> tuple[int, ...]:
+        """Ids of the replicas in this process."""
+
+    @property
+    def is_chief(self) -> bool: ...
+
+    @property
+    def layout(self) -> InputLayout: ...
+
+    def device_of_replica(self, replica: int) -> str: ...
+
+    # cross-replica context
+    def scope_opened(self) -> None: ...
+    def scope_closed(self) -> None: ...
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any: ...
+    def gather(self, value: Any, axis: int) -> Any: ...
+    def set_no_sync(self, active: bool) -> None: ...
+    def close(self) -> None: ...
+
+    # replica context
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any: ...
+    def all_gather(self, value: Any, axis: int) -> Any: ...
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def set_weight(self, weight: float) -> None: ...
+
+
+def regroup(results: dict[int, Any]) -> Any:
+    """What the replicas returned, as one value: the object itself where all returned the very same one, else leaves of
+    `PerReplica` in the structure of the first replica's result, which the others' must match."""
+    ids = tuple(results)
+    return _regroup(ids, [results[one] for one in ids])
+
+
+def _regroup(ids: tuple[int, ...], values: list[Any]) -> Any:
+    first = values[0]
+    if all(value is first for value in values) and not isinstance(first, list | dict):
+        return first
+    if not nest.is_nested(first):
+        return first if all(value is first for value in values) else PerReplica(values, replica_ids=ids)
+    for one, value in zip(ids, values, strict=True):
+        _check_structure(ids[0], first, one, value)
+    if isinstance(first, dict):
+        columns = [[value[key] for value in values] for key in first]
+    else:
+        columns = [list(column) for column in zip(*values, strict=True)]
+    return nest.rebuild(first, [_regroup(ids, column) for column in columns])
+
+
+def _check_structure(first_id: int, first: Any, one: int, value: Any) -> None:
+    def shape(container: Any) -> str:
+        if isinstance(container, dict):
+            return f"a dict with keys {list(container)}"
+        if nest.is_nested(container):
+            return f"a {type(container).__name__} of {len(container)}"
+        return f"a {type(container).__name__}"
+
+    same_kind = nest.is_nested(value) and (
+        isinstance(value, dict) if isinstance(first, dict) else isinstance(value, type(first))
+    )
+    same_members = same_kind and (set(value) == set(first) if isinstance(first, dict) else len(value) == len(first))
+    if not same_members:
+        raise StructureMismatchError(
+            f"replica {first_id} returned {shape(first)} and replica {one} {shape(value)}; every replica has to return "
+            "the same structure of lists, tuples and dicts (leaves may differ)."
+        )

@@ -1,0 +1,261 @@
+"""Several replicas in this process: threads that take turns, over components that take each other's place.
+
+The replicas run one after the other and alternate only where they need each other: at the end of a backward pass, at an
+optimizer's step, in `all_reduce`, `all_gather` and `merge_call`. Plain training steps therefore need no change, and the
+order of everything is the same in every run. See `baton`, `components`, `gradient_exchange` and `central_step`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchstrat import nest, reduction
+from torchstrat.context import ReplicaContext, enter
+from torchstrat.data.layout import InputLayout
+from torchstrat.devices import torch_device
+from torchstrat.gradients import GradientHooks, check_weight, shares
+from torchstrat.reduction import Axis, ReduceOp
+from torchstrat.replicas.baton import Baton, WorkerThreads
+from torchstrat.replicas.central_step import CentralStep
+from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
+from torchstrat.replicas.components import Components
+from torchstrat.replicas.engine import regroup
+from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.step_errors import add_replica_note
+from torchstrat.replicas.weights import StepWeights
+from torchstrat.values import DistributedValues, find_batch_info, select_replica
+from torchstrat.variables import VariableRegistry
+
+
+class InProcessReplicas:
+    """One or more replicas on ``devices`` (canonical strings; ``cpu:i`` are virtual replicas of one CPU).
+
+    ``parameter_device``: where the central variables live, or None for "with the first replica".
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        devices: tuple[str, ...],
+        parameter_device: str | None = None,
+        gradient_op: ReduceOp = ReduceOp.MEAN,
+    ) -> None:
+        self._strategy = strategy
+        self._devices = devices
+        self._torch_devices = tuple(torch_device(device) for device in devices)
+        home = None if parameter_device is None else torch_device(parameter_device)
+        self.registry = VariableRegistry()
+        self.gradient_op = gradient_op
+        self._components = Components(self.registry, self._torch_devices, home)
+        self._gradients = GradientExchange(self._components, gradient_op)
+        self._hooks = GradientHooks(self._gradients)
+        self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
+        self._baton: Baton | None = None
+        self._weights: StepWeights | None = None
+        self._contexts = [ReplicaContext(strategy, replica) for replica in range(len(devices))]
+        self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0])
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._devices)
+
+    @property
+    def local_replicas(self) -> tuple[int, ...]:
+        return tuple(range(len(self._devices)))
+
+    @property
+    def is_chief(self) -> bool:
+        return True
+
+    @property
+    def layout(self) -> InputLayout:
+        return InputLayout(
+            num_replicas=self.num_replicas,
+            local_replicas=self.local_replicas,
+            devices=self._torch_devices,
+            num_workers=1,
+            worker_index=0,
+            always_wrap=False,
+            communicator=None,
+        )
+
+    def device_of_replica(self, replica: int) -> str:
+        return self._devices[replica]
+
+    def scope_opened(self) -> None:
+        self.registry.open()
+
+    def scope_closed(self) -> None:
+        self.registry.close()
+
+    def set_no_sync(self, active: bool) -> None:
+        self._gradients.no_sync = active
+
+    def close(self) -> None:
+        self._hooks.detach()
+        self._threads.close()
+
+    # -- run --------------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._weights = StepWeights(range(self.num_replicas), find_batch_info((args, kwargs)))
+        if self._runs_plainly:
+            return self._run_plainly(fn, args, kwargs)
+        adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
+        if adopted:
+            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
+        replicas = self._weights.active
+        if not replicas:
+            return regroup_nothing()
+        return regroup(self._run_replicas(replicas, fn, args, kwargs))
+
+    def _run_plainly(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
+        with enter(self._strategy, self._contexts[0]):
+            return fn(*select_replica(0, list(args)), **select_replica(0, kwargs))
+
+    def _run_replicas(
+        self, replicas: list[int], fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> dict[int, Any]:
+        # Resolved before anything runs: a value without a component for some replica must change nothing.
+        inputs = {r: (select_replica(r, list(args)), select_replica(r, kwargs)) for r in replicas}
+        from torchstrat.replicas.thread_state import ThreadState
+
+        state = ThreadState()
+        baton = Baton(replicas, self._threads, self._switch)
+        self._hooks.attach(self.registry.tensors(), early=self._gradients.needs_early_hooks)
+        self._components.begin(replicas)
+        idle = [replica for replica in range(self.num_replicas) if replica not in replicas]
+        weights = self._weights
+        assert weights is not None
+        self._gradients.begin(replicas, idle, baton.meet, lambda: baton.holder, weights.values)
+        self._hooks.attach(self.registry.tensors(), early=self._gradients.needs_early_hooks)
+        self._baton = baton
+
+        def body(replica: int) -> Any:
+            replica_args, replica_kwargs = inputs[replica]
+            with enter(self._strategy, self._contexts[replica]):
+                return state.call(self._torch_devices[replica], lambda: fn(*replica_args, **replica_kwargs))
+
+        step = CentralStep(
+            self._components,
+            self._gradients,
+            baton.meet,
+            lambda: baton.holder,
+            replicas[0],
+            self._combine_losses,
+            lambda _: self._components.forget_unedited(),
+        )
+        self._holder_before: int | None = None
+        try:
+            with step:
+                results = baton.run(body)
+                self._components.merge_buffers()
+            return {replica: results[replica] for replica in replicas}
+        except BaseException as error:
+            self._components.restore_unedited()
+            if isinstance(error, Exception) and baton.failed_replica is not None:
+                add_replica_note(error, baton.failed_replica, self.num_replicas, weights)
+            raise
+        finally:
+            self._components.forget_unedited()
+            self._components.end()
+            self._baton = None
+
+    def _switch(self, replica: int | None) -> None:
+        self._components.keep_unedited()
+        self._components.activate(replica)
+
+    def _combine_losses(self, losses: dict[int, Any]) -> Any:
+        assert self._weights is not None
+        factors = shares(self.gradient_op, self._weights.values())
+        return sum(loss * factor for loss, factor in zip(losses.values(), factors, strict=True))
+
+    # -- what replicas do together ----------------------------------------------------------------------------------
+
+    def _meet(self, call: str, payload: Any, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+        """Meet the other replicas; with a single replica that runs plainly, just combine."""
+        if self._baton is None:
+            return combine({0: payload})[0]
+        return self._baton.meet(call, payload, combine)
+
+    def set_weight(self, weight: float) -> None:
+        assert self._weights is not None
+        holder = self._baton.holder if self._baton is not None else 0
+        assert holder is not None
+        self._weights.override(holder, check_weight(weight))
+
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def combine(payloads: dict[int, Any]) -> dict[int, Any]:
+            merged_args = regroup({replica: payload[0] for replica, payload in payloads.items()})
+            merged_kwargs = regroup({replica: payload[1] for replica, payload in payloads.items()})
+            with enter(self._strategy, None):
+                result = fn(self._strategy, *merged_args, **merged_kwargs)
+            if self._baton is not None:
+                self._components.park()
+                self._components.refresh()
+            return {replica: select_replica(replica, result) for replica in payloads}
+
+        return self._meet("merge_call", (args, kwargs), combine)
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
+
+    def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        def combine(payloads: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+            totals = [
+                reduction.combine(op, list(column), "all_reduce")
+                for column in zip(*payloads.values(), strict=True)
+            ]
+            return {r: [total.to(self._torch_devices[r], copy=True) for total in totals] for r in payloads}
+
+        return self._meet(f"all_reduce({op.value.lower()}) of {len(tensors)} tensors", tensors, combine)  # type: ignore[no-any-return]
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        return differentiable(AllGather, value, self._exchange_all_gather, axis, "all_gather")
+
+    def _exchange_all_gather(self, axis: int, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        def combine(payloads: dict[int, list[torch.Tensor]]) -> dict[int, Any]:
+            results: dict[int, Any] = {replica: ([], []) for replica in payloads}
+            for column in zip(*payloads.values(), strict=True):
+                joined = reduction.gather_components(list(column), axis, "all_gather")
+                start = 0
+                for replica, own in zip(payloads, column, strict=True):
+                    results[replica][0].append(joined.to(self._torch_devices[replica], copy=True))
+                    results[replica][1].append((start, own.shape[axis]))
+                    start += own.shape[axis]
+            return results
+
+        return self._meet(f"all_gather(axis={axis}) of {len(tensors)} tensors", tensors, combine)  # type: ignore[no-any-return]
+
+    # -- cross-replica context --------------------------------------------------------------------------------------
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+        if isinstance(value, DistributedValues):
+            return reduction.reduce_components(op, value.values, axis)
+        return reduction.reduce_plain(op, value, axis, self.num_replicas)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        if isinstance(value, DistributedValues):
+            return reduction.gather_components(value.values, axis)
+        return reduction.gather_plain(value, axis)
+
+
+def regroup_nothing() -> Any:
+    """The result of a run in which no replica had any row."""
+    from torchstrat.values import PerReplica
+
+    return PerReplica(())
+
+
+def adoption_warning(adopted: list[str], strategy: Any) -> str:
+    return (
+        f"the step uses trainable variables made outside of {type(strategy).__name__}.scope(): {', '.join(adopted)}. "
+        "They are treated as if made inside; create them, and the optimizer, within `with strategy.scope():`."
+    )

@@ -1,0 +1,35 @@
+"""How much each replica of a run counts in the mean gradient, and which replicas have anything to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchstrat.values import BatchInfo
+
+
+class StepWeights:
+    """The weights of one run: rows where an input pipeline made the batch, else 1; `set_weight` overrides."""
+
+    def __init__(self, replicas: Iterable[int], batch: BatchInfo | None) -> None:
+        everyone = list(replicas)
+        self.batch = batch
+        if batch is None:
+            self._weights = dict.fromkeys(everyone, 1.0)
+            self.active = everyone
+        else:
+            self._weights = {replica: float(batch.rows[replica]) for replica in everyone}
+            self.active = [replica for replica in everyone if batch.rows[replica] > 0 or batch.run_empty]
+
+    def override(self, replica: int, weight: float) -> None:
+        self._weights[replica] = weight
+
+    def of(self, replica: int) -> float:
+        return self._weights[replica]
+
+    def values(self) -> list[float]:
+        """Of the replicas that take part, in their order. When none has any weight they count alike."""
+        weights = [self._weights[replica] for replica in self.active]
+        return weights if any(weights) else [1.0] * len(weights)
+
+    def rows_of(self, replica: int) -> int | None:
+        return None if self.batch is None else self.batch.rows[replica]

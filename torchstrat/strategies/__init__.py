@@ -1,0 +1,1 @@
+"""One final class per file. `torchstrat.registry` names them."""

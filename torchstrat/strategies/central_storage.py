@@ -1,0 +1,58 @@
+"""One copy of every variable and of the optimizer's state, computed on by several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, final
+
+from torchstrat.cluster import process_plan_from_torchrun
+from torchstrat.devices import resolve_compute_devices, resolve_parameter_device
+from torchstrat.extended import StrategyExtended
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.launch import one_replica_per_process, own_device
+from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Variables once, on ``parameter_device``; a replica on each compute device.
+
+    Under torchrun rank 0 owns the variables: it alone holds the optimizer's state and steps, and hands the new values
+    to the others, which keep a working copy for the forward pass.
+
+    Args:
+        compute_devices: in one process, the replicas' devices. None: every GPU, or one CPU replica. Under torchrun at
+            most one: this process's device.
+        parameter_device: where the variables live. None: the only compute device, else ``"cpu:0"``.
+        gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
+        timeout: how long to wait for other processes before an error names them.
+
+    Raises `DeviceError` for devices that are repeated, unparsable or absent, when the strategy is built.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[Any] | None = None,
+        parameter_device: Any = None,
+        *,
+        gradient_reduce_op: ReduceOp | str = "mean",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self._made_with = (
+            (compute_devices, parameter_device),
+            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout},
+        )
+        op = ReduceOp.parse(gradient_reduce_op)
+        plan = process_plan_from_torchrun()
+        if plan is not None and plan.size > 1:
+            device = own_device(compute_devices, plan)
+            home = resolve_parameter_device(parameter_device, (device,))
+            self._engine = one_replica_per_process(self, plan, device, op, timeout, central=True)
+            self.extended = StrategyExtended(self, (device,), (home,))
+            return
+        devices = resolve_compute_devices(compute_devices, argument="compute_devices")
+        home = resolve_parameter_device(parameter_device, devices)
+        self._engine = InProcessReplicas(self, devices, home, op)
+        self.extended = StrategyExtended(self, devices, (home,))

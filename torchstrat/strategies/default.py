@@ -1,0 +1,70 @@
+"""The strategy outside of any scope: one replica, no scope needed, nothing distributed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn, final
+
+from torchstrat import context
+from torchstrat.context import ReplicaContext
+from torchstrat.errors import ContextError
+from torchstrat.extended import StrategyExtended
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.strategy import Strategy
+from torchstrat.value_functions import ValueContext
+
+
+class _DefaultExtended(StrategyExtended):
+    @property
+    def worker_devices(self) -> NoReturn:
+        raise ContextError("the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy().")
+
+    @property
+    def parameter_devices(self) -> NoReturn:
+        raise ContextError("the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy().")
+
+
+@final
+class DefaultStrategy(Strategy):
+    """What `get_strategy` returns outside of any scope, so that code written against a strategy runs without one."""
+
+    _wraps_values = False
+
+    def __init__(self) -> None:
+        self._engine = InProcessReplicas(self, ("cpu:0",), gradient_op=ReduceOp.MEAN)
+        self.extended = _DefaultExtended(self, ("cpu:0",), ("cpu:0",))
+        self.extended._default_replica_context = ReplicaContext(self, 0)  # type: ignore[attr-defined]
+
+    def _enter_scope(self) -> None:
+        if context.has_strategy():
+            raise ContextError(
+                f"the default strategy's scope cannot be entered inside the scope of {context.get_strategy()!r}."
+            )
+        context.push_cross(self)
+
+    def _leave_scope(self) -> None:
+        context.pop_cross(self)
+
+    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Nothing to distribute over: the dataset itself."""
+        return dataset
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        from torchstrat.data.options import InputContext
+
+        return dataset_fn(InputContext())
+
+    def distribute_values_from_function(self, value_fn: Any) -> Any:
+        return value_fn(ValueContext())
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ContextError("the default strategy is unique and cannot be copied.")
+
+    def __repr__(self) -> str:
+        return "<DefaultStrategy>"
+
+
+@functools.cache
+def default_strategy() -> DefaultStrategy:
+    return DefaultStrategy()

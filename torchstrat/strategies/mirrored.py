@@ -1,0 +1,65 @@
+"""A copy of every variable on each device of this machine, kept equal by combining gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, final
+
+from torchstrat.cluster import process_plan_from_torchrun
+from torchstrat.devices import resolve_compute_devices
+from torchstrat.errors import UnsupportedError
+from torchstrat.extended import StrategyExtended
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.launch import one_replica_per_process, own_device
+from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+
+
+@final
+class MirroredStrategy(Strategy):
+    """Several replicas on one machine: in this process, or one in each process that torchrun started.
+
+    Args:
+        devices: in one process, the replicas' devices; ``["cpu:0", "cpu:1"]`` are two virtual replicas of the CPU.
+            None: every GPU of the machine, or one CPU replica. Under torchrun at most one: this process's device.
+        gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
+        timeout: how long to wait for other processes before an error names them.
+        allow_several_hosts: `MirroredStrategy` refuses processes on several machines unless told otherwise; there
+            `MultiWorkerMirroredStrategy` says what is meant.
+
+    Raises `DeviceError` for devices that are repeated, unparsable or absent.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Any] | None = None,
+        *,
+        gradient_reduce_op: ReduceOp | str = "mean",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        allow_several_hosts: bool = False,
+    ) -> None:
+        self._made_with = (
+            (devices,),
+            {
+                "gradient_reduce_op": gradient_reduce_op,
+                "timeout": timeout,
+                "allow_several_hosts": allow_several_hosts,
+            },
+        )
+        op = ReduceOp.parse(gradient_reduce_op)
+        plan = process_plan_from_torchrun()
+        if plan is not None and plan.size > 1:
+            if plan.spans_hosts and not allow_several_hosts:
+                raise UnsupportedError(
+                    f"MirroredStrategy is for one machine and torchrun started {plan.size} processes, "
+                    f"{plan.local_size} of them on this one. Use MultiWorkerMirroredStrategy (the same under torchrun), or pass "
+                    "allow_several_hosts=True."
+                )
+            device = own_device(devices, plan)
+            self._engine = one_replica_per_process(self, plan, device, op, timeout, central=False)
+            self.extended = StrategyExtended(self, (device,), (device,))
+            return
+        resolved = resolve_compute_devices(devices)
+        self._engine = InProcessReplicas(self, resolved, gradient_op=op)
+        self.extended = StrategyExtended(self, resolved, resolved)

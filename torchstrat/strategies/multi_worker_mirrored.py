@@ -1,0 +1,52 @@
+"""Mirrored variables over the processes of a cluster."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, final
+
+from torchstrat.cluster import process_plan_from_resolver, process_plan_from_torchrun
+from torchstrat.cluster_resolver import TFConfigClusterResolver, TorchrunClusterResolver
+from torchstrat.devices import resolve_compute_devices
+from torchstrat.extended import StrategyExtended
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.launch import one_replica_per_process, own_device
+from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """One replica in each process of a cluster, on one machine or many.
+
+    Args:
+        cluster_resolver: who takes part. None: torchrun's environment, else ``TF_CONFIG``, else a cluster of one.
+        gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
+        timeout: how long to wait for other processes before an error names them.
+
+    Raises `ClusterConfigError` for a malformed cluster description, before any communication.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        *,
+        gradient_reduce_op: ReduceOp | str = "mean",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self._made_with = ((cluster_resolver,), {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout})
+        op = ReduceOp.parse(gradient_reduce_op)
+        plan = process_plan_from_torchrun() if cluster_resolver is None else None
+        if plan is not None:
+            cluster_resolver = TorchrunClusterResolver()
+        else:
+            cluster_resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
+            plan = process_plan_from_resolver(cluster_resolver)
+        if plan is None or plan.size == 1:
+            devices = resolve_compute_devices(None)[:1]
+            self._engine = InProcessReplicas(self, devices, gradient_op=op)
+            self.extended = StrategyExtended(self, devices, devices, cluster_resolver)
+            return
+        device = own_device(None, plan)
+        self._engine = one_replica_per_process(self, plan, device, op, timeout, central=False)
+        self.extended = StrategyExtended(self, (device,), (device,), cluster_resolver)

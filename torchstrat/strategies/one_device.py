@@ -1,0 +1,49 @@
+"""Everything on one device: the strategy to write and debug a program with."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, final
+
+from torchstrat.cluster import process_plan_from_torchrun
+from torchstrat.devices import resolve_compute_devices
+from torchstrat.errors import UnsupportedError
+from torchstrat.extended import StrategyExtended
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica, variables on its device. The step runs on the calling thread, on the user's own objects.
+
+    Args:
+        device: where to compute, such as ``"cpu:0"`` or ``"cuda:0"``; None: the first GPU, or the CPU without one.
+        gradient_reduce_op: accepted on every strategy; with one replica the mean is the sum.
+        timeout: accepted on every strategy; nothing here waits for anybody.
+
+    Raises `DeviceError` for a device that cannot be parsed or is absent, and `UnsupportedError` under torchrun with
+    more than one process.
+    """
+
+    _wraps_values = False
+
+    def __init__(
+        self,
+        device: Any = None,
+        *,
+        gradient_reduce_op: ReduceOp | str = "mean",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self._made_with = ((device,), {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout})
+        op = ReduceOp.parse(gradient_reduce_op)
+        plan = process_plan_from_torchrun()
+        if plan is not None and plan.size > 1:
+            raise UnsupportedError(
+                f"OneDeviceStrategy is for one process and torchrun started {plan.size}. Use MirroredStrategy or "
+                "CentralStorageStrategy, or start the program with plain python."
+            )
+        devices = resolve_compute_devices(None if device is None else [device], argument="device")[:1]
+        self._engine = InProcessReplicas(self, devices, gradient_op=op)
+        self.extended = StrategyExtended(self, devices, devices)

@@ -1,0 +1,225 @@
+"""The one interface: what a training program says to whichever strategy it was given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torchstrat import context, data, nest
+from torchstrat.compat import SeedNames
+from torchstrat.data.options import InputOptions
+from torchstrat.errors import ContextError
+from torchstrat.extended import StrategyExtended
+from torchstrat.logical_devices import LogicalDeviceMethods
+from torchstrat.reduction import ReduceOp, parse_axis, parse_gather_axis
+from torchstrat.replicas.engine import ReplicaEngine
+from torchstrat.value_functions import ValueContext, distribute_values, local_results
+from torchstrat.values import DistributedValues, require_callable, require_list_or_tuple
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Scope:
+    """``with strategy.scope():``. May be entered again, also while it is open; `as` gives the strategy."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        self._strategy._enter_scope()
+        return self._strategy
+
+    def __exit__(self, *_: Any) -> None:
+        self._strategy._leave_scope()
+
+
+class Strategy(SeedNames, LogicalDeviceMethods):
+    """Decides where variables live and on how many replicas a plain training step runs.
+
+    Never instantiated itself: `OneDeviceStrategy`, `MirroredStrategy`, `MultiWorkerMirroredStrategy`,
+    `CentralStorageStrategy` are the final classes behind it. A program uses it like this::
+
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.Adam(model.parameters())
+
+        def train_step(batch): ...        # plain PyTorch; closes over model and optimizer
+
+        for batch in strategy.distribute_dataset(loader):
+            losses = strategy.run(train_step, args=(batch,))
+            loss = strategy.reduce("mean", losses)
+    """
+
+    _engine: ReplicaEngine
+    extended: StrategyExtended
+    """The lower-level interface, for library code: `StrategyExtended`."""
+
+    def __init__(self) -> None:
+        raise TypeError("Strategy is an interface; create one of its implementations, such as ts.MirroredStrategy().")
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over all processes; every one runs the step on its share of a global batch."""
+        return self._engine.num_replicas
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process is the one to print, log and save. Exactly one process of a job is."""
+        return self._engine.is_chief
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver this strategy was made with, or None on a single machine."""
+        return self.extended._cluster_resolver
+
+    # -- scope ------------------------------------------------------------------------------------------------------
+
+    def scope(self) -> Scope:
+        """Make this strategy current and record the modules, parameters and optimizers created in the block.
+
+        With several processes every one enters and leaves it; on leaving, all take over rank 0's initial values.
+        Raises `StrategyMixingError` inside another strategy's scope, `ContextError` inside a replica.
+        """
+        return Scope(self)
+
+    def _enter_scope(self) -> None:
+        context.require_cross(self, "scope")
+        self._engine.scope_opened()
+        context.push_cross(self)
+
+    def _leave_scope(self) -> None:
+        context.pop_cross(self)
+        self._engine.scope_closed()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of the runs in this block accumulate on each replica without being combined.
+
+        The first backward pass of a run after the block combines all of it; so does an optimizer's step.
+        """
+        self._engine.set_no_sync(True)
+        try:
+            yield
+        finally:
+            self._engine.set_no_sync(False)
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Call ``fn`` once per replica, each with its own components of the distributed values in the arguments.
+
+        Args:
+            fn: a plain function, the training step. Replicas of one process call it one after the other.
+            args, kwargs: nests; `PerReplica` and `Mirrored` leaves are opened, all else goes to every replica as it is.
+            options: accepted for compatibility; only TPUs use it.
+
+        Returns:
+            With one replica in all, what ``fn`` returned. Otherwise a nest of the structure that ``fn`` returned, with
+            `PerReplica` leaves; a leaf that is the very same object on all replicas of this process is not wrapped
+            (with one replica per process every leaf is, since the others' objects cannot be seen).
+
+        Every process has to call it, with the same ``fn``. Raises what a replica raised (with a note that names the
+        replica), `ReplicaDivergenceError` if replicas did not make the same collective calls, and `ContextError` inside
+        a replica. After a failure the variables are as they were after the last optimizer step.
+        """
+        require_callable(fn, "run")
+        require_list_or_tuple(args)
+        context.require_cross(self, "run")
+        return self._engine.run(fn, args, dict(kwargs or {}))
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Combine a value over replicas: "sum" or "mean".
+
+        Args:
+            value: a `PerReplica` value, or a nest of them; each leaf is reduced by itself.
+            axis: None combines element by element and needs equal shapes. An int or a tuple of ints also reduces those
+                dimensions; a mean then divides by the total number of entries, so partial batches weigh correctly.
+
+        Returns a tensor (nest of tensors), on every process, on the CPU where there are several processes. A sum keeps
+        the dtype, a mean of integers is of the default floating dtype. Every process has to call it.
+        """
+        context.require_cross(self, "reduce")
+        op = ReduceOp.parse(reduce_op)
+        axis = parse_axis(axis, op)
+        return nest.map_structure(lambda leaf: self._engine.reduce(op, leaf, axis), value)
+
+    def gather(self, value: Any, axis: Any) -> Any:
+        """Join the components of ``value`` (a `PerReplica` tensor, or a nest) along ``axis``, in replica order.
+
+        Sizes may differ along ``axis`` only. Every process has to call it, and gets the result, on the CPU.
+        """
+        context.require_cross(self, "gather")
+        dim = parse_gather_axis(axis)
+        return nest.map_structure(lambda leaf: self._engine.gather(leaf, dim), value)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of ``value`` that live in this process, as a tuple; of a nest, a tuple of nests."""
+        return local_results(value, self._engine.local_replicas)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Call ``value_fn(ValueContext)`` for each replica of this process; the results as `PerReplica` leaves."""
+        context.require_not_mixed(self, "distribute_values_from_function")
+        return distribute_values(value_fn, self.num_replicas_in_sync, self._engine.local_replicas, self._wraps_values)
+
+    _wraps_values = True
+
+    # -- input ------------------------------------------------------------------------------------------------------
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> data.DistributedDataset:
+        """Split the global batches of ``dataset`` over the replicas, in the background, each on its device.
+
+        Args:
+            dataset: a `torch.utils.data.DataLoader` whose ``batch_size`` is the global batch's, a `Dataset` or
+                `IterableDataset` of batches, arrays, or any iterable of nests of tensors.
+
+        Every process has to call it with an equal dataset. No row is lost: replicas that get none in the last step of
+        an epoch are left out of that step. See `InputOptions` for sharding over processes.
+        """
+        return data.distribute_dataset(self, self._engine.layout, dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[data.InputContext], Any], options: InputOptions | None = None
+    ) -> data.DistributedDataset:
+        """Like `distribute_dataset`, with a pipeline per process that yields batches of replica size.
+
+        ``dataset_fn`` gets an `InputContext` and does batching and sharding itself.
+        """
+        return data.distribute_datasets_from_function(self, self._engine.layout, dataset_fn, options)
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back what the strategy holds: threads, and the process group if it made one. May be called twice."""
+        self._engine.close()
+
+    def __enter__(self) -> NoReturn:
+        raise ContextError("a strategy is not a context manager; write `with strategy.scope():`.")
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __copy__(self) -> NoReturn:
+        raise ContextError(f"{type(self).__name__} cannot be copied by copy.copy: two strategies must not share variables.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        return self._remake()
+
+    def _remake(self) -> Strategy:
+        """A new strategy made with the same arguments."""
+        return type(self)(*copy.copy(self._made_with[0]), **self._made_with[1])  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self.num_replicas_in_sync} replicas on {', '.join(self.extended.worker_devices)}>"
+
+
+__all__ = ["DEFAULT_TIMEOUT", "DistributedValues", "Scope", "Strategy"]

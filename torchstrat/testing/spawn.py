@@ -1,0 +1,246 @@
+"""Run functions in a group of local processes that look as if torchrun had started them.
+
+::
+
+    results = spawn(train, num_processes=2, args=(config,))        # one function, one group
+
+    with Workers(num_processes=2) as workers:                      # many functions, one group: no start-up between
+        losses = workers.run(train_and_return_loss, config)        # a list, by rank
+
+The processes start afresh (``spawn``: no inherited threads, locks or process groups). This process hosts their store
+on a socket it has bound itself, as torchrun's agent does, so no port is ever guessed. Every run has a deadline; what
+is still running then shows the stacks of all its threads and is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from torchstrat.errors import InvalidArgumentError, TorchstratError
+from torchstrat.testing._child import Request
+from torchstrat.testing._process import DUMP_SECONDS, EXIT_SECONDS, Failure, Process
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Failure", "Workers", "WorkersError", "spawn"]
+
+DEFAULT_TIMEOUT_SECONDS = 120.0
+_GRACE_SECONDS = 10.0  # how long the others may go on once one process has failed: most are waiting for it
+
+
+class WorkersError(TorchstratError, RuntimeError):
+    """At least one process of a group did not return; the message shows every one of them.
+
+    The group's processes have ended when this is raised. ``failures`` are in rank order.
+    """
+
+    def __init__(self, function: str, num_processes: int, failures: list[Failure]) -> None:
+        self.failures = tuple(failures)
+        parts = [f"{function} failed in {len(failures)} of {num_processes} processes:"]
+        for failure in failures:
+            parts.append(f"--- rank {failure.rank}: {failure.reason}")
+            if failure.details:
+                parts.append(failure.details.rstrip())
+        super().__init__("\n".join(parts))
+
+
+def spawn(
+    function: Callable[..., Any],
+    num_processes: int,
+    args: tuple[Any, ...] = (),
+    *,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``function(*args)`` once in each of ``num_processes`` new processes and return the results by rank.
+
+    Function, arguments and results travel by pickle; tensors are copied. ``timeout_seconds`` counts from the start
+    of the processes. ``env`` is added to the environment they start with. Blocks; raises `WorkersError`.
+    """
+    with Workers(num_processes, timeout_seconds=timeout_seconds, env=env) as workers:
+        return workers.run(function, *args)
+
+
+class Workers:
+    """A group of processes, one per rank, that run one function after the other.
+
+    A context manager: the processes end with the block. Every `run` finds a fresh store under ``MASTER_PORT``, so
+    process groups of consecutive runs never meet; but a run has to destroy the one it makes. After a run that failed
+    the next one starts new processes: nothing is known about the state of the old ones.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if num_processes < 1:
+            raise InvalidArgumentError(f"num_processes={num_processes} starts nothing; use 1 or more.")
+        self.num_processes = num_processes
+        self.timeout_seconds = timeout_seconds
+        self._env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        self._processes: list[Process] = []
+        self._folder: Path | None = None
+        # They are not daemons, for those may not have children, such as the workers of a DataLoader. Python would
+        # wait for them at exit; this runs before, and when a group that nobody closed is garbage collected.
+        self._finalizer = weakref.finalize(self, _end, self._processes)
+
+    def __enter__(self) -> Workers:
+        try:
+            self._start()
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float | None = None) -> list[Any]:
+        """Call ``function(*args)`` in every process and return the results by rank.
+
+        ``timeout_seconds`` replaces the group's for this run. Raises `WorkersError`, after which no process of the
+        group is left; likewise on Ctrl-C.
+        """
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + seconds
+        call = pickle.dumps((function, args))  # before anything starts: what cannot travel fails here
+        name = getattr(function, "__qualname__", repr(function))
+        try:
+            if not self._processes:
+                self._start()
+            with _store() as port:
+                for process in self._processes:
+                    process.ask(Request(call, {**self._identity(process.rank), "MASTER_PORT": str(port)}))
+                outcomes = self._collect(deadline, seconds)
+        except BaseException:
+            self._kill()
+            raise
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if failures:
+            self._kill()
+            raise WorkersError(name, self.num_processes, failures)
+        return [pickle.loads(outcome) for outcome in outcomes if isinstance(outcome, bytes)]
+
+    def close(self) -> None:
+        """Let the processes leave, and end those that do not. May be called again; `run` then starts new ones."""
+        for process in self._processes:
+            process.dismiss()
+        deadline = time.monotonic() + EXIT_SECONDS
+        for process in self._processes:
+            process.handle.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _identity(self, rank: int) -> dict[str, str]:
+        size = str(self.num_processes)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            # torchrun's way to say that the store runs already and rank 0 must not start its own.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": f"torchstrat-{os.getpid()}",
+        }
+
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="torchstrat-workers-"))
+        for rank in range(self.num_processes):
+            # The interpreter itself has to start with these: OpenMP counts its threads when torch is loaded.
+            with _environment({**self._env, **self._identity(rank)}):
+                self._processes.append(Process(rank, self._folder))
+
+    def _kill(self) -> None:
+        _end(self._processes)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _collect(self, deadline: float, seconds: float) -> list[bytes | Failure]:
+        """The pickled result or the failure of every process, in rank order."""
+        waiting = {process.rank: process for process in self._processes}
+        outcomes: dict[int, bytes | Failure] = {}
+        why = f"still running after {seconds:g} s"
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            wait([end for process in waiting.values() for end in process.ends], timeout=left)
+            for rank, process in list(waiting.items()):
+                outcome = process.poll()
+                if outcome is None:
+                    continue
+                outcomes[rank] = outcome
+                del waiting[rank]
+                if isinstance(outcome, Failure) and time.monotonic() + _GRACE_SECONDS < deadline:
+                    deadline = time.monotonic() + _GRACE_SECONDS
+                    why = f"still running {_GRACE_SECONDS:g} s after rank {rank} had failed"
+        for rank, process in waiting.items():
+            process.request_stacks()
+            outcomes[rank] = Failure(rank, why, "")
+        for rank, process in waiting.items():
+            outcomes[rank] = Failure(rank, why, process.read_stacks(time.monotonic() + DUMP_SECONDS))
+        return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _end(processes: list[Process]) -> None:
+    for process in processes:
+        process.kill()
+    processes.clear()
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """Host a store for one run and yield its port."""
+    # A TCPStore given a host still listens on every interface, unless it gets a socket that is already bound.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    port: int = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    try:
+        yield port
+    finally:
+        del store
+
+
+_environment_lock = threading.Lock()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Add to this process's environment while a child starts: `multiprocessing` cannot give a child its own."""
+    with _environment_lock:
+        saved = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

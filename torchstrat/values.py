@@ -1,0 +1,178 @@
+"""Values that have one component per replica.
+
+`PerReplica` holds different values, `Mirrored` equal ones. Both are inert: they are made by a strategy and opened by
+`Strategy.run`, `Strategy.local_results`, `Strategy.reduce` and `Strategy.gather`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchstrat import nest
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """How one global batch was split: the rows each replica of the whole group got, in replica order.
+
+    Attached to every leaf that an input pipeline hands out; it is what weighs the gradients of uneven batches and
+    what tells which replicas have nothing to do in this step. Known to every process without communication.
+    """
+
+    rows: tuple[int, ...]
+    run_empty: bool = False
+    """`InputOptions(empty_replicas="run")`: call the step on replicas without rows, as TensorFlow does."""
+
+
+class DistributedValues:
+    """A value with one component per replica of a strategy.
+
+    ``values`` are the components of this process, in replica order; ``replica_ids`` are their ids in the whole group.
+    """
+
+    __slots__ = ("batch_info", "replica_ids", "values")
+
+    def __init__(
+        self,
+        values: tuple[Any, ...] | list[Any],
+        *,
+        replica_ids: tuple[int, ...] | None = None,
+        batch_info: BatchInfo | None = None,
+    ) -> None:
+        self.values = tuple(values)
+        self.replica_ids = tuple(range(len(self.values))) if replica_ids is None else tuple(replica_ids)
+        self.batch_info = batch_info
+        if len(self.replica_ids) != len(self.values):
+            raise InvalidArgumentError(
+                f"{type(self).__name__} was given {len(self.values)} values and {len(self.replica_ids)} replica ids; "
+                "give one id per value."
+            )
+
+    def component(self, replica_id: int) -> Any:
+        """The component of one replica of this process, by its id in the group."""
+        try:
+            return self.values[self.replica_ids.index(replica_id)]
+        except ValueError:
+            raise InvalidArgumentError(
+                f"this {type(self).__name__} has components for replicas {list(self.replica_ids)}, not for replica "
+                f"{replica_id}; a value made by one run cannot be given to replicas that took no part in it."
+            ) from None
+
+    def _show(self, convert: Any) -> str:
+        rows = ",\n".join(f"  {index}: {convert(value)}" for index, value in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{rows}\n}}"
+
+    def __repr__(self) -> str:
+        return self._show(repr)
+
+    def __str__(self) -> str:
+        return self._show(str)
+
+
+class PerReplica(DistributedValues):
+    """A different value on every replica. Supports no arithmetic: reduce it, gather it, or open it first."""
+
+    __slots__ = ()
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise InvalidArgumentError(
+            "a PerReplica value cannot be converted to one array: it has one value per replica. "
+            "Use strategy.reduce, strategy.gather or strategy.local_results first."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise InvalidArgumentError(
+            f"{getattr(func, '__name__', func)} was given a PerReplica value, which has one value per replica. "
+            "Call it inside strategy.run, or use strategy.reduce, strategy.gather or strategy.local_results first."
+        )
+
+
+class Mirrored(DistributedValues):
+    """The same value on every replica. Attributes and operators are those of the first local component."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.values[0], name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*nest.map_structure(_first, list(args)), **nest.map_structure(_first, kwargs or {}))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.values[0].__array__(*args, **kwargs)
+
+    def __float__(self) -> float:
+        return float(self.values[0])
+
+    def __int__(self) -> int:
+        return int(self.values[0])
+
+    def __bool__(self) -> bool:
+        return bool(self.values[0])
+
+    def __len__(self) -> int:
+        return len(self.values[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.values[0][key]
+
+    def __iter__(self) -> Any:
+        return iter(self.values[0])
+
+
+def _first(value: Any) -> Any:
+    return value.values[0] if isinstance(value, Mirrored) else value
+
+
+def _delegate(name: str) -> Any:
+    def operator(self: Mirrored, *others: Any) -> Any:
+        return getattr(self.values[0], name)(*(_first(other) for other in others))
+
+    operator.__name__ = name
+    return operator
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(Mirrored, f"__{_name}__", _delegate(f"__{_name}__"))
+    setattr(Mirrored, f"__r{_name}__", _delegate(f"__r{_name}__"))
+for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge"):
+    setattr(Mirrored, f"__{_name}__", _delegate(f"__{_name}__"))
+
+
+def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
+    """What one replica sees of a nest: its own component of every distributed value, all else unchanged."""
+
+    def select(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica | Mirrored):
+            return leaf.component(replica_id)
+        return leaf
+
+    return nest.map_structure(select, structure)
+
+
+def find_batch_info(structure: nest.Nest) -> BatchInfo | None:
+    """How the first batch found in the arguments of a run was split, or None when no input pipeline made one."""
+    for leaf in nest.leaves(structure):
+        if isinstance(leaf, DistributedValues) and leaf.batch_info is not None:
+            return leaf.batch_info
+    return None
+
+
+def require_list_or_tuple(args: Any) -> None:
+    """`run(fn, args=…)`: anything but a list or a tuple is an error, a lone tensor most of all."""
+    if not isinstance(args, list | tuple):
+        raise InvalidArgumentError(
+            f"args must be a list or a tuple, one entry per positional argument; got {type(args).__name__}. "
+            "For a single argument write args=(value,)."
+        )
+
+
+def require_callable(fn: Any, caller: str) -> None:
+    if not callable(fn):
+        raise WrongTypeError(f"{caller} needs a function; got {type(fn).__name__}.")
