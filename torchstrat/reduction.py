@@ -76,7 +76,7 @@ def parse_axis(axis: Any, op: ReduceOp) -> Axis:
 
     A NumPy integer is accepted for SUM only, as recorded from TensorFlow. Lists, floats, strings and tensors are errors.
     """
-    if axis is None or axis == ():
+    if axis is None or (isinstance(axis, tuple) and not axis):  # not ``== ()``: an array compares element by element
         return None
     if isinstance(axis, int):
         return int(axis)
@@ -270,11 +270,13 @@ def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any
     """
     if axis is not None:
         return reduce_components(op, [value] * num_replicas, axis)
-    if num_replicas == 1 or op is ReduceOp.MEAN:
-        keep = not isinstance(value, torch.Tensor) or op is ReduceOp.SUM
-        return value if keep else value.to(mean_dtype(value.dtype))
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc" and not np.any(value):
-        return torch.from_numpy(np.array(value))  # zeros stay zeros however often they are added
+    is_array = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
+    if is_array and not np.any(value):
+        return value  # zeros stay zeros however often they are added
+    if op is ReduceOp.MEAN:
+        return value.to(mean_dtype(value.dtype)) if isinstance(value, torch.Tensor) else value
+    if num_replicas == 1:
+        return as_tensor(value, "reduce") if is_array else value
     raise InvalidArgumentError(
         f"reduce('sum') over {num_replicas} replicas got a {type(value).__name__} that is the same for all of them, not "
         "a value per replica. Pass what strategy.run returned, or multiply by num_replicas_in_sync yourself."

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
+
 from torchstrat import context, data, nest
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
 from torchstrat.errors import ContextError
 from torchstrat.extended import StrategyExtended
 from torchstrat.logical_devices import LogicalDeviceMethods
-from torchstrat.reduction import ReduceOp, parse_axis, parse_gather_axis
+from torchstrat.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis
 from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
 from torchstrat.values import DistributedValues, require_callable, require_list_or_tuple
@@ -152,7 +154,12 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         context.require_cross(self, "reduce")
         op = ReduceOp.parse(reduce_op)
         axis = parse_axis(axis, op)
-        return nest.map_structure(lambda leaf: self._engine.reduce(op, leaf, axis), value)
+        return nest.map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Axis) -> Any:
+        if axis is None and not self._wraps_values and isinstance(leaf, np.ndarray | np.generic):
+            return leaf  # one device has nothing to combine, and no reason to make an array a tensor
+        return self._engine.reduce(op, leaf, axis)
 
     def gather(self, value: Any, axis: Any) -> Any:
         """Join the components of ``value`` (a `PerReplica` tensor, or a nest) along ``axis``, in replica order.

@@ -29,6 +29,10 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, as ranks of the whole job: what errors name. ``ranks[rank]`` is this process."""
+
+    @property
     def timeout(self) -> timedelta: ...
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
@@ -45,6 +49,12 @@ class Communicator(Protocol):
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         """Rank ``source``'s picklable value, on every rank."""
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        """The same for some of the ranks; only these call it. ``ranks[i]`` is rank i there. Kept for the next time."""
+
+    def split(self) -> Communicator:
+        """Another channel between all ranks, whose calls are ordered among themselves only. Every rank calls it."""
 
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""

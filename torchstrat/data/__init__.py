@@ -1,0 +1,37 @@
+"""Input: global batches to replica batches, over one process or many.
+
+Reading order: `rebatch` (the two rules), `streams` (rules applied to batches), `sources` and `loader` (what can be
+read), `autoshard` and `order` (several processes), `prefetch`, `distributed` (what the training loop sees).
+"""
+
+from torchstrat.data.datasets import ArrayDataset, TextLineDataset
+from torchstrat.data.distribute import distribute_dataset, distribute_datasets_from_function
+from torchstrat.data.distributed import DistributedDataset, DistributedIterator
+from torchstrat.data.layout import InputLayout
+from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from torchstrat.data.pipeline import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY, Pipeline
+from torchstrat.data.rebatch import batch_sizes_for_worker
+from torchstrat.data.sources import FileSource
+from torchstrat.data.spec import PerReplicaSpec, TensorSpec
+
+__all__ = [
+    "INFINITE_CARDINALITY",
+    "SHARD_HINT",
+    "UNKNOWN_CARDINALITY",
+    "ArrayDataset",
+    "AutoShardPolicy",
+    "DistributedDataset",
+    "DistributedIterator",
+    "FileSource",
+    "InputContext",
+    "InputLayout",
+    "InputOptions",
+    "InputReplicationMode",
+    "PerReplicaSpec",
+    "Pipeline",
+    "TensorSpec",
+    "TextLineDataset",
+    "batch_sizes_for_worker",
+    "distribute_dataset",
+    "distribute_datasets_from_function",
+]

@@ -19,7 +19,7 @@ from torchstrat import nest
 from torchstrat.data import rows, spec
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.order import Index, IndexOrder, index_sampler
-from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike
+from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.sources import FileSource, Source, files_of_worker, make_source
 from torchstrat.data.streams import Step, equal_chunk_steps
@@ -45,6 +45,7 @@ class _CollateAndSplit:
     """
 
     collate: Collate
+    convert: Callable[[nest.Nest], nest.Nest]
     num_replicas: int
     local_replicas: tuple[int, ...]
     compare: bool
@@ -52,7 +53,7 @@ class _CollateAndSplit:
 
     def __call__(self, examples: list[Any]) -> SplitBatch:
         sizes = equal_chunks(len(examples), self.num_replicas)
-        whole = rows.to_tensors(self.collate(examples))
+        whole = self.convert(self.collate(examples))
         checksum = rows.checksum(whole) if self.compare else None
         self.compare = False
         if _row_per_example(whole, len(examples)):
@@ -60,9 +61,7 @@ class _CollateAndSplit:
         else:
             stops = list(itertools.accumulate(sizes))
             shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-            parts = [
-                rows.to_tensors(self.collate(share)) if share else rows.empty_like(whole) for share in shares
-            ]
+            parts = [self.convert(self.collate(share)) if share else rows.empty_like(whole) for share in shares]
         return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
 
 
@@ -74,10 +73,16 @@ def _row_per_example(batch: nest.Nest, examples: int) -> bool:
 
 
 class LoaderSource(Source):
-    """A `DataLoader` whose iteration is torch's own. Settings are read off it; it is not changed."""
+    """A `DataLoader` whose iteration is torch's own. Settings are read off it; it is not changed.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    Columns of strings are what the loader makes of them, lists; those of our own datasets, such as `TextLineDataset`,
+    are object arrays, as their ``batch`` makes them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], strings_as_arrays: bool | None = None) -> None:
         self.loader = loader
+        as_arrays = isinstance(loader.dataset, Pipeline) if strings_as_arrays is None else strings_as_arrays
+        self._convert = rows.strings_to_arrays if as_arrays else rows.to_tensors
         sampler = index_sampler(loader)
         self._iterable = isinstance(loader.dataset, IterableDataset)
         self._auto_collated = loader.batch_sampler is not None
@@ -91,7 +96,11 @@ class LoaderSource(Source):
         self._inner: DataLoader[Any] | None = None
 
     def open(self) -> Iterator[nest.Nest]:
-        return map(rows.to_tensors, iter(self.loader))
+        return map(self._convert, iter(self.loader))
+
+    @property
+    def compared(self) -> bool:
+        return self._iterable  # else rank 0's indices make every rank read the same
 
     def open_equal_chunks(self, layout: InputLayout, ahead: int) -> tuple[Iterator[Step], Callable[[int], None]]:
         if layout.num_replicas == 1:
@@ -105,9 +114,11 @@ class LoaderSource(Source):
     def _open_and_split(self, layout: InputLayout) -> Iterator[Step]:
         """Every batch in full, collated and split where it is loaded."""
         loader = self.loader
-        collate = _CollateAndSplit(loader.collate_fn, layout.num_replicas, layout.local_replicas, layout.num_workers > 1)
+        collate = _CollateAndSplit(
+            loader.collate_fn, self._convert, layout.num_replicas, layout.local_replicas, layout.num_workers > 1
+        )
         if self._iterable:
-            batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         else:
             batching = {"batch_sampler": loader.batch_sampler}
         if self._inner is None or not self.exclusive:
@@ -125,21 +136,21 @@ class LoaderSource(Source):
         if self._inner is None or not self.exclusive:
             given = _Requests()
             name = "batch_sampler" if self._auto_collated else "sampler"
-            batching: dict[str, Any] = {name: given} if self._auto_collated else {name: given, "batch_size": None}
+            batching = {name: given} if self._auto_collated else {name: given, "batch_size": None}
             generator = loader.generator if layout.worker_index == 0 else torch.Generator()
             self._inner = _like(loader, generator=generator, collate_fn=loader.collate_fn, **batching)
             self._given = given
         self._given.current = requests
         _seed_workers(loader, self._inner, layout.worker_index)
-        batches = map(rows.to_tensors, iter(self._inner))
+        batches = map(self._convert, iter(self._inner))
         return _serve(to_serve, batches, layout), order.prepare
 
     def element_spec(self) -> nest.Nest:
         with spec.undisturbed_randomness():
             example = self._example()
         if not self._auto_collated:
-            return spec.spec_of(rows.to_tensors(example), rows_fixed=False)
-        batch = rows.to_tensors(self.loader.collate_fn([example]))
+            return spec.spec_of(self._convert(example), rows_fixed=False)
+        batch = self._convert(self.loader.collate_fn([example]))
         # Only torch's own collate function says that examples have one shape; any other may pad.
         found = spec.spec_of(batch, rows_fixed=False, trailing_fixed=self.loader.collate_fn is default_collate)
         count = self.declared_batch if self._drops else None
@@ -167,19 +178,20 @@ class LoaderSource(Source):
         if not isinstance(dataset, FileSource):
             return super().for_files(worker, workers)
         files = files_of_worker(dataset.files, worker, workers)
-        return LoaderSource(self._with_dataset(_OwnFiles(dataset, files)))
+        return self._with_dataset(_OwnFiles(dataset, files))
 
     def for_hint(self, worker: int, workers: int) -> Source:
         dataset = self.loader.dataset
         shard = getattr(dataset, "shard", None)
         if not callable(shard) or not self._iterable:
             return self
-        return LoaderSource(self._with_dataset(_Opened(make_source(dataset).for_hint(worker, workers))))
+        return self._with_dataset(_Opened(make_source(dataset).for_hint(worker, workers)))
 
-    def _with_dataset(self, dataset: IterableDataset[Any]) -> DataLoader[Any]:
+    def _with_dataset(self, dataset: IterableDataset[Any]) -> LoaderSource:
         loader = self.loader
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        return _like(loader, dataset, generator=loader.generator, collate_fn=loader.collate_fn, **batching)
+        other = _like(loader, dataset, generator=loader.generator, collate_fn=loader.collate_fn, **batching)
+        return LoaderSource(other, strings_as_arrays=self._convert is rows.strings_to_arrays)
 
 
 class _Share(NamedTuple):
@@ -193,7 +205,7 @@ class _Share(NamedTuple):
 
 
 def _share(index: Index, layout: InputLayout, auto_collated: bool) -> _Share:
-    if not auto_collated and not isinstance(index, list | tuple | np.ndarray | torch.Tensor):
+    if not auto_collated and not _lists_rows(index):
         return _Share(None, (index,))
     sizes = equal_chunks(len(index), layout.num_replicas)
     stops = list(itertools.accumulate(sizes))
@@ -201,10 +213,15 @@ def _share(index: Index, layout: InputLayout, auto_collated: bool) -> _Share:
     return _Share(sizes, tuple(request for request in own if len(request)) or (index[:1],))
 
 
+def _lists_rows(index: Index) -> bool:
+    """Whether one index of a dataset that makes its own batches names their rows (a tuple may be any key)."""
+    return isinstance(index, list) or (isinstance(index, np.ndarray | torch.Tensor) and index.ndim == 1)
+
+
 def _serve(shares: Iterator[_Share], batches: Iterator[nest.Nest], layout: InputLayout) -> Iterator[Step]:
     for share in shares:
         if share.sizes is None:
-            yield from equal_chunk_steps(itertools.islice(batches, 1), layout)
+            yield from equal_chunk_steps(itertools.islice(batches, 1), layout, compare=False)
             continue
         fetched = [next(batches) for _ in share.requests]
         empty = rows.empty_like(fetched[0])

@@ -170,4 +170,6 @@ class InputContext:
 
     def __str__(self) -> str:
         # Word for word what TensorFlow prints: programs and logs that were ported compare it.
-        return f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
+        )

@@ -1,8 +1,8 @@
 """Datasets that are read in one pass, and the few transformations that turn them into global batches.
 
 They are `torch.utils.data.IterableDataset`, so a `DataLoader` takes them too. Every transformation returns a new
-dataset and reads nothing. The roots, which read something, are in `torchstrat.data.datasets`. A pipeline whose root reads files has ``files`` and ``open(files)``, which is what the FILE
-policy asks of any dataset.
+dataset and reads nothing. The roots, which read something, are in `torchstrat.data.datasets`. A pipeline whose root
+reads files has ``files`` and ``open(files)``, which is what the FILE policy asks of any dataset.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class Pipeline(IterableDataset[Any]):
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Pipeline:
         """Stack ``batch_size`` consecutive elements; the last batch may be shorter unless ``drop_remainder``."""
         return _Batch(self, _positive(batch_size, "batch_size"), drop_remainder)
+
+    def unbatch(self) -> Pipeline:
+        """The rows of every element, one by one."""
+        return _Unbatch(self)
 
     def map(self, fn: Callable[[Any], Any]) -> Pipeline:
         """``fn(element)`` for every element."""
@@ -165,6 +169,25 @@ def _stack(column: Sequence[Any]) -> Any:
     if isinstance(column[0], np.ndarray):
         return np.stack(column)
     return torch.stack([torch.as_tensor(value) for value in column])
+
+
+@dataclass(eq=False)
+class _Unbatch(_Transformed):
+    def __post_init__(self) -> None:
+        self.batch_size, self.drop_remainder = None, False
+
+    def read(self, view: View) -> Iterator[nest.Nest]:
+        for batch in map(rows.to_tensors, self.source.read(view)):
+            for index in range(rows.count_rows(batch)):
+                yield rows.map_rows(lambda leaf, at=index: leaf[at], batch)
+
+    @property
+    def element_spec(self) -> nest.Nest:
+        return nest.map_structure(lambda leaf: spec.TensorSpec(leaf.shape[1:], leaf.dtype), self.source.element_spec)
+
+    @property
+    def cardinality(self) -> int:
+        return UNKNOWN_CARDINALITY
 
 
 @dataclass(eq=False)

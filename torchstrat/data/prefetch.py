@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -120,12 +121,11 @@ class Prefetcher(Generic[T]):
             if self._background is None:
                 self._background = _Background()
                 self._finalizer = weakref.finalize(self, self._background.stop)
-            source, place = self._source, self._place
             if self._ahead is Ahead.READ_AND_COPY:
-                self._waiting.append(self._background.submit(lambda: _pull_and_place(source, place)))
+                self._waiting.append(self._background.submit(partial(_pull_and_place, self._source, self._place)))
                 continue
             try:
-                element = _pull(source)
+                element = _pull(self._source)
             except BaseException as error:  # not before the elements that came first have been handed out
                 self._source = None
                 failed: Future[Any] = Future()
@@ -135,7 +135,7 @@ class Prefetcher(Generic[T]):
             if element is _END:
                 self._source = None
                 return
-            self._waiting.append(self._background.submit(lambda element=element: place(element)))
+            self._waiting.append(self._background.submit(partial(self._place, element)))
 
     def close(self) -> None:
         """Stop reading, and end the thread. Idempotent."""
@@ -180,11 +180,11 @@ class Placement:
 
     def _place_on_cuda(self, batch: nest.Nest, device: torch.device) -> tuple[nest.Nest, torch.cuda.Event]:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
         with torch.cuda.stream(stream):
-            placed = to_device(batch, device, pinned=True)
-            event = torch.cuda.Event()
+            placed = _map_moved(lambda leaf: _copy_dense(leaf, device), batch)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return placed, event
 
@@ -192,34 +192,50 @@ class Placement:
         """Order the current streams after the copies. Call it in the thread that uses the batches."""
         step, events = placed
         remaining = iter(events)
+        components = []
         for component, device in zip(step.components, self._devices, strict=True):
-            if device.type != "cuda":
-                continue
-            current = torch.cuda.current_stream(device)
-            current.wait_event(next(remaining))
-            for leaf in nest.leaves(component):
-                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                    leaf.record_stream(current)
-        return step
+            if device.type == "cuda":
+                current = torch.cuda.current_stream(device)
+                current.wait_event(next(remaining))
+                for leaf in nest.leaves(component):
+                    if _is_dense(leaf) and leaf.device == device:
+                        # Its memory belongs to the copying stream: not to be reused while this stream reads it.
+                        leaf.record_stream(current)
+                component = to_device(component, device)
+            components.append(component)
+        return Step(tuple(components), step.rows, step.checksum)
 
 
-def to_device(batch: nest.Nest, device: torch.device, pinned: bool = False) -> nest.Nest:
-    """``batch`` on ``device``; itself where it is there already. ``pinned``: through pinned memory, without waiting."""
+def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
+    """``batch`` on ``device``; itself where all of it is there already.
+
+    Leaves of foreign classes (graphs, tokenizer output) are moved by their own ``to``; what has none stays.
+    """
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            if pinned and leaf.layout is torch.strided and leaf.device.type == "cpu" and not leaf.is_pinned():
-                leaf = leaf.pin_memory()
-            return leaf.to(device, non_blocking=pinned)
-        # Batches of foreign classes (graphs, tokenizer output) have the method that tensors have.
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    def visit(value: Any) -> Any:
-        if nest.is_nested(value) and not rows.is_row_list(value):
-            children = [child for _, child in nest.children(value)]
-            moved = [visit(child) for child in children]
-            same = all(new is old for new, old in zip(moved, children, strict=True))
-            return value if same else nest.rebuild(value, moved)
-        return move(value)
+    return _map_moved(move, batch)
 
-    return visit(batch)
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
+def _copy_dense(leaf: Any, device: torch.device) -> Any:
+    """Start copying a dense tensor. Anything else is left for `Placement.receive`: its memory cannot be recorded."""
+    if not _is_dense(leaf):
+        return leaf
+    if leaf.device.type == "cpu" and not leaf.is_pinned():
+        leaf = leaf.pin_memory()
+    return leaf.to(device, non_blocking=True)
+
+
+def _map_moved(move: Callable[[Any], Any], value: nest.Nest) -> nest.Nest:
+    """`nest.map_structure` that returns the very same containers where nothing in them moved."""
+    if not nest.is_nested(value) or rows.is_row_list(value):
+        return move(value)
+    children = [child for _, child in nest.children(value)]
+    moved = [_map_moved(move, child) for child in children]
+    same = all(new is old for new, old in zip(moved, children, strict=True))
+    return value if same else nest.rebuild(value, moved)

@@ -41,6 +41,15 @@ def _to_tensor(leaf: Leaf) -> Leaf:
     return leaf
 
 
+def strings_to_arrays(batch: nest.Nest) -> nest.Nest:
+    """`to_tensors`, with columns of strings as object arrays too."""
+    if is_row_list(batch) and all(isinstance(row, str | bytes) for row in batch):
+        return np.array(batch, dtype=object)
+    if nest.is_nested(batch):
+        return nest.rebuild(batch, [strings_to_arrays(child) for _, child in nest.children(batch)])
+    return _to_tensor(batch)
+
+
 def is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray)
 
@@ -124,12 +133,13 @@ def cut(leaf: Leaf, start: int, stop: int) -> Leaf:
 
 
 def _cut_jagged(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    offsets = leaf.offsets()
+    jagged: Any = leaf  # NestedTensor's methods are not in Tensor's stubs
+    offsets = jagged.offsets()
     first, last = int(offsets[start]), int(offsets[stop])
-    values, offsets = leaf.values()[first:last], offsets[start : stop + 1] - first
+    longest = int(offsets.diff().max()) if leaf.size(0) else 0
     # The bounds of the whole batch keep the ragged dimension defined when there are no rows.
     return torch.nested.nested_tensor_from_jagged(
-        values, offsets, min_seqlen=0, max_seqlen=int(leaf.offsets().diff().max()) if leaf.size(0) else 0
+        jagged.values()[first:last], offsets[start : stop + 1] - first, min_seqlen=0, max_seqlen=longest
     )
 
 
@@ -206,7 +216,8 @@ def _bytes_of(leaf: Leaf) -> Iterator[bytes]:
         return
     leaf = leaf.detach().cpu()
     if leaf.is_nested:
-        leaf = torch.cat([leaf.values().flatten().double(), leaf.offsets().double()])
+        jagged: Any = leaf
+        leaf = torch.cat([jagged.values().flatten().double(), jagged.offsets().double()])
     leaf = leaf.to_dense().contiguous()
     yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
     yield leaf.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -82,8 +82,13 @@ class Source(ABC):
         """What the HINT policy leaves to one process; everything, when the dataset has no hint."""
         return self
 
-    def check_splittable(self) -> None:
-        """Raise now, rather than in the first step, where it can be seen without reading that batches have no rows."""
+    @property
+    def compared(self) -> bool:
+        """Whether processes that each read all of it should compare what they read first."""
+        return True
+
+    def check_splittable(self) -> None:  # noqa: B027 - most sources cannot know
+        """Raise now, not in the first step, where it is known without reading that elements cannot be split."""
 
 
 class PipelineSource(Source):
@@ -116,8 +121,6 @@ class PipelineSource(Source):
         return PipelineSource(self._pipeline, View(self._view.files, (workers, worker)))
 
     def check_splittable(self) -> None:
-        if self.cardinality == UNKNOWN_CARDINALITY and not self.reads_files:
-            return
         if any(not leaf.shape for leaf in nest.leaves(self.element_spec())):
             raise InvalidArgumentError(
                 "the elements of the dataset are scalars, which cannot be split over replicas: batch it first, with "
@@ -247,7 +250,9 @@ def make_source(dataset: Any) -> Source:
     from torchstrat.data.loader import LoaderSource
 
     if dataset is None:
-        raise InvalidArgumentError("the dataset is None; give a DataLoader, a Dataset, arrays or an iterable of batches.")
+        raise InvalidArgumentError(
+            "the dataset is None; give a DataLoader, a Dataset, arrays or an iterable of batches."
+        )
     if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
         return LoaderSource(dataset)
     if isinstance(dataset, Pipeline):
@@ -262,14 +267,13 @@ def make_source(dataset: Any) -> Source:
         return ListSource(dataset)
     if isinstance(dataset, Iterable) and not isinstance(dataset, str | bytes | Mapping | range):
         return IterableSource(dataset)
-    if isinstance(dataset, Dataset) or (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        if not isinstance(dataset, str | bytes | Mapping | range):
-            if not hasattr(dataset, "__len__"):
-                raise WrongTypeError(f"a map-style dataset needs __len__; {type(dataset).__name__} has none.")
-            return MapSource(dataset)
+    if isinstance(dataset, Dataset):
+        if not hasattr(dataset, "__len__"):
+            raise WrongTypeError(f"a map-style dataset needs __len__; {type(dataset).__name__} has none.")
+        return MapSource(dataset)
     raise WrongTypeError(
-        f"{type(dataset).__name__} is no dataset: give a DataLoader, a map-style or iterable Dataset, arrays or tensors, "
-        "or an iterable of batches."
+        f"{type(dataset).__name__} is no dataset: give a DataLoader, a map-style or iterable Dataset, arrays or "
+        "tensors, or an iterable of batches."
     )
 
 
@@ -277,8 +281,8 @@ def files_of_worker(files: Sequence[PathLike], worker: int, workers: int) -> tup
     """The files of one process. Raises, in every process, when there are not enough for all."""
     if len(files) < workers:
         raise InvalidArgumentError(
-            f"{len(files)} file(s) cannot be shared by {workers} processes: under the policies FILE and AUTO each needs "
-            "one at least. Use auto_shard_policy=AutoShardPolicy.DATA to share the rows instead, or split the files."
+            f"{len(files)} file(s) cannot be shared by {workers} processes: under the policies FILE and AUTO each "
+            "needs one at least. Use auto_shard_policy=AutoShardPolicy.DATA to share the rows, or split the files."
         )
     return tuple(files[worker::workers])
 

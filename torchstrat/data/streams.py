@@ -41,10 +41,13 @@ def bare_steps(elements: Iterator[nest.Nest]) -> Iterator[Step]:
     return (Step((element,), (1,)) for element in elements)
 
 
-def equal_chunk_steps(batches: Iterator[nest.Nest], layout: InputLayout) -> Iterator[Step]:
-    """One step per global batch, split by the equal-chunk rule over the whole group."""
+def equal_chunk_steps(batches: Iterator[nest.Nest], layout: InputLayout, compare: bool = True) -> Iterator[Step]:
+    """One step per global batch, split by the equal-chunk rule over the whole group.
+
+    ``compare``: give the first step a checksum, where there are other processes that should have read the same.
+    """
     for index, batch in enumerate(batches):
-        checksum = rows.checksum(batch) if index == 0 and layout.num_workers > 1 else None
+        checksum = rows.checksum(batch) if compare and index == 0 and layout.num_workers > 1 else None
         if layout.num_replicas == 1:
             yield Step((batch,), (rows_or_one(batch),), checksum)
             continue
@@ -69,9 +72,7 @@ def fixed_size_steps(batches: Iterator[nest.Nest], declared: int | None, layout:
     return _grouped(parts, local)
 
 
-def cut_stream(
-    batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainder: bool = False
-) -> Iterator[nest.Nest]:
+def cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remainder: bool = False) -> Iterator[nest.Nest]:
     """Rows of ``batches`` in new batches of ``sizes``, in turn and cyclically, across the borders of the old ones.
 
     A size of 0 gives a batch of zero rows. Ends when a batch of one row or more is due and no rows are left; a last

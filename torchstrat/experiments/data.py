@@ -74,17 +74,20 @@ def _load_csv(config: CsvConfig) -> Examples:
 def _read_csv(path: str, setting: str, config: CsvConfig) -> tuple[Inputs, Labels]:
     file = _existing(path, setting)
     try:
-        with file.open(encoding="utf-8") as lines:
-            first = lines.readline()
-        header = int(not all(_is_number(cell) for cell in first.strip().split(config.delimiter)))
-        table = np.loadtxt(file, delimiter=config.delimiter, skiprows=header, ndmin=2, dtype=np.float64)
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        header = int(not all(_is_number(cell) for cell in lines[0].split(config.delimiter))) if lines else 0
+        if len(lines) == header:
+            raise InvalidArgumentError(f"{setting}={path} has no rows{' below its header' if header else ''}.")
+        table = np.loadtxt(lines[header:], delimiter=config.delimiter, ndmin=2, dtype=np.float64)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
         raise InvalidArgumentError(f"{setting}={path} is not a table of numbers: {_one_line(error)}") from error
     columns = table.shape[1]
-    if len(table) == 0 or columns < 2:
+    if columns < 2:
         raise InvalidArgumentError(
-            f"{setting}={path} has {len(table)} rows of {columns} columns separated by {config.delimiter!r}; at least "
-            "one row with one feature and a label is needed. Is data.delimiter right?"
+            f"{setting}={path} has one column, with {config.delimiter!r} as data.delimiter; a label and at least one "
+            "feature are needed."
         )
     if not -columns <= config.label_column < columns:
         raise InvalidArgumentError(
@@ -104,7 +107,7 @@ def _read_csv(path: str, setting: str, config: CsvConfig) -> tuple[Inputs, Label
 def _load_npz(config: NpzConfig) -> Examples:
     file = _existing(config.path, "data.path")
     try:
-        with np.load(file, allow_pickle=False) as archive:  # a pickle in the file would run its author's code
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # a pickle in the file would run its author's code
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds a single array, not an archive")
             arrays = {name: archive[name] for name in archive.files}

@@ -172,6 +172,7 @@ def draw_curves(
     """A picture of training loss per step and held-out accuracy per epoch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot: that picks a backend for the whole process, and keeps every figure
@@ -182,6 +183,7 @@ def draw_curves(
     losses.legend()
     accuracies.plot([record.epoch for record in evaluations], [record.accuracy for record in evaluations], marker=".")
     accuracies.set(title="held out", xlabel="epoch", ylabel="accuracy")
+    accuracies.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (losses, accuracies):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)

@@ -93,3 +93,10 @@ def _check_structure(first_id: int, first: Any, one: int, value: Any) -> None:
             f"replica {first_id} returned {shape(first)} and replica {one} {shape(value)}; every replica has to return "
             "the same structure of lists, tuples and dicts (leaves may differ)."
         )
+
+
+def adoption_warning(adopted: list[str], strategy: Any) -> str:
+    return (
+        f"the step uses trainable variables made outside of {type(strategy).__name__}.scope(): {', '.join(adopted)}. "
+        "They are treated as if made inside; create them, and the optimizer, within `with strategy.scope():`."
+    )

@@ -23,11 +23,12 @@ from torchstrat.replicas.baton import Baton, WorkerThreads
 from torchstrat.replicas.central_step import CentralStep
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.components import Components
-from torchstrat.replicas.engine import regroup
+from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.step_errors import add_replica_note
+from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.replicas.weights import StepWeights
-from torchstrat.values import DistributedValues, find_batch_info, select_replica
+from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variables import VariableRegistry
 
 
@@ -112,7 +113,7 @@ class InProcessReplicas:
             warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
         replicas = self._weights.active
         if not replicas:
-            return regroup_nothing()
+            return PerReplica(())
         return regroup(self._run_replicas(replicas, fn, args, kwargs))
 
     def _run_plainly(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -125,8 +126,6 @@ class InProcessReplicas:
     ) -> dict[int, Any]:
         # Resolved before anything runs: a value without a component for some replica must change nothing.
         inputs = {r: (select_replica(r, list(args)), select_replica(r, kwargs)) for r in replicas}
-        from torchstrat.replicas.thread_state import ThreadState
-
         state = ThreadState()
         baton = Baton(replicas, self._threads, self._switch)
         self._hooks.attach(self.registry.tensors(), early=self._gradients.needs_early_hooks)
@@ -152,7 +151,6 @@ class InProcessReplicas:
             self._combine_losses,
             lambda _: self._components.forget_unedited(),
         )
-        self._holder_before: int | None = None
         try:
             with step:
                 results = baton.run(body)
@@ -245,17 +243,3 @@ class InProcessReplicas:
         if isinstance(value, DistributedValues):
             return reduction.gather_components(value.values, axis)
         return reduction.gather_plain(value, axis)
-
-
-def regroup_nothing() -> Any:
-    """The result of a run in which no replica had any row."""
-    from torchstrat.values import PerReplica
-
-    return PerReplica(())
-
-
-def adoption_warning(adopted: list[str], strategy: Any) -> str:
-    return (
-        f"the step uses trainable variables made outside of {type(strategy).__name__}.scope(): {', '.join(adopted)}. "
-        "They are treated as if made inside; create them, and the optimizer, within `with strategy.scope():`."
-    )

@@ -45,8 +45,8 @@ class _Inertia(torch.optim.Optimizer):
             self.velocity = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
         self.steps_taken += 1
         for group, velocities in zip(self.param_groups, self.velocity, strict=True):
-            for parameter, velocity in zip(group["params"], velocities, strict=True):
-                velocity.mul_(0.9).add_(parameter.grad)
+            for index, parameter in enumerate(group["params"]):
+                velocity = velocities[index].mul_(0.9).add_(parameter.grad)
                 parameter.sub_(velocity, alpha=group["lr"] / self.steps_taken)
 
 

@@ -101,17 +101,23 @@ class Workers:
         self._finalizer = weakref.finalize(self, _end, self._processes)
 
     def __enter__(self) -> Workers:
-        try:
-            self._start()
-        except BaseException:
-            self._kill()
-            raise
+        self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def start(self) -> None:
+        """Start the processes if none are running. `run` does it too; this chooses the moment."""
+        if self._processes:
+            return
+        try:
+            self._start()
+        except BaseException:
+            self._kill()
+            raise
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float | None = None) -> list[Any]:
         """Call ``function(*args)`` in every process and return the results by rank.
@@ -124,8 +130,7 @@ class Workers:
         call = pickle.dumps((function, args))  # before anything starts: what cannot travel fails here
         name = getattr(function, "__qualname__", repr(function))
         try:
-            if not self._processes:
-                self._start()
+            self.start()
             with _store() as port:
                 for process in self._processes:
                     process.ask(Request(call, {**self._identity(process.rank), "MASTER_PORT": str(port)}))

@@ -1,0 +1,86 @@
+"""What processes tell each other about their input, where it does not follow from the split of a global batch.
+
+Pipelines that every process reads for itself (FILE, OFF, HINT, `distribute_datasets_from_function`) may differ in rows
+and in length. One small exchange per step keeps all processes stepping together until the last one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchstrat import nest
+from torchstrat.collectives.communicator import Communicator
+from torchstrat.data import rows
+from torchstrat.data.streams import Step
+from torchstrat.errors import CommunicationError, InvalidArgumentError
+
+
+class _Report(NamedTuple):
+    rows: tuple[int, ...] | None  # of the local replicas; None: this process has no data left
+    template: nest.Nest  # an empty batch, in the first step, for processes that never see data
+    failure: str | None
+
+
+class StepAgreement:
+    """Steps of all processes, made of the steps of each. Collective: every process calls `next` for every step."""
+
+    def __init__(self, communicator: Communicator, local_replicas: int) -> None:
+        self._communicator = communicator
+        self._local = local_replicas
+        self._empty: nest.Nest = None
+
+    def next(self, pull: Callable[[], Step | None]) -> Step | None:
+        """The next step with the rows of every replica; empty batches where this process's data has ended.
+
+        Args:
+            pull: this process's next step, with the rows of its own replicas; None, again and again, after the last.
+
+        Returns:
+            None when all processes have reached their ends.
+
+        Raises:
+            CommunicationError: another process failed to read its next batch. A failure of ``pull`` itself is raised
+                here as it is.
+        """
+        step, failure = None, None
+        try:
+            step = pull()
+        except Exception as error:  # told to the others, who would wait for this process otherwise
+            failure = error
+        first = self._empty is None
+        if step is not None and first:
+            self._empty = rows.empty_like(step.components[0])
+        report = _Report(
+            None if step is None else step.rows,
+            self._empty if first else None,
+            None if failure is None else f"{type(failure).__name__}: {failure}",
+        )
+        reports = self._communicator.all_gather_object(report, "the rows of the next step")
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(reports):
+            if other.failure is not None:
+                raise CommunicationError(f"rank {rank} could not read its next batch: {other.failure}")
+        if all(other.rows is None for other in reports):
+            return None
+        if self._empty is None:
+            self._empty = next(other.template for other in reports if other.template is not None)
+        sizes = tuple(size for other in reports for size in other.rows or (0,) * self._local)
+        components = (self._empty,) * self._local if step is None else step.components
+        return Step(components, sizes)
+
+
+def require_equal_first_batches(communicator: Communicator, step: Step | None) -> None:
+    """Every process has read the whole dataset and keeps its own rows: then all must have read the same."""
+    checksum = None if step is None else step.checksum
+    sums = communicator.all_gather_object(checksum, "the checksum of the first batch")
+    if len(set(sums)) == 1:
+        return
+    odd = [rank for rank, other in enumerate(sums) if other != sums[0]]
+    raise InvalidArgumentError(
+        f"rank(s) {odd} read another first batch than rank 0. Under AutoShardPolicy.DATA every process reads the same "
+        "dataset and keeps its own rows. If it is sharded already, pass "
+        "InputOptions(auto_shard_policy=AutoShardPolicy.OFF) or use distribute_datasets_from_function; if it is "
+        "shuffled, give every rank the same seed."
+    )

@@ -1,0 +1,168 @@
+"""The two ways to make a `DistributedDataset`: from one dataset, and from a function that makes one per process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchstrat import nest
+from torchstrat.data import spec
+from torchstrat.data.autoshard import chosen_policy, shard
+from torchstrat.data.distributed import DistributedDataset, Feed, Reading
+from torchstrat.data.layout import InputLayout
+from torchstrat.data.options import (
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    require_options,
+)
+from torchstrat.data.pipeline import UNKNOWN_CARDINALITY
+from torchstrat.data.sources import Source, make_source, refuse_distributed
+from torchstrat.data.streams import bare_steps, element_steps, fixed_size_steps
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.values import require_callable
+
+if TYPE_CHECKING:
+    from torchstrat.strategy import Strategy
+
+
+def distribute_dataset(
+    strategy: Strategy, layout: InputLayout, dataset: Any, options: InputOptions | None
+) -> DistributedDataset:
+    """Split the global batches of ``dataset`` over the replicas of ``strategy``.
+
+    Args:
+        strategy: in whose scope, or outside of any, the result may be iterated.
+        layout: its replicas. With several processes all of them make this call.
+        dataset: a `DataLoader` whose batches are global batches; a map-style or iterable `Dataset` of global batches;
+            an array, tensor, or tuple or dict of them, whose rows are the elements; or any iterable of global batches.
+        options: see `InputOptions`.
+
+    Raises:
+        WrongTypeError: ``dataset`` is no dataset.
+        InvalidArgumentError: it is None, its elements cannot be split, or the policy does not fit it.
+        UnsupportedError: ``InputReplicationMode.PER_REPLICA``, or a dataset that is sharded or distributed already.
+    """
+    options = require_options(options)
+    if options.replication_mode is InputReplicationMode.PER_REPLICA:
+        raise UnsupportedError(
+            "InputReplicationMode.PER_REPLICA has no meaning for one dataset that is split over the replicas; use it "
+            "with distribute_datasets_from_function, which can call its function for each replica."
+        )
+    refuse_distributed(dataset)
+    source = make_source(dataset)
+    policy = chosen_policy(dataset, source, options)
+    source = shard(source, policy, layout)
+    if not layout.bare and layout.num_replicas > 1:
+        source.check_splittable()
+    feed = Feed(
+        open=_opener(source, policy, layout, options.per_replica_buffer_size + 1),
+        element_spec=lambda: _split_spec(source.element_spec(), layout),
+        cardinality=source.cardinality,
+        has_workers=source.has_workers,
+        exclusive=source.exclusive,
+    )
+    return DistributedDataset(strategy, layout, options, feed)
+
+
+def _opener(source: Source, policy: AutoShardPolicy, layout: InputLayout, ahead: int) -> Callable[[], Reading]:
+    def open_bare() -> Reading:
+        return Reading(bare_steps(source.open()), _nothing, agreed=True)
+
+    def open_fixed_sizes() -> Reading:
+        return Reading(fixed_size_steps(source.open(), source.declared_batch, layout), _nothing, agreed=False)
+
+    def open_equal_chunks() -> Reading:
+        steps, prepare = source.open_equal_chunks(layout, ahead)
+        return Reading(steps, prepare, agreed=True, compared=source.compared)
+
+    if layout.bare:
+        return open_bare
+    return open_equal_chunks if policy is AutoShardPolicy.DATA else open_fixed_sizes
+
+
+def distribute_datasets_from_function(
+    strategy: Strategy,
+    layout: InputLayout,
+    dataset_fn: Callable[[InputContext], Any],
+    options: InputOptions | None,
+) -> DistributedDataset:
+    """Distribute what ``dataset_fn`` makes: whole elements, one for each replica and step.
+
+    Args:
+        strategy: in whose scope, or outside of any, the result may be iterated.
+        layout: its replicas. With several processes all of them make this call.
+        dataset_fn: called once per process, with the `InputContext` that tells it which part to make; its dataset's
+            elements are replica batches, handed out in turn, neither split nor sharded. With
+            ``InputReplicationMode.PER_REPLICA`` it is called for each replica, which then reads all of its dataset.
+        options: see `InputOptions`.
+
+    Raises:
+        WrongTypeError: ``dataset_fn`` is no function, takes no context, or returns no dataset.
+        InvalidArgumentError: ``place_dataset_on_device`` without PER_REPLICA.
+        UnsupportedError: PER_REPLICA on a strategy with a single replica.
+    """
+    options = require_options(options)
+    require_callable(dataset_fn, "distribute_datasets_from_function")
+    per_replica = options.replication_mode is InputReplicationMode.PER_REPLICA
+    if options.place_dataset_on_device and not per_replica:
+        raise InvalidArgumentError(
+            "place_dataset_on_device=True needs replication_mode=InputReplicationMode.PER_REPLICA: one dataset for all "
+            "replicas of a process has no single device to be placed on."
+        )
+    if per_replica and layout.per_replica_input == "refused":
+        raise UnsupportedError(
+            "InputReplicationMode.PER_REPLICA has no meaning on a strategy with a single replica; leave it out."
+        )
+    pipelines = len(layout.local_replicas) if per_replica and layout.per_replica_input == "honoured" else 1
+    context = InputContext(layout.num_workers, layout.worker_index, layout.num_replicas)
+    made = [dataset_fn(context) for _ in range(pipelines)]
+    for dataset in made:
+        refuse_distributed(dataset)
+    sources = [make_source(dataset) for dataset in made]
+
+    def open_pipelines() -> Reading:
+        elements = [source.open() for source in sources]
+        steps = bare_steps(elements[0]) if layout.bare else element_steps(elements, layout)
+        return Reading(steps, _nothing, agreed=layout.bare)
+
+    feed = Feed(
+        open=open_pipelines,
+        element_spec=lambda: _whole_spec(sources[0].element_spec(), layout),
+        cardinality=_steps_of(sources, layout),
+        has_workers=any(source.has_workers for source in sources),
+        exclusive=any(source.exclusive for source in sources),
+    )
+    return DistributedDataset(strategy, layout, options, feed)
+
+
+def _steps_of(sources: list[Source], layout: InputLayout) -> int:
+    """Steps of one pass, where this process can know: other processes' pipelines may be longer."""
+    if layout.num_workers > 1:
+        return UNKNOWN_CARDINALITY
+    counts = [source.cardinality for source in sources]
+    if min(counts) < 0:
+        return min(counts)
+    return max(counts) if len(counts) > 1 else -(-counts[0] // len(layout.local_replicas))
+
+
+def _split_spec(found: nest.Nest, layout: InputLayout) -> nest.Nest:
+    """The spec of a replica's share: its rows are fixed where the global batch's are and divide evenly."""
+    replicas = layout.num_replicas
+
+    def share(rows: int | None) -> int | None:
+        return rows // replicas if rows is not None and rows % replicas == 0 else None
+
+    return found if layout.bare else spec.per_replica(found, share, len(layout.local_replicas))
+
+
+def _whole_spec(found: nest.Nest, layout: InputLayout) -> nest.Nest:
+    """The spec of elements that are handed out whole: at the end of the data some replicas get zero rows."""
+    if layout.bare:
+        return found
+    return spec.per_replica(found, lambda rows: rows if layout.num_replicas == 1 else None, len(layout.local_replicas))
+
+
+def _nothing(step: int) -> None:
+    """No preparation."""
