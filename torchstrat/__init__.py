@@ -13,14 +13,17 @@ from torchstrat.context import (
     in_cross_replica_context,
 )
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from torchstrat.distributed_variable import Variable
 from torchstrat.errors import OutOfRangeError
 from torchstrat.losses import compute_average_loss, scale_regularization_loss
 from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
+from torchstrat.run_options import RunOptions
 from torchstrat.strategies.central_storage import CentralStorageStrategy
 from torchstrat.strategies.mirrored import MirroredStrategy
 from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from torchstrat.strategies.one_device import OneDeviceStrategy
 from torchstrat.strategy import Strategy
+from torchstrat.sync_batchnorm import convert_sync_batchnorm
 from torchstrat.value_functions import ValueContext
 from torchstrat.values import DistributedValues, Mirrored, PerReplica
 
@@ -41,12 +44,15 @@ __all__ = [
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "ValueContext",
+    "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
     "compute_average_loss",
+    "convert_sync_batchnorm",
     "data",
     "errors",
     "experimental_set_strategy",

@@ -5,8 +5,8 @@ this module does not import it::
 
     config = experiment_from_mapping({"strategy": {"name": "mirrored", "replicas": 2}, "model": {"name": "mlp"}})
 
-Every choice (strategy, model, data, optimizer, cluster) is made by ``name``, from the tables at the end. The classes are
-not frozen because OmegaConf turns a frozen dataclass into a read-only node, which no override could set.
+Every choice (strategy, model, data, optimizer, cluster) is made by ``name``, from the tables at the end. The classes
+are not frozen because OmegaConf turns a frozen dataclass into a read-only node, which no override could set.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require_positive("data.global_batch", self.global_batch)
         _require(
-            0.0 < self.test_fraction < 1.0, f"data.test_fraction={self.test_fraction} must lie strictly between 0 and 1."
+            0.0 < self.test_fraction < 1.0,
+            f"data.test_fraction={self.test_fraction} must lie strictly between 0 and 1.",
         )
         _require(self.workers >= 0, f"data.workers={self.workers} must not be negative.")
 
@@ -313,7 +314,7 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
     "optimizer": {"sgd": SgdConfig, "adam": AdamConfig, "adamw": AdamWConfig},
     "cluster": {"auto": ClusterConfig, "local": LocalClusterConfig, "torchrun": TorchrunClusterConfig},
 }
-"""Config group → name → schema: the ``name`` of a mapping picks its class, and ``configs/<group>/<name>.yaml`` sets it."""
+"""Config group → name → schema. The ``name`` of a mapping picks its class, ``configs/<group>/<name>.yaml`` sets it."""
 
 
 def experiment_from_mapping(values: Mapping[str, Any]) -> ExperimentConfig:
@@ -325,11 +326,12 @@ def experiment_from_mapping(values: Mapping[str, Any]) -> ExperimentConfig:
     groups = {
         group: _group_from_mapping(group, values[group]) for group in GROUPS if values.get(group) is not None
     }
-    return _build(ExperimentConfig, {**values, **groups}, "")
+    experiment: ExperimentConfig = _build(ExperimentConfig, {**values, **groups}, "")
+    return experiment
 
 
 def _group_from_mapping(group: str, values: Mapping[str, Any]) -> Any:
-    name = values.get("name")
+    name = str(values.get("name"))
     if name not in GROUPS[group]:
         raise InvalidArgumentError(f"{group}.name={name} is not known; choose one of {', '.join(GROUPS[group])}.")
     return _build(GROUPS[group][name], values, f"{group}.")

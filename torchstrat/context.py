@@ -112,6 +112,18 @@ def require_not_mixed(strategy: Strategy, call: str) -> None:
         )
 
 
+def replica_of(strategy: Strategy, call: str) -> int | None:
+    """The replica of ``strategy`` whose code makes ``call``; None in cross-replica context and outside of any scope.
+
+    Raises `StrategyMixingError` in the scope or a run of another strategy.
+    """
+    frame = _frames.top()
+    if frame is None:
+        return None
+    require_not_mixed(strategy, call)
+    return None if frame.replica is None else frame.replica.replica_id_in_sync_group
+
+
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Make ``strategy`` current in this thread without a ``with`` block; None clears it. An error inside a scope."""
     if _frames.stack:

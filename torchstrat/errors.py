@@ -5,8 +5,10 @@
     TorchstratError
     ├── InvalidArgumentError (ValueError)     a value that cannot mean what the call needs
     │   ├── DeviceError                       a device string that is empty, repeated, unparsable or absent
-    │   └── ClusterConfigError                a cluster description that is malformed
+    │   ├── ClusterConfigError                a cluster description that is malformed
+    │   └── VariableKindError                 an aggregation or synchronization that is no member of its enum
     ├── WrongTypeError (TypeError)            a value of the wrong kind
+    │   └── VariableKindError                 (both: such a value is of the wrong type, and no name of a member)
     ├── ContextError (RuntimeError)           a call in the wrong place: replica, cross-replica, another strategy
     │   └── StrategyMixingError               two strategies meet in one call
     ├── ReplicaError (RuntimeError)           replicas that no longer agree
@@ -42,6 +44,13 @@ class ClusterConfigError(InvalidArgumentError):
 
 class WrongTypeError(TorchstratError, TypeError):
     """An argument is of a type the call cannot use."""
+
+
+class VariableKindError(InvalidArgumentError, WrongTypeError):
+    """A `Variable`'s aggregation or synchronization is not a member of its enum.
+
+    TensorFlow raises `ValueError` or `TypeError` here, depending on the strategy and on whether the variable has a name.
+    """
 
 
 class ContextError(TorchstratError, RuntimeError):

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from torchstrat import component_updates, context
+from torchstrat import destinations as placing
+from torchstrat.distributed_variable import Variable
+from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.reduction import ReduceOp
+from torchstrat.values import require_callable
+from torchstrat.variable_storage import VariablePlacement
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy
 
 
 class StrategyExtended:
-    """The lower-level half of a strategy."""
+    """The lower-level half of a strategy.
+
+    *Variables* here are `Variable` objects and the parameters and buffers that the strategy knows. Unless said otherwise
+    the methods work in cross-replica context, and with several processes every one has to call them.
+    """
 
     def __init__(
         self,
@@ -24,6 +40,10 @@ class StrategyExtended:
         self._worker_devices = worker_devices
         self._parameter_devices = parameter_devices
         self._cluster_resolver = cluster_resolver
+        self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._variable_numbers = itertools.count()
+
+    # -- facts ------------------------------------------------------------------------------------------------------
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -39,3 +59,164 @@ class StrategyExtended:
     def gradient_reduce_op(self) -> ReduceOp:
         """How gradients of the replicas are combined: `ReduceOp.MEAN` (the default) or `ReduceOp.SUM`."""
         return self._strategy._engine.gradient_op
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process is the one to write checkpoints."""
+        return self._strategy.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process is the one to write logs."""
+        return self._strategy.is_chief
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """TensorFlow's flag: whether each process makes its own part of the program."""
+        spans_processes = len(self._strategy._engine.local_replicas) < self._strategy.num_replicas_in_sync
+        return spans_processes or self._strategy._variable_placement is VariablePlacement.CENTRAL
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """TensorFlow's flag: whether this process gives variables their initial values. Every process does."""
+        return True
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """TensorFlow's flag: whether shapes may not change from step to step. They may."""
+        return False
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """`Strategy.run` under its older name."""
+        return self._strategy.run(fn, args=tuple(args), kwargs=kwargs)
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any) -> Any:
+        """``value`` combined over replicas, at ``destinations``: a device name, a variable or a distributed value.
+
+        Returns a tensor for one destination, and for a value or a variable with several components a `Mirrored` value.
+        """
+        context.require_cross(self._strategy, "reduce_to")
+        return placing.reduce_to(self._strategy, reduce_op, value, destinations)
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """`reduce_to` for each ``(value, destinations)`` pair, in order."""
+        context.require_cross(self._strategy, "batch_reduce_to")
+        return placing.batch_reduce_to(self._strategy, reduce_op, value_destination_pairs)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies of ``tensor`` at ``destinations``, with the same results as `reduce_to`. Numbers stay as they are."""
+        context.require_cross(self._strategy, "broadcast_to")
+        return placing.broadcast_to(self._strategy, tensor, destinations)
+
+    # -- variables --------------------------------------------------------------------------------------------------
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, group: bool = True
+    ) -> Any:
+        """Run ``fn(component, *args, **kwargs)`` for every component of ``var``, in cross-replica context.
+
+        Where there is one component (one device, central storage, a parameter), distributed arguments are replaced by
+        their first component; else by the one of the same replica. Called in a replica, it runs once for all of them.
+
+        Returns what ``fn`` returned (`Mirrored` for several components); with ``group=False`` as a tuple of local
+        results. Raises `ValueError` if ``var`` is no variable of this strategy.
+        """
+        require_callable(fn, "update")
+
+        def across(strategy: Any, *merged_args: Any, **merged_kwargs: Any) -> Any:
+            return component_updates.update(strategy, var, fn, merged_args, merged_kwargs, group)
+
+        if context.replica_of(self._strategy, "update") is None:
+            return across(self._strategy, *args, **(kwargs or {}))
+        return self._strategy._engine.merge_call(across, tuple(args), dict(kwargs or {}))
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(*args, **kwargs)`` at each place that `non_slot_devices` gave; results as of `update`."""
+        require_callable(fn, "update_non_slot")
+        context.require_cross(self._strategy, "update_non_slot")
+        return component_updates.update_non_slot(self._strategy, fn, tuple(args), dict(kwargs or {}), group)
+
+    def read_var(self, v: Any) -> torch.Tensor:
+        """The current value of a variable, as a new tensor."""
+        if isinstance(v, Variable):
+            return v.read_value()
+        if isinstance(v, torch.Tensor):
+            return v.detach().clone()
+        raise InvalidArgumentError(f"read_var needs a variable; got {type(v).__name__} {v!r:.80}.")
+
+    def value_container(self, value: Any) -> Any:
+        """The variable whose component ``value`` is; anything else is its own container."""
+        container = value._container if isinstance(value, Variable) else None
+        return value if container is None else container
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether ``v`` is a variable of this strategy: made in its scope, or adopted by one of its runs."""
+        if isinstance(v, Variable):
+            return v._strategy is self._strategy
+        return isinstance(v, torch.Tensor) and v in self._strategy._engine.registry
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Variables created in this block live where ``colocate_with_variable`` does, as all of this strategy do.
+
+        Raises `ContextError` outside of the strategy's scope and `ValueError` if it is not this strategy's variable.
+        """
+        self._require_scope("colocate_vars_with")
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise InvalidArgumentError(
+                f"colocate_vars_with needs a variable created in this strategy's scope; got {colocate_with_variable!r:.80}."
+            )
+        yield
+
+    def _require_scope(self, call: str) -> None:
+        context.require_cross(self._strategy, call)
+        if context.get_strategy() is not self._strategy:
+            raise ContextError(f"{call} was called outside of the scope of {self._strategy!r}; use `with strategy.scope():`.")
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+        """Where state shared by all of ``var_list`` belongs: in central storage (and by default) with the variable of
+        the smallest name, which is returned; elsewhere on the devices of the replicas."""
+        if self._strategy._variable_placement is VariablePlacement.CENTRAL:
+            return self._smallest_name(var_list)
+        return self._parameter_devices
+
+    def _smallest_name(self, var_list: Sequence[Any]) -> Any:
+        def name(variable: Any) -> str:
+            return variable.name if isinstance(variable, Variable) else self._strategy._engine.registry.describe(variable)
+
+        if not var_list:
+            raise InvalidArgumentError("non_slot_devices got no variables; give at least one.")
+        return min(var_list, key=name)
+
+    def device_of(self, variable: Any) -> str:
+        """The canonical device, such as ``"cpu:1"``, that a variable lives on: its own replica's component in a replica,
+        else the first component."""
+        if isinstance(variable, Variable):
+            return variable._cell().device
+        if not self.variable_created_in_scope(variable):
+            raise InvalidArgumentError(f"device_of needs a variable of this strategy; got {variable!r:.80}.")
+        replica = context.replica_of(self._strategy, "device_of")
+        if replica is None or self._strategy._variable_placement is not VariablePlacement.MIRRORED:
+            return self._parameter_devices[0]
+        return self._strategy._engine.device_of_replica(replica)
+
+    def _remember(self, variable: Variable) -> None:
+        key, variables = next(self._variable_numbers), self._variables
+        variables[key] = weakref.ref(variable, lambda _: variables.pop(key, None))
+
+    def _live_variables(self) -> list[Variable]:
+        """The `Variable` objects of this strategy still in use, in order of creation: the same on all processes."""
+        return [variable for reference in list(self._variables.values()) if (variable := reference()) is not None]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchstrat._torch_private import foreach_add_, foreach_copy_, foreach_mul_
 from torchstrat.errors import InvalidArgumentError
@@ -39,7 +40,7 @@ class GradientHooks:
         """Make sure that each tensor that requires a gradient is hooked; ``early`` adds the hook before accumulation."""
         for tensor in tensors:
             key = id(tensor)
-            if not tensor.requires_grad or not tensor.is_leaf:
+            if not tensor.requires_grad or not tensor.is_leaf or is_lazy(tensor):
                 continue
             if key not in self._hooked:
                 self._hook(tensor)
@@ -89,6 +90,45 @@ class _Early(_Late):
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         sink, tensor = self._sink(), self._tensor()
         return None if sink is None or tensor is None else sink.before_accumulation(tensor, gradient)
+
+
+# -- what has been combined ----------------------------------------------------------------------------------------
+
+
+class CombinedGradient:
+    """Remembers which tensor a combined gradient is, to tell it from one that the step assigned by hand."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self._gradient = weakref.ref(gradient)
+        self.version = gradient._version
+        self.used = False
+
+    def use_up(self) -> None:
+        """An optimizer has stepped with it. A later change is no edit of it but a new gradient in its place."""
+        gradient = self._gradient()
+        if gradient is not None:
+            self.version = gradient._version
+        self.used = True
+
+    def is_in(self, gradient: torch.Tensor) -> bool:
+        return self._gradient() is gradient
+
+    def is_edited(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` is this one, changed in place since (clipped, unscaled, made noisy)."""
+        return self.is_in(gradient) and gradient._version != self.version
+
+
+def is_left_over(gradient: torch.Tensor | None, combined: CombinedGradient | None, op: ReduceOp) -> bool:
+    """Whether a gradient that an optimizer is about to use still has to be combined."""
+    if gradient is None:
+        return False
+    if combined is None:
+        return True
+    if combined.used:
+        return not combined.is_in(gradient) or combined.is_edited(gradient)
+    # Combined by this step's backward pass, then perhaps replaced by something made of it (``p.grad = p.grad * 0.5``).
+    # The mean of equal gradients is the same again; a sum would count them n times.
+    return op is ReduceOp.MEAN and not combined.is_in(gradient)
 
 
 # -- weights --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.tensor_like import TensorLike
 
 Axis = int | tuple[int, ...] | None
 
@@ -109,6 +110,8 @@ def as_tensor(value: Any, call: str) -> torch.Tensor:
     """One component as a tensor. Python numbers and numeric arrays convert; anything else is an error."""
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, TensorLike):
+        return value._lend()
     if isinstance(value, bool | int | float | complex):
         return torch.tensor(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object and value.dtype.kind not in "SUMmV":
@@ -276,6 +279,8 @@ def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any
     if op is ReduceOp.MEAN:
         return value.to(mean_dtype(value.dtype)) if isinstance(value, torch.Tensor) else value
     if num_replicas == 1:
+        if isinstance(value, TensorLike):
+            return as_tensor(value, "reduce").clone()  # the sum stays when the variable changes
         return as_tensor(value, "reduce") if is_array else value
     raise InvalidArgumentError(
         f"reduce('sum') over {num_replicas} replicas got a {type(value).__name__} that is the same for all of them, not "

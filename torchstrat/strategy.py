@@ -8,18 +8,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import numpy as np
+import torch
 
 from torchstrat import context, data, nest
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
+from torchstrat.distributed_variable import Variable
 from torchstrat.errors import ContextError
 from torchstrat.extended import StrategyExtended
 from torchstrat.logical_devices import LogicalDeviceMethods
 from torchstrat.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis
 from torchstrat.replicas.engine import ReplicaEngine
+from torchstrat.run_options import RunOptions, require_run_options
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
 from torchstrat.values import DistributedValues, require_callable, require_list_or_tuple
+from torchstrat.variable_storage import VariablePlacement
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -117,14 +120,14 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Call ``fn`` once per replica, each with its own components of the distributed values in the arguments.
 
         Args:
             fn: a plain function, the training step. Replicas of one process call it one after the other.
             args, kwargs: nests; `PerReplica` and `Mirrored` leaves are opened, all else goes to every replica as it is.
-            options: accepted for compatibility; only TPUs use it.
+            options: a `RunOptions`; only TPUs use it.
 
         Returns:
             With one replica in all, what ``fn`` returned. Otherwise a nest of the structure that ``fn`` returned, with
@@ -137,6 +140,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """
         require_callable(fn, "run")
         require_list_or_tuple(args)
+        require_run_options(options)
         context.require_cross(self, "run")
         return self._engine.run(fn, args, dict(kwargs or {}))
 
@@ -157,8 +161,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return nest.map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Axis) -> Any:
-        if axis is None and not self._wraps_values and isinstance(leaf, np.ndarray | np.generic):
-            return leaf  # one device has nothing to combine, and no reason to make an array a tensor
+        if isinstance(leaf, Variable):
+            return leaf._reduced(op, axis)
+        if axis is None and not self._wraps_values and not isinstance(leaf, torch.Tensor | DistributedValues):
+            return leaf  # one device has nothing to combine, and no reason to make an array or a variable a tensor
         return self._engine.reduce(op, leaf, axis)
 
     def gather(self, value: Any, axis: Any) -> Any:
@@ -168,7 +174,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """
         context.require_cross(self, "gather")
         dim = parse_gather_axis(axis)
-        return nest.map_structure(lambda leaf: self._engine.gather(leaf, dim), value)
+        return nest.map_structure(lambda leaf: self._gather_leaf(leaf, dim), value)
+
+    def _gather_leaf(self, leaf: Any, dim: int) -> Any:
+        return leaf._gathered(dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of ``value`` that live in this process, as a tuple; of a nest, a tuple of nests."""
@@ -180,6 +189,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return distribute_values(value_fn, self.num_replicas_in_sync, self._engine.local_replicas, self._wraps_values)
 
     _wraps_values = True
+    _variable_placement = VariablePlacement.MIRRORED
 
     # -- input ------------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,8 @@ class VariableRegistry:
         self._open = 0
         self._undo: list[Callable[[], None]] = []
         self._walked: dict[Any, tuple[int, ...]] = {}
+        self.on_parameter: Callable[[nn.Module, torch.Tensor], None] | None = None
+        """Called for every parameter registered in a module while recording. Set by the engine during a run."""
 
     # -- while a scope is open --------------------------------------------------------------------------------------
 
@@ -88,6 +90,8 @@ class VariableRegistry:
     def _install(self) -> None:
         def on_member(module: nn.Module, name: str, member: Any) -> None:
             self._modules.add(module)
+            if self.on_parameter is not None and isinstance(member, torch.Tensor) and member.requires_grad:
+                self.on_parameter(module, member)
 
         for register in (
             module_hooks.register_module_parameter_registration_hook,

@@ -71,10 +71,20 @@ class StepAgreement:
         return Step(components, sizes)
 
 
-def require_equal_first_batches(communicator: Communicator, step: Step | None) -> None:
-    """Every process has read the whole dataset and keeps its own rows: then all must have read the same."""
-    checksum = None if step is None else step.checksum
-    sums = communicator.all_gather_object(checksum, "the checksum of the first batch")
+def require_equal_data(communicator: Communicator, first: Step | None, cardinality: int) -> None:
+    """Every process reads the whole dataset and keeps its own rows: then all must read the same.
+
+    Compares the first batches, and the numbers of batches where they are known.
+    """
+    checksum = None if first is None else first.checksum
+    reports = communicator.all_gather_object((checksum, cardinality), "the checksum of the first batch")
+    sums, counts = zip(*reports, strict=True)
+    if len(set(counts)) > 1:
+        raise InvalidArgumentError(
+            f"the dataset has {list(counts)} batches on ranks 0 to {len(counts) - 1}, and under AutoShardPolicy.DATA "
+            "every process reads the same dataset and keeps its own rows. If it is sharded already, pass "
+            "InputOptions(auto_shard_policy=AutoShardPolicy.OFF) or use distribute_datasets_from_function."
+        )
     if len(set(sums)) == 1:
         return
     odd = [rank for rank, other in enumerate(sums) if other != sums[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ class ArrayDataset(Pipeline):
 
     def read(self, view: View) -> Iterator[nest.Nest]:
         for index in range(self._count):
-            yield nest.map_structure(lambda leaf, at=index: leaf[at], self.arrays)
+            yield nest.map_structure(operator.itemgetter(index), self.arrays)
 
     @property
     def element_spec(self) -> nest.Nest:

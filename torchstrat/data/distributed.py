@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torchstrat import nest
 from torchstrat.data import rows
-from torchstrat.data.agreement import StepAgreement, require_equal_first_batches
+from torchstrat.data.agreement import StepAgreement, require_equal_data
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.options import InputOptions
 from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
@@ -201,7 +201,7 @@ class DistributedIterator:
         if self._position > 0 or not self._reading.compared or self._layout.peers is None:
             return self._pull()
         step = self._pull()
-        require_equal_first_batches(self._layout.peers, step)
+        require_equal_data(self._layout.peers, step, self._feed.cardinality)
         return step
 
     def _pull(self) -> Step | None:

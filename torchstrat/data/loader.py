@@ -21,7 +21,7 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.data.order import Index, IndexOrder, index_sampler
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline
 from torchstrat.data.rebatch import equal_chunks
-from torchstrat.data.sources import FileSource, Source, files_of_worker, make_source
+from torchstrat.data.sources import FileSource, Source, files_of_worker, make_source, reads_files
 from torchstrat.data.streams import Step, equal_chunk_steps
 
 Collate = Callable[[list[Any]], nest.Nest]
@@ -171,11 +171,11 @@ class LoaderSource(Source):
 
     @property
     def reads_files(self) -> bool:
-        return isinstance(self.loader.dataset, FileSource)
+        return reads_files(self.loader.dataset)
 
     def for_files(self, worker: int, workers: int) -> Source:
-        dataset = self.loader.dataset
-        if not isinstance(dataset, FileSource):
+        dataset: Any = self.loader.dataset
+        if not reads_files(dataset):
             return super().for_files(worker, workers)
         files = files_of_worker(dataset.files, worker, workers)
         return self._with_dataset(_OwnFiles(dataset, files))

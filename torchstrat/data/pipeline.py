@@ -8,6 +8,7 @@ reads files has ``files`` and ``open(files)``, which is what the FILE policy ask
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,7 @@ class _Transformed(Pipeline):
         self.drop_remainder = self.source.drop_remainder
 
     def __getattr__(self, name: str) -> Any:
-        # Only a pipeline over files has these two; hasattr() is how the sharding policy asks.
+        # Only a pipeline over files has these two names; having them is what makes it a file source.
         if name == "files" and "source" in vars(self):
             return self.source.files  # type: ignore[attr-defined]
         if name == "open" and "source" in vars(self) and hasattr(self.source, "open"):
@@ -179,7 +180,7 @@ class _Unbatch(_Transformed):
     def read(self, view: View) -> Iterator[nest.Nest]:
         for batch in map(rows.to_tensors, self.source.read(view)):
             for index in range(rows.count_rows(batch)):
-                yield rows.map_rows(lambda leaf, at=index: leaf[at], batch)
+                yield rows.map_rows(operator.itemgetter(index), batch)
 
     @property
     def element_spec(self) -> nest.Nest:

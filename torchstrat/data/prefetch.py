@@ -180,11 +180,11 @@ class Placement:
 
     def _place_on_cuda(self, batch: nest.Nest, device: torch.device) -> tuple[nest.Nest, torch.cuda.Event]:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         with torch.cuda.stream(stream):
-            placed = _map_moved(lambda leaf: _copy_dense(leaf, device), batch)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            placed = rows.map_leaves(lambda leaf: _copy_dense(leaf, device), batch)
+            event = torch.cuda.Event()
             event.record(stream)
         return placed, event
 
@@ -215,7 +215,7 @@ def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
     def move(leaf: Any) -> Any:
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    return _map_moved(move, batch)
+    return rows.map_leaves(move, batch)
 
 
 def _is_dense(leaf: Any) -> bool:
@@ -229,13 +229,3 @@ def _copy_dense(leaf: Any, device: torch.device) -> Any:
     if leaf.device.type == "cpu" and not leaf.is_pinned():
         leaf = leaf.pin_memory()
     return leaf.to(device, non_blocking=True)
-
-
-def _map_moved(move: Callable[[Any], Any], value: nest.Nest) -> nest.Nest:
-    """`nest.map_structure` that returns the very same containers where nothing in them moved."""
-    if not nest.is_nested(value) or rows.is_row_list(value):
-        return move(value)
-    children = [child for _, child in nest.children(value)]
-    moved = [_map_moved(move, child) for child in children]
-    same = all(new is old for new, old in zip(moved, children, strict=True))
-    return value if same else nest.rebuild(value, moved)

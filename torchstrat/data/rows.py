@@ -28,7 +28,17 @@ Leaf = Any
 
 def to_tensors(batch: nest.Nest) -> nest.Nest:
     """``batch`` with numeric NumPy arrays and scalars as tensors, and NumPy strings as object arrays."""
-    return nest.map_structure(_to_tensor, batch)
+    return map_leaves(_to_tensor, batch)
+
+
+def map_leaves(fn: Callable[[Leaf], Any], value: nest.Nest) -> nest.Nest:
+    """`nest.map_structure` for batches: columns are leaves, and containers in which nothing changed stay the same."""
+    if not nest.is_nested(value) or is_row_list(value):
+        return fn(value)
+    children = [child for _, child in nest.children(value)]
+    mapped = [map_leaves(fn, child) for child in children]
+    same = all(new is old for new, old in zip(mapped, children, strict=True))
+    return value if same else nest.rebuild(value, mapped)
 
 
 def _to_tensor(leaf: Leaf) -> Leaf:
@@ -43,11 +53,13 @@ def _to_tensor(leaf: Leaf) -> Leaf:
 
 def strings_to_arrays(batch: nest.Nest) -> nest.Nest:
     """`to_tensors`, with columns of strings as object arrays too."""
-    if is_row_list(batch) and all(isinstance(row, str | bytes) for row in batch):
-        return np.array(batch, dtype=object)
-    if nest.is_nested(batch):
-        return nest.rebuild(batch, [strings_to_arrays(child) for _, child in nest.children(batch)])
-    return _to_tensor(batch)
+
+    def convert(leaf: Leaf) -> Leaf:
+        if is_row_list(leaf) and all(isinstance(row, str | bytes) for row in leaf):
+            return np.array(leaf, dtype=object)
+        return _to_tensor(leaf)
+
+    return map_leaves(convert, batch)
 
 
 def is_array(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -22,14 +22,18 @@ from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 
 
-@runtime_checkable
 class FileSource(Protocol):
-    """A dataset that reads files, as the FILE policy sees it: any class with these two names."""
+    """A dataset that reads files, as the FILE policy sees it: any object with these two names; see `reads_files`."""
 
     files: Sequence[PathLike]
 
     def open(self, files: Sequence[PathLike]) -> Iterable[nest.Nest]:
         """The elements in these of the files, in order."""
+
+
+def reads_files(dataset: Any) -> bool:
+    """Whether ``dataset`` is a `FileSource`. Not ``isinstance``, which does not see names that are delegated."""
+    return hasattr(dataset, "files") and callable(getattr(dataset, "open", None))
 
 
 class Source(ABC):
@@ -109,7 +113,7 @@ class PipelineSource(Source):
 
     @property
     def reads_files(self) -> bool:
-        return hasattr(self._pipeline, "files")
+        return reads_files(self._pipeline)
 
     def for_files(self, worker: int, workers: int) -> Source:
         if not self.reads_files:
@@ -257,7 +261,7 @@ def make_source(dataset: Any) -> Source:
         return LoaderSource(dataset)
     if isinstance(dataset, Pipeline):
         return PipelineSource(dataset)
-    if isinstance(dataset, FileSource):
+    if reads_files(dataset):
         return ForeignFileSource(dataset)
     if isinstance(dataset, IterableDataset):
         return IterableSource(dataset)

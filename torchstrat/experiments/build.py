@@ -50,6 +50,11 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     elif isinstance(chosen, CentralStorageConfig):
         options["compute_devices"] = _devices(chosen.replicas, chosen.compute_devices, launched, cpu_only)
         options["parameter_device"] = chosen.parameter_device
+    elif cpu_only and torch.cuda.is_available():
+        raise InvalidArgumentError(
+            f"cluster.accelerator=cpu, but strategy={chosen.name} takes its process's GPU where there is one; hide the "
+            "GPUs from it with CUDA_VISIBLE_DEVICES= in the environment."
+        )
     built: Strategy = registry.create(chosen.name, **options)
     return built
 

@@ -6,6 +6,7 @@ that is missing or malformed is one `InvalidArgumentError` that names the file a
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def load(config: DataConfig) -> Examples:
 
 
 def _load_digits(config: DigitsConfig) -> Examples:
-    from sklearn.datasets import load_digits  # noqa: PLC0415 - optional, and slow to import
+    from sklearn.datasets import load_digits  # optional, and slow to import
 
     bunch = load_digits()
     images = bunch.images[:, None].astype(np.float32) / 16.0  # (1797, 1, 8, 8); a pixel counts 0 to 16 dots
@@ -95,10 +96,11 @@ def _read_csv(path: str, setting: str, config: CsvConfig) -> tuple[Inputs, Label
         )
     inputs = np.delete(table, config.label_column, axis=1).astype(np.float32)
     if config.image_shape is not None:
-        if int(np.prod(config.image_shape)) != inputs.shape[1]:
+        needed = math.prod(config.image_shape)
+        if needed != inputs.shape[1]:
             raise InvalidArgumentError(
-                f"data.image_shape={config.image_shape} needs {int(np.prod(config.image_shape))} numbers a line; {path} "
-                f"has {inputs.shape[1]} beside the label."
+                f"data.image_shape={config.image_shape} needs {needed} numbers a line; {path} has {inputs.shape[1]} "
+                "beside the label."
             )
         inputs = inputs.reshape(-1, *config.image_shape)
     return _checked(inputs, table[:, config.label_column], path)
@@ -107,20 +109,21 @@ def _read_csv(path: str, setting: str, config: CsvConfig) -> tuple[Inputs, Label
 def _load_npz(config: NpzConfig) -> Examples:
     file = _existing(config.path, "data.path")
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # a pickle in the file would run its author's code
+        # Not a pickle: it would run its author's code.
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds a single array, not an archive")
             arrays = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise InvalidArgumentError(f"data.path={config.path} is not a NumPy archive: {_one_line(error)}") from error
-    inputs, labels = _take_pair(arrays, config.inputs, config.labels, config.path)
+    inputs, labels = _pair(arrays, config.inputs, config.labels, config.path)
     if f"{config.inputs}_test" not in arrays:
         return _standardized(*_cut(inputs, labels, config, config.path), standardize=config.standardize, dim=None)
-    test_inputs, test_labels = _take_pair(arrays, f"{config.inputs}_test", f"{config.labels}_test", config.path)
+    test_inputs, test_labels = _pair(arrays, f"{config.inputs}_test", f"{config.labels}_test", config.path)
     return _standardized(inputs, labels, test_inputs, test_labels, standardize=config.standardize, dim=None)
 
 
-def _take_pair(arrays: dict[str, Any], inputs_name: str, labels_name: str, path: str) -> tuple[Inputs, Labels]:
+def _pair(arrays: dict[str, Any], inputs_name: str, labels_name: str, path: str) -> tuple[Inputs, Labels]:
     for name in (inputs_name, labels_name):
         if name not in arrays:
             raise InvalidArgumentError(

@@ -8,15 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import torchstrat as ts
 from torchstrat.config import ExperimentConfig
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import build, data, models

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -31,7 +32,7 @@ def build(config: ModelConfig, input_shape: tuple[int, ...], classes: int) -> nn
 
 def _build_mlp(config: MlpConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
     widths = [math.prod(input_shape), *config.hidden]
-    hidden = [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), nn.GELU())]
+    hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(widths[-1], classes))
 
 
@@ -45,8 +46,8 @@ def _build_convnet(config: ConvNetConfig, input_shape: tuple[int, ...], classes:
     halvings = len(config.channels) - 1
     if min(height, width) < 2**halvings:
         raise InvalidArgumentError(
-            f"model.channels={config.channels} halves the image {halvings} times, and {height}×{width} is too small for "
-            "that; use fewer channels."
+            f"model.channels={config.channels} halves the image {halvings} times, and {height}×{width} is too small "
+            "for that; use fewer channels."
         )
     layers: list[nn.Module] = []
     for index, (inputs, outputs) in enumerate(zip([channels, *config.channels], config.channels, strict=False)):

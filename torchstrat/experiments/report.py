@@ -113,7 +113,7 @@ class FolderReport:
         (folder / "config.yaml").write_text(_to_yaml(resolved), encoding="utf-8")
         self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)  # a line at a time
         self._tensorboard = _tensorboard_writer(folder / "tensorboard") if config.tensorboard else None
-        self._progress = _progress(config, total_steps, title)
+        self._progress = progress_on(sys.stderr, config.progress, total_steps, title)
         self._evaluations: list[EvaluationRecord] = []
         self._steps: list[StepRecord] = []
 
@@ -166,9 +166,7 @@ def read_metrics(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record.pop("event") == event]
 
 
-def draw_curves(
-    file: Path, title: str, steps: list[StepRecord], evaluations: list[EvaluationRecord]
-) -> None:
+def draw_curves(file: Path, title: str, steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> None:
     """A picture of training loss per step and held-out accuracy per epoch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -201,7 +199,7 @@ def _tensorboard_writer(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-class _Progress(Protocol):
+class Progress(Protocol):
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
@@ -209,9 +207,8 @@ class _Progress(Protocol):
     def close(self) -> None: ...
 
 
-def _progress(config: ExperimentConfig, total_steps: int, title: str, stream: TextIO | None = None) -> _Progress:
-    stream = stream or sys.stderr
-    kind = config.progress
+def progress_on(stream: TextIO, kind: str, total_steps: int, title: str) -> Progress:
+    """Shows progress as ``config.progress`` asks for it."""
     if kind == "auto":
         kind = "bar" if stream.isatty() else "lines"
     if kind == "bar":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
 from torchstrat._torch_private import queue_backward_callback
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.gradients import shares
+from torchstrat.gradients import CombinedGradient, is_left_over, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.buckets import Bucket, Plan, make_buckets
@@ -25,7 +24,7 @@ class BucketedGradients:
         self._op = op
         self.no_sync = False
         self._unsynced: set[int] = set()
-        self._synced: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # tensor id -> (combined gradient, version)
+        self._synced: dict[int, CombinedGradient] = {}
         self._bases: dict[int, torch.Tensor | None] = {}
         self._plans: list[Plan] = []
         self._plan_tensors: tuple[int, ...] = ()
@@ -34,8 +33,11 @@ class BucketedGradients:
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
-    def begin(self, tensors: list[torch.Tensor], communicator: Communicator, weight: Callable[[], float]) -> None:
-        """``tensors``: all captured ones, in the same order on every rank."""
+    def begin(
+        self, tensors: list[torch.Tensor], communicator: Communicator, everyone: int, weight: Callable[[], float]
+    ) -> None:
+        """``tensors``: all captured ones, in the same order on every rank. ``everyone`` counts the ranks of the whole job."""
+        self._everyone = everyone
         self._tensors = tensors
         self._index = {id(tensor): index for index, tensor in enumerate(tensors)}
         if self._plan_tensors != tuple(self._index):
@@ -43,7 +45,7 @@ class BucketedGradients:
             self._unsynced &= self._index.keys()
             self._synced = {key: value for key, value in self._synced.items() if key in self._index}
         self._communicator, self._weight = communicator, weight
-        self._scaled = self._op is ReduceOp.MEAN and (self.no_sync or bool(self._unsynced))
+        self._scaled = self.accumulates_apart
         self._pass = 0
         self._ready: dict[int, None] | None = None
         self._factors: list[float] | None = None
@@ -61,6 +63,11 @@ class BucketedGradients:
 
     def end(self) -> None:
         self._active = False
+
+    @property
+    def accumulates_apart(self) -> bool:
+        """Whether ranks hold gradients of their own that are still to be combined, or will after this run."""
+        return self._op is ReduceOp.MEAN and (self.no_sync or bool(self._unsynced))
 
     @property
     def needs_early_hooks(self) -> bool:
@@ -83,7 +90,7 @@ class BucketedGradients:
             return None
         if self._factors is None:
             self._factors = self._exchange_weights("backward() under no_sync (weights are exchanged at its start)")
-        factor = self._factors[self._communicator.rank] * self._communicator.size
+        factor = self._factors[self._communicator.rank] * self._everyone
         return None if factor == 1.0 else gradient * factor
 
     def after_accumulation(self, tensor: torch.Tensor) -> None:
@@ -109,7 +116,7 @@ class BucketedGradients:
         self._ready = {}
         self._contributed: set[int] = set()
         factors = self._exchange_weights(BACKWARD)
-        self._pass_factors = [1.0 / len(factors)] * len(factors) if self._scaled else factors
+        self._pass_factors = [1.0 / self._everyone] * len(factors) if self._scaled else factors
         while len(self._plans) <= self._pass:
             self._plans.append(Plan((), self._tensors))
         self._plan = self._plans[self._pass]
@@ -229,12 +236,14 @@ class BucketedGradients:
     def _record(self, tensor: torch.Tensor) -> None:
         self._unsynced.discard(id(tensor))
         if tensor.grad is not None:
-            self._synced[id(tensor)] = (weakref.ref(tensor.grad), tensor.grad._version)
+            self._synced[id(tensor)] = CombinedGradient(tensor.grad)
 
     def _combine_sparse(self, indices: Sequence[int]) -> None:
         for index in indices:
             tensor = self._tensors[index]
-            own = tensor.grad if tensor.grad is not None else torch.sparse_coo_tensor(size=tensor.shape, dtype=tensor.dtype)
+            own = tensor.grad if tensor.grad is not None else torch.sparse_coo_tensor(
+                size=tensor.shape, dtype=tensor.dtype, check_invariants=False
+            )
             base = self._bases.pop(id(tensor), None)
             own = own.detach().to_sparse() if base is None else (own.detach() - base).to_sparse()
             total = self._gather_sparse((own.coalesce() * self._pass_factors[self._communicator.rank]).coalesce())
@@ -257,24 +266,19 @@ class BucketedGradients:
             torch.cat([one[:, :count] for one, count in zip(all_indices, counts, strict=True)], dim=1),
             torch.cat([one[:count] for one, count in zip(all_values, counts, strict=True)]),
             own.shape,
+            check_invariants=False,  # joined from tensors that hold them; torch warns unless told
         ).coalesce()
 
     # -- at the optimizer's step ------------------------------------------------------------------------------------
 
     def left_over(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those with a gradient that no backward pass has combined: assigned by hand, or left by ``no_sync``."""
-        found = []
-        for tensor in tensors:
-            synced = self._synced.get(id(tensor))
-            if tensor.grad is None or (synced is not None and (self._op is ReduceOp.SUM or synced[0]() is tensor.grad)):
-                continue
-            found.append(tensor)
-        return found
+        return [t for t in tensors if is_left_over(t.grad, self._synced.get(id(t)), self._op)]
 
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
         """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it together."""
         factors = self._exchange_weights("optimizer step (combining gradients that no backward pass combined)")
-        self._pass_factors = [1.0 / len(factors)] * len(factors) if self._scaled else factors
+        self._pass_factors = [1.0 / self._everyone] * len(factors) if self._scaled else factors
         self._contributed = set()
         leftover = {id(tensor) for tensor in self.left_over(candidates)}
         ready = {self._index[id(t)]: None for t in candidates if id(t) in leftover and id(t) in self._index}
@@ -288,11 +292,14 @@ class BucketedGradients:
         """Combined gradients that the step has changed in place since (clipped, unscaled, made noisy)."""
         found = []
         for tensor in tensors:
-            synced = self._synced.get(id(tensor))
-            if tensor.grad is not None and synced is not None and tensor.grad._version != synced[1]:
+            combined = self._synced.get(id(tensor))
+            if tensor.grad is not None and combined is not None and combined.is_edited(tensor.grad):
                 found.append(tensor.grad)
         return found
 
-    def mark_synced(self, tensors: Iterable[torch.Tensor]) -> None:
+    def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
         for tensor in tensors:
-            self._record(tensor)
+            combined = self._synced.get(id(tensor))
+            if combined is not None:
+                combined.use_up()

@@ -68,7 +68,7 @@ class CentralStep:
         holder: Callable[[], int | None],
         leader: int,
         combine_losses: Callable[[dict[int, Any]], Any],
-        stepped: Callable[[list[torch.Tensor]], None],
+        stepped: Callable[[], None],
     ) -> None:
         self._components = components
         self._gradients = gradients
@@ -105,6 +105,7 @@ class CentralStep:
         if replica is None or threading.get_ident() in self._driver_threads:
             return None
         tensors = _tensors(optimizer)
+        self._components.register_newborn()
         if not any(self._components.slot_of(tensor) is not None for tensor in tensors):
             return None  # an optimizer over tensors of this replica alone, made in the step: its own affair
         closure = closure_of(args, kwargs)
@@ -131,7 +132,8 @@ class CentralStep:
             return
         self._components.leave_central()
         self._components.refresh(tensors)
-        self._stepped(tensors)
+        self._gradients.after_step(tensors)
+        self._stepped()
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class CentralStep:
             evaluate = driver[0].resume(loss)
             self._components.park()
             self._components.refresh(_tensors(optimizer))
-            self._stepped(_tensors(optimizer))
+            self._stepped()
             return dict.fromkeys(losses, (evaluate, driver[0].value))
 
         loss: Any = _NOTHING

@@ -128,10 +128,10 @@ class Components:
         """Install a replica's components in the user's objects; None: the central ones."""
         key = self._home if replica is None else replica
         if key == self._installed:
-            self._register_newborn()
+            self.register_newborn()
         else:
             self.park()
-            self._register_newborn()
+            self.register_newborn()
             self._install(key)
         self._streams.activate(replica)
 
@@ -177,6 +177,12 @@ class Components:
         for helper, dicts in self._helpers:
             helper.__dict__ = dicts[replica]
 
+    def reinstall_gradients(self, slots: Iterable[TensorSlot]) -> None:
+        """Make ``.grad`` what the slots hold, after they were written while all replicas stand still."""
+        for slot in slots:
+            if self._installed in slot.grads:
+                slot.tensor.grad = slot.grads[self._installed]
+
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def slots(self) -> Iterable[TensorSlot]:
@@ -205,13 +211,13 @@ class Components:
         )
         kept = slot.grads if untouched else {}
         slot.grads = {self._home: grad}
-        for replica in self._replicas:
+        for replica in range(len(self._devices)):  # also of those that sit this run out
             if replica == self._home:
                 continue
             own = kept.get(replica, grad)
             slot.grads[replica] = own.detach().clone().to(self._devices[replica]) if own is grad and own is not None else own
 
-    def _register_newborn(self) -> None:
+    def register_newborn(self) -> None:
         """Variables that appeared during the run: lazy parameters now materialised, modules first built in a step.
 
         The replica that ran first made their value; it becomes everyone's.

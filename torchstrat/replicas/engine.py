@@ -53,6 +53,9 @@ class ReplicaEngine(Protocol):
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def set_weight(self, weight: float) -> None: ...
 
+    def own_weight(self) -> float:
+        """How much the running replica counts in the mean gradient, relative to the others."""
+
 
 def regroup(results: dict[int, Any]) -> Any:
     """What the replicas returned, as one value: the object itself where all returned the very same one, else leaves of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from torchstrat import gradients as arithmetic
 from torchstrat._torch_private import queue_backward_callback
+from torchstrat.gradients import CombinedGradient, is_left_over
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.components import Components, TensorSlot
 
@@ -29,7 +29,7 @@ class GradientExchange:
         self._components = components
         self._op = op
         self._unsynced: set[int] = set()  # accumulated under no_sync and not yet combined
-        self._synced: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # tensor id -> replica -> combined gradient
+        self._synced: dict[int, dict[int, CombinedGradient]] = {}  # tensor id -> replica -> what it was given
         self._bases: dict[tuple[int, int], torch.Tensor | None] = {}
         self.no_sync = False
         self._begin([])
@@ -49,9 +49,29 @@ class GradientExchange:
         self._idle = idle
         self._meet, self._holder, self._weights = meet, holder, weights
         self._scaled = self._op is ReduceOp.MEAN and (self.no_sync or bool(self._unsynced))
+        if self._scaled and idle:
+            self._move_to_leader(idle)
         alive = {id(slot.tensor) for slot in self._components.slots()}
         self._unsynced &= alive
         self._synced = {key: synced for key, synced in self._synced.items() if key in alive}
+
+    @property
+    def _everyone(self) -> int:
+        return len(self._replicas) + len(self._idle)
+
+    def _move_to_leader(self, idle: list[int]) -> None:
+        """What replicas that sit this run out have accumulated waits with the leader: their sum is all that counts, and
+        if the step now zeroes gradients it must zero those too."""
+        self._components.park()
+        leader, slots = self._replicas[0], list(self._components.slots())
+        for slot in slots:
+            for replica in idle:
+                own, kept = slot.grads.get(replica), slot.grads.get(leader)
+                if own is not None:
+                    moved = own.to(self._components.device_of(leader))
+                    slot.grads[leader] = moved if kept is None else kept + moved
+                slot.grads[replica] = None
+        self._components.reinstall_gradients(slots)
 
     @property
     def needs_early_hooks(self) -> bool:
@@ -76,7 +96,7 @@ class GradientExchange:
         if self._factors is None:
             self._meet(WEIGHTS, None, self._fix_factors)
         assert self._factors is not None
-        factor = self._factors[self._replicas.index(replica)] * len(self._replicas)
+        factor = self._factors[self._replicas.index(replica)] * self._everyone
         return None if factor == 1.0 else gradient * factor
 
     def _fix_factors(self, payloads: dict[int, Any]) -> dict[int, Any]:
@@ -122,19 +142,23 @@ class GradientExchange:
             if slot is None:
                 continue
             synced = self._synced.get(id(tensor), {})
-            if self._op is ReduceOp.SUM and synced:
-                continue  # replaced by the step after it was combined: adding it up again would count it n times
-            for replica in self._replicas:
-                grad = slot.grads.get(replica)
-                if grad is not None and (replica not in synced or synced[replica]() is not grad):
-                    missing.append(slot)
-                    break
+            if any(is_left_over(slot.grads.get(r), synced.get(r), self._op) for r in self._replicas):
+                missing.append(slot)
         self.combine(missing)
+
+    def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
+        for tensor in tensors:
+            for combined in self._synced.get(id(tensor), {}).values():
+                combined.use_up()
 
     def combine(self, slots: Iterable[TensorSlot]) -> None:
         """Replace the replicas' gradients in ``slots`` by the combined one, each replica's a tensor of its own."""
         self._components.park()
-        factors = arithmetic.shares(self._op, [1.0] * len(self._replicas) if self._scaled else self._weights())
+        if self._scaled:
+            factors = [1.0 / self._everyone] * len(self._replicas)
+        else:
+            factors = arithmetic.shares(self._op, self._weights())
         plain: dict[torch.device, list[TensorSlot]] = {}
         done = []
         for slot in slots:
@@ -151,6 +175,7 @@ class GradientExchange:
             arithmetic.combine_in_place([[slot.grads[r] for slot in group] for r in self._replicas], factors)  # type: ignore[misc]
         for slot in done:
             self._finish(slot)
+        self._components.reinstall_gradients(done)
 
     def _combines_in_place(self, slot: TensorSlot, grads: list[torch.Tensor | None]) -> bool:
         first = grads[0]
@@ -192,5 +217,5 @@ class GradientExchange:
             self._bases.pop((key, replica), None)
             grad = slot.grads[replica]
             if grad is not None:
-                synced[replica] = weakref.ref(grad)
+                synced[replica] = CombinedGradient(grad)
         self._synced[key] = synced

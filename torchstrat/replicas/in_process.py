@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchstrat import nest, reduction
 from torchstrat.context import ReplicaContext, enter
@@ -25,6 +26,7 @@ from torchstrat.replicas.collective_functions import AllGather, AllReduce, diffe
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.replicas.weights import StepWeights
@@ -149,10 +151,11 @@ class InProcessReplicas:
             lambda: baton.holder,
             replicas[0],
             self._combine_losses,
-            lambda _: self._components.forget_unedited(),
+            self._components.forget_unedited,
         )
+        newborn = Newborn(self.registry, self._welcome)
         try:
-            with step:
+            with newborn, step:
                 results = baton.run(body)
                 self._components.merge_buffers()
             return {replica: results[replica] for replica in replicas}
@@ -165,6 +168,11 @@ class InProcessReplicas:
             self._components.forget_unedited()
             self._components.end()
             self._baton = None
+
+    def _welcome(self, module: nn.Module) -> None:
+        """A module whose parameters have just got their values: from now on they are variables like the others."""
+        self._components.register_newborn()
+        self._hooks.attach(parameters_of(module), early=self._gradients.needs_early_hooks)
 
     def _switch(self, replica: int | None) -> None:
         self._components.keep_unedited()
@@ -184,10 +192,14 @@ class InProcessReplicas:
         return self._baton.meet(call, payload, combine)
 
     def set_weight(self, weight: float) -> None:
-        assert self._weights is not None
+        value = check_weight(weight)
         holder = self._baton.holder if self._baton is not None else 0
-        assert holder is not None
-        self._weights.override(holder, check_weight(weight))
+        if self._weights is not None and holder is not None:  # outside of any run there is nothing to weigh
+            self._weights.override(holder, value)
+
+    def own_weight(self) -> float:
+        holder = self._baton.holder if self._baton is not None else 0
+        return 1.0 if self._weights is None or holder is None else self._weights.of(holder)
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def combine(payloads: dict[int, Any]) -> dict[int, Any]:

@@ -28,6 +28,7 @@ from torchstrat.replicas.collective_functions import AllGather, AllReduce, diffe
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.exchange import gather_values, reduce_values
 from torchstrat.replicas.idle import IdleReplicas
+from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
@@ -61,7 +62,6 @@ class PerProcessReplica:
         self._weights: StepWeights | None = None
         self._known: dict[Any, Any] = {}
         self._versions: dict[int, int] = {}
-        self._hooked_lazy: set[int] = set()
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -128,24 +128,9 @@ class PerProcessReplica:
         for tensor in tensors:
             self._versions.setdefault(id(tensor), tensor._version)
 
-    def _hook_lazy_modules(self) -> None:
-        """A lazy module draws its values at its first call, on each rank for itself; make them rank 0's right then."""
-        for module in self.registry.modules():
-            if id(module) in self._hooked_lazy or not any(is_lazy(p) for p in module._parameters.values() if p is not None):
-                continue
-            self._hooked_lazy.add(id(module))
-            handle: list[Any] = []
-
-            def after_materialising(owner: nn.Module, inputs: Any, handle: list[Any] = handle) -> None:
-                if any(is_lazy(p) for p in owner._parameters.values() if p is not None):
-                    return
-                handle.pop().remove()
-                self._take_over_newborn(owner)
-
-            handle.append(module.register_forward_pre_hook(after_materialising))
-
     def _take_over_newborn(self, module: nn.Module) -> None:
-        parameters = [p for p in module._parameters.values() if p is not None]
+        """Each rank has drawn first values for itself; make them rank 0's before they are used."""
+        parameters = parameters_of(module)
         call = f"the first values of a {type(module).__name__}"
         agree(self._communicator, call)
         broadcast_tensors(self._communicator, [p.data for p in parameters], 0, call)
@@ -165,7 +150,8 @@ class PerProcessReplica:
         me = self._world.rank
         if not weights.active:
             return PerReplica((), replica_ids=())
-        idle = IdleReplicas(self._world, weights.active, self.registry, central=self._central)
+        apart = self._gradients.accumulates_apart
+        idle = IdleReplicas(self._world, weights.active, self.registry, central=self._central, apart=apart)
         idle.before_run()
         if me in weights.active:
             inputs = select_replica(me, list(args)), select_replica(me, kwargs)
@@ -178,16 +164,15 @@ class PerProcessReplica:
             wrapped = nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,)), result)
         else:
             wrapped = PerReplica((), replica_ids=())
-        idle.after_run()
+        idle.after_run(with_gradients=not self._gradients.no_sync)
         return wrapped
 
     def _run_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         tensors = [tensor for tensor in self.registry.tensors() if not is_lazy(tensor)]
-        self._hook_lazy_modules()
         self._hooks.attach(tensors, early=self._gradients.needs_early_hooks)
-        self._gradients.begin(tensors, self._communicator, lambda: weights.of(me))
+        self._gradients.begin(tensors, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(tensors, early=self._gradients.needs_early_hooks)
         buffers = ProcessBuffers(self.registry)
         step = ProcessStep(
@@ -198,10 +183,11 @@ class PerProcessReplica:
             self._mean_loss,
             central=self._central,
         )
+        newborn = Newborn(self.registry, self._take_over_newborn)
         self._streams.begin([me])
         self._streams.activate(me)
         try:
-            with step, enter(self._strategy, self._context):
+            with newborn, step, enter(self._strategy, self._context):
                 result = fn(*args, **kwargs)
         except Exception as error:
             self._world.report_failure(f"raised {type(error).__name__}: {str(error)[:300]}")
@@ -216,7 +202,7 @@ class PerProcessReplica:
     def _mean_loss(self, loss: Any) -> Any:
         """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike."""
         assert self._weights is not None
-        value = float(loss)
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         rows = agree(self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank)))
         factors = shares(self.gradient_op, [row[1] for row in rows])
         mean = sum(row[0] * factor for row, factor in zip(rows, factors, strict=True))
@@ -227,6 +213,9 @@ class PerProcessReplica:
     def set_weight(self, weight: float) -> None:
         assert self._weights is not None
         self._weights.override(self._world.rank, check_weight(weight))
+
+    def own_weight(self) -> float:
+        return 1.0 if self._weights is None else self._weights.of(self._world.rank)
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         agree(self._communicator, "merge_call")

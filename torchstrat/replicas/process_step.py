@@ -80,9 +80,10 @@ class ProcessStep:
             return
         if self._central:
             broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, "the owner's new parameters")
-        self.note_versions(tensors)
+        self._note_versions(tensors)
+        self._gradients.after_step(tensors)
 
-    def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             self._versions[id(tensor)] = tensor._version
 
@@ -93,16 +94,15 @@ class ProcessStep:
         parameters differ, rank 0's count, as they would in one process.
         """
         edited = [t.data for t in tensors if self._versions.get(id(t), t._version) != t._version]
-        edited += self._gradients.edited(tensors)
-        numbers = (float(bool(self._gradients.left_over(tensors))), float(len(edited)), *fingerprint(edited))
+        left_over = self._gradients.left_over(tensors)
+        edited += self._gradients.edited(t for t in tensors if all(t is not other for other in left_over))
+        numbers = (float(bool(left_over)), float(len(edited)), *fingerprint(edited))
         everyone = agree(self._communicator, call, numbers)
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
         if not all(same_bits(one, other) for row in everyone for one, other in zip(row[1:], everyone[0][1:], strict=True)):
             everything = itertools.chain((t.data for t in tensors), (t.grad for t in tensors if t.grad is not None))
             broadcast_tensors(self._communicator, list(everything), 0, call)
-        self.note_versions(tensors)
-        self._gradients.mark_synced(t for t in tensors if t.grad is not None)
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.replicas.launch import one_replica_per_process, own_device
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.variable_storage import VariablePlacement
 
 
 @final
@@ -31,6 +32,8 @@ class CentralStorageStrategy(Strategy):
 
     Raises `DeviceError` for devices that are repeated, unparsable or absent, when the strategy is built.
     """
+
+    _variable_placement = VariablePlacement.CENTRAL
 
     def __init__(
         self,

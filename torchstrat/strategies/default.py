@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
 from torchstrat import context
 from torchstrat.context import ReplicaContext
-from torchstrat.errors import ContextError
+from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import Strategy
 from torchstrat.value_functions import ValueContext
+from torchstrat.variable_storage import VariablePlacement
 
 
 class _DefaultExtended(StrategyExtended):
@@ -24,12 +26,28 @@ class _DefaultExtended(StrategyExtended):
     def parameter_devices(self) -> NoReturn:
         raise ContextError("the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy().")
 
+    @property
+    def experimental_between_graph(self) -> NoReturn:
+        raise UnsupportedError("the default strategy has no processes to share a program between; create a strategy.")
+
+    @property
+    def experimental_should_init(self) -> NoReturn:
+        raise UnsupportedError("the default strategy has no processes to share a program between; create a strategy.")
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+        return self._smallest_name(var_list)
+
+    def _require_scope(self, call: str) -> None:
+        """The default strategy is in force wherever no other is."""
+        context.require_not_mixed(self._strategy, call)
+
 
 @final
 class DefaultStrategy(Strategy):
     """What `get_strategy` returns outside of any scope, so that code written against a strategy runs without one."""
 
     _wraps_values = False
+    _variable_placement = VariablePlacement.ONE
 
     def __init__(self) -> None:
         self._engine = InProcessReplicas(self, ("cpu:0",), gradient_op=ReduceOp.MEAN)

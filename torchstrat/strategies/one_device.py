@@ -12,6 +12,7 @@ from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.variable_storage import VariablePlacement
 
 
 @final
@@ -28,6 +29,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     _wraps_values = False
+    _variable_placement = VariablePlacement.ONE
 
     def __init__(
         self,

@@ -138,8 +138,9 @@ def _seen_by_replicas(training: Training, strategy: Any) -> Snapshot:
     import torchstrat as ts
 
     def look() -> tuple[torch.Tensor, Snapshot]:
-        replica_id = ts.get_replica_context().replica_id_in_sync_group
-        return torch.as_tensor(replica_id), read(training.watch)
+        context = ts.get_replica_context()
+        assert context is not None
+        return torch.as_tensor(context.replica_id_in_sync_group), read(training.watch)
 
     seen: Snapshot = {}
     for replica_id, numbers in strategy.local_results(strategy.run(look)):

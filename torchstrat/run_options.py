@@ -1,0 +1,58 @@
+"""`RunOptions`: what a caller may say about one `Strategy.run`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torchstrat.errors import WrongTypeError
+
+
+class _Fields(NamedTuple):
+    experimental_enable_dynamic_batch_size: bool
+    experimental_bucketizing_dynamic_shape: bool
+    experimental_xla_options: Any
+
+
+class RunOptions(_Fields):
+    """How a step is compiled where steps are compiled (TPUs); everywhere else it is accepted and changes nothing.
+
+    An immutable named tuple. Every field also goes without ``experimental_``.
+
+    Args:
+        experimental_enable_dynamic_batch_size: allow the number of rows to change from step to step. Default True.
+        experimental_bucketizing_dynamic_shape: round shapes up to a few sizes, to compile less often. Default False.
+        experimental_xla_options: passed on to the compiler. Default None.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        experimental_enable_dynamic_batch_size: bool | None = None,
+        experimental_bucketizing_dynamic_shape: bool | None = None,
+        experimental_xla_options: Any = None,
+        *,
+        enable_dynamic_batch_size: bool | None = None,
+        bucketizing_dynamic_shape: bool | None = None,
+        xla_options: Any = None,
+    ) -> RunOptions:
+        dynamic = _one_of("enable_dynamic_batch_size", experimental_enable_dynamic_batch_size, enable_dynamic_batch_size)
+        buckets = _one_of("bucketizing_dynamic_shape", experimental_bucketizing_dynamic_shape, bucketizing_dynamic_shape)
+        xla = _one_of("xla_options", experimental_xla_options, xla_options)
+        return super().__new__(cls, True if dynamic is None else bool(dynamic), bool(buckets), xla)
+
+    enable_dynamic_batch_size = property(lambda self: self.experimental_enable_dynamic_batch_size)
+    bucketizing_dynamic_shape = property(lambda self: self.experimental_bucketizing_dynamic_shape)
+    xla_options = property(lambda self: self.experimental_xla_options)
+
+
+def _one_of(name: str, long: Any, short: Any) -> Any:
+    if long is not None and short is not None:
+        raise WrongTypeError(f"RunOptions was given both {name} and experimental_{name}; they are one field.")
+    return short if long is None else long
+
+
+def require_run_options(options: Any) -> None:
+    """`run(options=…)`: None or a `RunOptions`."""
+    if options is not None and not isinstance(options, RunOptions):
+        raise WrongTypeError(f"options must be a ts.RunOptions or None; got {type(options).__name__} {options!r:.80}.")
