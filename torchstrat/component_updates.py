@@ -9,10 +9,12 @@ import torch
 
 from torchstrat import nest
 from torchstrat.context import enter
-from torchstrat.distributed_variable import Variable, from_first_replica, updating
+from torchstrat.distributed_variable import Variable
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.value_functions import local_results
 from torchstrat.values import Mirrored, PerReplica, select_replica
+from torchstrat.variable_assignment import updating
+from torchstrat.variable_creation import from_first_replica
 from torchstrat.variable_storage import VariablePlacement
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ def update(
     one_replica = strategy._variable_placement is VariablePlacement.ONE
     if not one_replica and not strategy.extended.variable_created_in_scope(var):
         raise InvalidArgumentError(
-            f"update needs a variable of {strategy!r}: a ts.Variable made in its scope, or a parameter or buffer it has "
-            f"seen; got {type(var).__name__} {var!r:.80}."
+            f"update needs a variable of {strategy!r}: a ts.Variable made in its scope, or a parameter or buffer that "
+            f"it has seen; got {type(var).__name__} {var!r:.80}."
         )
     if isinstance(var, Variable) and var._components:
         components = dict(zip(var._replicas, var._components, strict=True))
@@ -66,7 +68,7 @@ def _once(
 def _for_each(
     strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
 ) -> Any:
-    """``fn(replica, *args, **kwargs)`` for the replicas of this process, with each one's components of the arguments."""
+    """``fn(replica, *args, **kwargs)`` for the replicas of this process, each with its components of the arguments."""
     replicas, results = strategy._engine.local_replicas, []
     inputs = [(select_replica(replica, list(args)), select_replica(replica, kwargs)) for replica in replicas]
     for replica, (own_args, own_kwargs) in zip(replicas, inputs, strict=True):
@@ -79,7 +81,7 @@ def _for_each(
 
 
 def _group(leaves: tuple[Any, ...], replicas: tuple[int, ...]) -> Any:
-    """One leaf of what the calls returned: the variable of which these are the components, one object, or `Mirrored`."""
+    """One leaf of what the calls returned: the variable whose components these are, one object, or `Mirrored`."""
     first = leaves[0]
     if isinstance(first, Variable) and first._container is not None:
         container = first._container

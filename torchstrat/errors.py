@@ -49,7 +49,7 @@ class WrongTypeError(TorchstratError, TypeError):
 class VariableKindError(InvalidArgumentError, WrongTypeError):
     """A `Variable`'s aggregation or synchronization is not a member of its enum.
 
-    TensorFlow raises `ValueError` or `TypeError` here, depending on the strategy and on whether the variable has a name.
+    TensorFlow raises `ValueError` or `TypeError` here, depending on the strategy and on whether there is a name.
     """
 
 

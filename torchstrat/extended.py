@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class StrategyExtended:
     """The lower-level half of a strategy.
 
-    *Variables* here are `Variable` objects and the parameters and buffers that the strategy knows. Unless said otherwise
-    the methods work in cross-replica context, and with several processes every one has to call them.
+    *Variables* here are `Variable` objects and the parameters and buffers that the strategy knows. Unless said
+    otherwise the methods work in cross-replica context, and with several processes every one has to call them.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class StrategyExtended:
         self._worker_devices = worker_devices
         self._parameter_devices = parameter_devices
         self._cluster_resolver = cluster_resolver
+        self._default_replica_context: context.ReplicaContext | None = None  # set by the default strategy
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._variable_numbers = itertools.count()
 
@@ -117,7 +118,12 @@ class StrategyExtended:
     # -- variables --------------------------------------------------------------------------------------------------
 
     def update(
-        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, group: bool = True
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
     ) -> Any:
         """Run ``fn(component, *args, **kwargs)`` for every component of ``var``, in cross-replica context.
 
@@ -177,14 +183,17 @@ class StrategyExtended:
         self._require_scope("colocate_vars_with")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(
-                f"colocate_vars_with needs a variable created in this strategy's scope; got {colocate_with_variable!r:.80}."
+                "colocate_vars_with needs a variable created in this strategy's scope; got "
+                f"{type(colocate_with_variable).__name__} {colocate_with_variable!r:.80}."
             )
         yield
 
     def _require_scope(self, call: str) -> None:
         context.require_cross(self._strategy, call)
         if context.get_strategy() is not self._strategy:
-            raise ContextError(f"{call} was called outside of the scope of {self._strategy!r}; use `with strategy.scope():`.")
+            raise ContextError(
+                f"{call} was called outside of the scope of {self._strategy!r}; use `with strategy.scope():`."
+            )
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
         """Where state shared by all of ``var_list`` belongs: in central storage (and by default) with the variable of
@@ -194,16 +203,18 @@ class StrategyExtended:
         return self._parameter_devices
 
     def _smallest_name(self, var_list: Sequence[Any]) -> Any:
+        registry = self._strategy._engine.registry
+
         def name(variable: Any) -> str:
-            return variable.name if isinstance(variable, Variable) else self._strategy._engine.registry.describe(variable)
+            return variable.name if isinstance(variable, Variable) else registry.describe(variable)
 
         if not var_list:
             raise InvalidArgumentError("non_slot_devices got no variables; give at least one.")
         return min(var_list, key=name)
 
     def device_of(self, variable: Any) -> str:
-        """The canonical device, such as ``"cpu:1"``, that a variable lives on: its own replica's component in a replica,
-        else the first component."""
+        """The canonical device, such as ``"cpu:1"``, of a variable: in a replica's code that of its component, else
+        that of the first component."""
         if isinstance(variable, Variable):
             return variable._cell().device
         if not self.variable_created_in_scope(variable):
@@ -214,9 +225,13 @@ class StrategyExtended:
         return self._strategy._engine.device_of_replica(replica)
 
     def _remember(self, variable: Variable) -> None:
-        key, variables = next(self._variable_numbers), self._variables
-        variables[key] = weakref.ref(variable, lambda _: variables.pop(key, None))
+        """Number a variable that every process creates. Those made in a replica's code are left out, because a process
+        without rows does not run it."""
+        if context.replica_of(self._strategy, "Variable") is None:
+            key, variables = next(self._variable_numbers), self._variables
+            variables[key] = weakref.ref(variable, lambda _: variables.pop(key, None))
 
-    def _live_variables(self) -> list[Variable]:
-        """The `Variable` objects of this strategy still in use, in order of creation: the same on all processes."""
-        return [variable for reference in list(self._variables.values()) if (variable := reference()) is not None]
+    def _live_variables(self) -> dict[int, Variable]:
+        """The `Variable` objects of this strategy still in use, by a number that is the same on all processes."""
+        found = {number: reference() for number, reference in list(self._variables.items())}
+        return {number: variable for number, variable in found.items() if variable is not None}

@@ -37,7 +37,7 @@ class GradientHooks:
         self._early: set[int] = set()
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
-        """Make sure that each tensor that requires a gradient is hooked; ``early`` adds the hook before accumulation."""
+        """Hook each tensor that requires a gradient, once; ``early`` adds the hook before accumulation."""
         for tensor in tensors:
             key = id(tensor)
             if not tensor.requires_grad or not tensor.is_leaf or is_lazy(tensor):
@@ -67,10 +67,15 @@ class GradientHooks:
         self._early.clear()
 
 
-class _Late:
+class _Hook:
     """Copies of a tensor share its hooks' objects; a deep copy of the model must not deep-copy a strategy along."""
 
-    def __init__(self, sink: Any) -> None:
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return self
+
+
+class _Late(_Hook):
+    def __init__(self, sink: weakref.ref[GradientSink]) -> None:
         self._sink = sink
 
     def __call__(self, tensor: torch.Tensor) -> None:
@@ -78,14 +83,10 @@ class _Late:
         if sink is not None:
             sink.after_accumulation(tensor)
 
-    def __deepcopy__(self, memo: Any) -> _Late:
-        return self
 
-
-class _Early(_Late):
-    def __init__(self, sink: Any, tensor: weakref.ref[torch.Tensor]) -> None:
-        super().__init__(sink)
-        self._tensor = tensor
+class _Early(_Hook):
+    def __init__(self, sink: weakref.ref[GradientSink], tensor: weakref.ref[torch.Tensor]) -> None:
+        self._sink, self._tensor = sink, tensor
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         sink, tensor = self._sink(), self._tensor()

@@ -1,4 +1,4 @@
-"""What a step function can reach: through its closure, the globals it names, defaults, bound ``self``, and arguments."""
+"""What a step function can reach: its closure, the globals it names, defaults, bound ``self``, and its arguments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,23 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchstrat.values import DistributedValues
 
 HELPER_TYPES = (Optimizer, LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
-_ATOMS: tuple[type, ...] = (DistributedValues, str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.BuiltinFunctionType)
-_LIBRARIES = frozenset({"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"})
+_ATOMS: tuple[type, ...] = (
+    DistributedValues,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    types.BuiltinFunctionType,
+)
+_LIBRARIES = frozenset(
+    {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
+)
 _MAX_OBJECTS = 20_000
 
 
@@ -98,7 +113,11 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
 
 
 def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
-    if isinstance(value, nn.Module) or not _is_library(type(value).__module__) or isinstance(value, types.SimpleNamespace):
+    if (
+        isinstance(value, nn.Module)
+        or not _is_library(type(value).__module__)
+        or isinstance(value, types.SimpleNamespace)
+    ):
         for name, member in list(getattr(value, "__dict__", {}).items()):
             if name not in skip:
                 yield member
@@ -116,7 +135,7 @@ def _from_callable(fn: Any) -> Iterator[Any]:
         yield fn
     elif callable(fn):
         yield from _attributes(fn)
-        call = getattr(type(fn), "__call__", None)
+        call = vars(type(fn)).get("__call__")
         if isinstance(call, types.FunctionType):
             yield from _from_function(call)
 

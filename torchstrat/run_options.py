@@ -36,8 +36,12 @@ class RunOptions(_Fields):
         bucketizing_dynamic_shape: bool | None = None,
         xla_options: Any = None,
     ) -> RunOptions:
-        dynamic = _one_of("enable_dynamic_batch_size", experimental_enable_dynamic_batch_size, enable_dynamic_batch_size)
-        buckets = _one_of("bucketizing_dynamic_shape", experimental_bucketizing_dynamic_shape, bucketizing_dynamic_shape)
+        dynamic = _one_of(
+            "enable_dynamic_batch_size", experimental_enable_dynamic_batch_size, enable_dynamic_batch_size
+        )
+        buckets = _one_of(
+            "bucketizing_dynamic_shape", experimental_bucketizing_dynamic_shape, bucketizing_dynamic_shape
+        )
         xla = _one_of("xla_options", experimental_xla_options, xla_options)
         return super().__new__(cls, True if dynamic is None else bool(dynamic), bool(buckets), xla)
 

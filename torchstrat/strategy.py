@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -189,6 +189,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return distribute_values(value_fn, self.num_replicas_in_sync, self._engine.local_replicas, self._wraps_values)
 
     _wraps_values = True
+    _per_replica_input: Literal["honoured", "ignored", "refused"] = "honoured"
     _variable_placement = VariablePlacement.MIRRORED
 
     # -- input ------------------------------------------------------------------------------------------------------
@@ -226,7 +227,9 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def __exit__(self, *_: Any) -> None: ...
 
     def __copy__(self) -> NoReturn:
-        raise ContextError(f"{type(self).__name__} cannot be copied by copy.copy: two strategies must not share variables.")
+        raise ContextError(
+            f"{type(self).__name__} cannot be copied by copy.copy: two strategies must not share variables."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self._remake()
@@ -236,7 +239,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return type(self)(*copy.copy(self._made_with[0]), **self._made_with[1])  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} with {self.num_replicas_in_sync} replicas on {', '.join(self.extended.worker_devices)}>"
+        devices = ", ".join(self.extended.worker_devices)
+        return f"<{type(self).__name__} with {self.num_replicas_in_sync} replicas on {devices}>"
 
 
 __all__ = ["DEFAULT_TIMEOUT", "DistributedValues", "Scope", "Strategy"]

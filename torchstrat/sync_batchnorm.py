@@ -23,12 +23,12 @@ _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Make every `torch.nn.BatchNorm1d`, ``2d`` and ``3d`` in ``module`` normalise with statistics over all replicas.
 
-    The layers are changed where they are, ``module`` itself included: parameters, buffers, hooks and ``state_dict`` stay
-    as they were, and they still are instances of the class they had. In evaluation mode, with one replica, and outside
-    of `Strategy.run` they do what they did. Layers with a forward of their own are left alone.
+    The layers are changed where they are, ``module`` itself included: parameters, buffers, hooks and ``state_dict``
+    stay as they were, and they still are instances of the class they had. In evaluation mode, with one replica, and
+    outside of `Strategy.run` they do what they did. Subclasses of the three, which may do anything, are left alone.
 
-    In training mode within `Strategy.run` every replica has to call the layers in the same order. Outputs, gradients and
-    running statistics are those of one device on the global batch, also when replicas have different numbers of rows.
+    In training mode within `Strategy.run` every replica has to call the layers in the same order. Outputs, gradients
+    and running statistics are those of one device on the global batch, also when replicas differ in their rows.
 
     Returns ``module``. Raises `ValueError` for lazy layers that have not seen an input yet.
     """
@@ -37,8 +37,8 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     for layer in module.modules():
         if isinstance(layer, _LAZY) and layer.has_uninitialized_params():
             raise InvalidArgumentError(
-                f"convert_sync_batchnorm got a {type(layer).__name__} that has not seen an input yet; run one batch through "
-                "the model first."
+                f"convert_sync_batchnorm got a {type(layer).__name__} that has not seen an input yet; run one batch "
+                "through the model first."
             )
         synchronised = _SYNCHRONISED.get(type(layer))
         if synchronised is not None:
@@ -107,7 +107,7 @@ def _normalise(layer: Any, x: torch.Tensor, engine: ReplicaEngine) -> torch.Tens
 def _global_statistics(
     x: torch.Tensor, dims: list[int], shape: list[int], engine: ReplicaEngine
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and biased variance per channel over all replicas, each ``(channels,)``, and how many entries they are of."""
+    """Mean and biased variance per channel over all replicas, each ``(channels,)``, and of how many entries."""
     channels = x.shape[1]
     own_count = x.numel() // max(channels, 1)
     own_mean = x.sum(dim=dims) / max(own_count, 1)
@@ -118,7 +118,8 @@ def _global_statistics(
     count = counts.detach().sum()
     if own_count <= 1 and float(count) <= 1:
         raise InvalidArgumentError(
-            f"batch normalisation needs more than one value per channel in training; all replicas together got {float(count):g}."
+            "batch normalisation needs more than one value per channel in training; all replicas together got "
+            f"{float(count):g}."
         )
     shares = counts.detach() / count
     mean = (shares * means).sum(dim=0)
@@ -129,8 +130,8 @@ def _global_statistics(
 def _weighed_gather(row: torch.Tensor, engine: ReplicaEngine) -> torch.Tensor:
     """All replicas' rows, differentiable with respect to the loss whose gradient the strategy computes.
 
-    That loss is the weighted mean of the replicas' losses, and the weights are applied after each replica's backward. A
-    gradient that crosses over from another replica must therefore arrive with the other's weight in place of this one's.
+    That loss is the weighted mean of the replicas' losses, and the weights are applied after each replica's backward.
+    A gradient that crosses over from another replica must therefore bring its weight, in place of this one's.
     """
     if engine.gradient_op is ReduceOp.SUM:
         gathered: torch.Tensor = engine.all_gather(row, 0)

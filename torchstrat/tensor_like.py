@@ -12,11 +12,9 @@ import torch
 from torchstrat import nest
 from torchstrat.errors import UnsupportedError
 
-
-_IN_PLACE = frozenset(
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
-)
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = frozenset(f"__i{name}__" for name in (*_ARITHMETIC, *_BITWISE))
 
 
 def _open(value: Any) -> Any:

@@ -24,7 +24,9 @@ class Given:
         self.value = value
 
 
-def merge_values(aggregation: VariableAggregation, edit: Edit, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+def merge_values(
+    aggregation: VariableAggregation, edit: Edit, values: Sequence[Any], dtype: torch.dtype
+) -> torch.Tensor:
     """In one process, with every replica's value at hand: the one value to write.
 
     The very same object on all replicas, and equal Python numbers, are one value: a mean is that value, a sum is an
@@ -106,14 +108,14 @@ def _require_mean_of_floats(aggregation: VariableAggregation, dtype: torch.dtype
 def require_mean_of_floats(dtype: torch.dtype, what: str) -> None:
     if not (dtype.is_floating_point or dtype.is_complex):
         raise InvalidArgumentError(
-            f"{what} with aggregation MEAN needs a floating dtype, because a mean of integers is none; the variable is of "
-            f"{dtype}. Use a floating dtype, or aggregation SUM or ONLY_FIRST_REPLICA."
+            f"{what} with aggregation MEAN needs a floating dtype, because a mean of integers is none; the variable is "
+            f"of {dtype}. Use a floating dtype, or aggregation SUM or ONLY_FIRST_REPLICA."
         )
 
 
 def same_everywhere(call: str, value: Any) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{call} got {value!r:.80} on every replica for a variable with aggregation SUM: adding up a value that is the same "
-        "everywhere is ambiguous. Pass a tensor computed by each replica, multiply it yourself outside of run, or use "
+        f"{call} got {value!r:.80} on every replica for a variable with aggregation SUM: adding up a value that is the "
+        "same everywhere is ambiguous. Pass a tensor computed by each replica, assign outside of run, or use "
         "aggregation MEAN or ONLY_FIRST_REPLICA."
     )

@@ -1,4 +1,4 @@
-"""What a strategy takes care of: the modules, leaf tensors, optimizers and helpers made in its scope or reached by a step.
+"""What a strategy takes care of: modules, leaf tensors, optimizers and helpers made in its scope or reached by a step.
 
 Registration hooks alone see only part of a model (deep copies and bare parameters register nothing), so three sources
 are joined: hooks that last while a scope is open, the constructors of optimizers, schedulers and gradient scalers in

@@ -65,7 +65,6 @@ class ProcessGroupCommunicator:
             self._store = dist.PrefixStore(f"torchstrat/{self._generation}", _default_store())
         self.rank, self.size = plan.rank, plan.size
         self.ranks = tuple(range(self.size))
-        self._failure_key = "failures"
         self._group = self._new_group(self.ranks, "gloo", local=False)
         self._device_group = self._new_group(self.ranks, "nccl", local=False) if self._uses_nccl else self._group
         self._subgroups: dict[tuple[int, ...], ProcessGroupCommunicator] = {}
@@ -106,14 +105,12 @@ class ProcessGroupCommunicator:
         found = (dist.get_rank(), dist.get_world_size())
         if found != (plan.rank, plan.size):
             raise UnsupportedError(
-                f"torch.distributed is initialised as rank {found[0]} of {found[1]}, and the launcher says {plan.name}. "
+                f"torch.distributed is initialised as rank {found[0]} of {found[1]}; the launcher says {plan.name}. "
                 "Initialise it with the launcher's numbers, or leave that to the strategy."
             )
 
     def _new_group(self, ranks: tuple[int, ...], backend: str, *, local: bool) -> Any:
-        return dist.new_group(
-            list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=local
-        )
+        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=local)
 
     def subgroup(self, ranks: tuple[int, ...]) -> ProcessGroupCommunicator:
         if ranks not in self._subgroups:
@@ -128,11 +125,13 @@ class ProcessGroupCommunicator:
     def _derive(self, ranks: tuple[int, ...], *, local: bool) -> ProcessGroupCommunicator:
         derived: ProcessGroupCommunicator = object.__new__(ProcessGroupCommunicator)
         derived.__dict__.update(self.__dict__)
-        derived._ranks = tuple(self.ranks[rank] for rank in ranks)
+        derived.ranks = tuple(self.ranks[rank] for rank in ranks)
         derived.rank, derived.size = ranks.index(self.rank), len(ranks)
-        derived._group = self._guard("the start of a group", lambda: self._new_group(derived._ranks, "gloo", local=local))
+        derived._group = self._guard(
+            "the start of a group", lambda: self._new_group(derived.ranks, "gloo", local=local)
+        )
         derived._device_group = (
-            self._new_group(derived._ranks, "nccl", local=local) if self._uses_nccl else derived._group
+            self._new_group(derived.ranks, "nccl", local=local) if self._uses_nccl else derived._group
         )
         derived._subgroups, derived._splits, derived._made_default = {}, [], False
         return derived
@@ -172,7 +171,9 @@ class ProcessGroupCommunicator:
         kind = CommunicationTimeoutError if timed_out else CommunicationError
         if silent:
             names = ", ".join(f"replica {rank}" for rank in silent)
-            parts.insert(0, f"{names} did not come" if timed_out else f"lost the connection; nothing was heard from {names}")
+            parts.insert(
+                0, f"{names} did not come" if timed_out else f"lost the connection; nothing was heard from {names}"
+            )
         return kind(
             f"replica {me} waited {waited:.1f} s in {what} for the other {self.size - 1}: {'; '.join(parts)}. "
             "Every replica has to make the same calls in the same order; look at that process's output. "
@@ -181,7 +182,7 @@ class ProcessGroupCommunicator:
 
     def report_failure(self, message: str) -> None:
         try:
-            self._store.set(f"{self._failure_key}/{self.ranks[self.rank]}", message)
+            self._store.set(f"failures/{self.ranks[self.rank]}", message)
         except Exception:  # the store may have gone with the process that held it; then silence has to speak
             return
 
@@ -192,8 +193,8 @@ class ProcessGroupCommunicator:
         try:
             while missing and time.monotonic() < deadline:
                 for rank in list(missing):
-                    if self._store.check([f"{self._failure_key}/{rank}"]):
-                        said[rank] = self._store.get(f"{self._failure_key}/{rank}").decode()
+                    if self._store.check([f"failures/{rank}"]):
+                        said[rank] = self._store.get(f"failures/{rank}").decode()
                         missing.remove(rank)
                 time.sleep(0.05)
         except Exception:  # see report_failure
@@ -225,7 +226,8 @@ class ProcessGroupCommunicator:
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         box = [value if self.rank == source else None]
         self._guard(
-            what, lambda: dist.broadcast_object_list(box, self.ranks[source], group=self._group, device=torch.device("cpu"))
+            what,
+            lambda: dist.broadcast_object_list(box, self.ranks[source], group=self._group, device=torch.device("cpu")),
         )
         return box[0]
 

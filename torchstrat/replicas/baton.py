@@ -190,9 +190,11 @@ class Baton:
         ended = [one for one in self._ids if self._states[one] is _State.ENDED]
         if not ended and len(set(self._calls.values())) == 1:
             return
-        doing = [f"replica {one} {'has finished' if one in ended else f'called {self._calls[one]}'}" for one in self._ids]
+        doing = [
+            f"replica {one} {'has finished' if one in ended else f'called {self._calls[one]}'}" for one in self._ids
+        ]
         raise ReplicaDivergenceError(
-            f"the replicas no longer make the same calls (call {self._meetings + 1} of this run that involves them all): "
+            f"the replicas no longer make the same calls (at joint call {self._meetings + 1} of this run): "
             + ", ".join(doing)
             + ". Every replica has to make the same optimizer steps, backward passes, collectives and merge calls, in "
             "the same order; look for a branch that depends on the replica's data or id."

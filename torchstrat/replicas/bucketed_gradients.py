@@ -29,6 +29,8 @@ class BucketedGradients:
         self._plans: list[Plan] = []
         self._plan_tensors: tuple[int, ...] = ()
         self._tensors: list[torch.Tensor] = []
+        self._index: dict[int, int] = {}
+        self._scaled = False
         self._active = False
 
     # -- a run ------------------------------------------------------------------------------------------------------
@@ -36,7 +38,7 @@ class BucketedGradients:
     def begin(
         self, tensors: list[torch.Tensor], communicator: Communicator, everyone: int, weight: Callable[[], float]
     ) -> None:
-        """``tensors``: all captured ones, in the same order on every rank. ``everyone`` counts the ranks of the whole job."""
+        """``tensors``: all captured ones, in one order on every rank. ``everyone`` counts the ranks of the job."""
         self._everyone = everyone
         self._tensors = tensors
         self._index = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -130,7 +132,7 @@ class BucketedGradients:
     # -- combining --------------------------------------------------------------------------------------------------
 
     def _contribute(self, index: int, view: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Put this rank's share of a gradient into a buffer. Equal shares are divided after the sum, as in one process."""
+        """Put this rank's share of a gradient into a buffer. Equal shares are divided after the sum."""
         self._contributed.add(index)
         with torch.no_grad():
             view.copy_(gradient)
@@ -241,9 +243,7 @@ class BucketedGradients:
     def _combine_sparse(self, indices: Sequence[int]) -> None:
         for index in indices:
             tensor = self._tensors[index]
-            own = tensor.grad if tensor.grad is not None else torch.sparse_coo_tensor(
-                size=tensor.shape, dtype=tensor.dtype, check_invariants=False
-            )
+            own = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor).to_sparse()
             base = self._bases.pop(id(tensor), None)
             own = own.detach().to_sparse() if base is None else (own.detach() - base).to_sparse()
             total = self._gather_sparse((own.coalesce() * self._pass_factors[self._communicator.rank]).coalesce())
@@ -276,7 +276,7 @@ class BucketedGradients:
         return [t for t in tensors if is_left_over(t.grad, self._synced.get(id(t)), self._op)]
 
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
-        """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it together."""
+        """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
         factors = self._exchange_weights("optimizer step (combining gradients that no backward pass combined)")
         self._pass_factors = [1.0 / self._everyone] * len(factors) if self._scaled else factors
         self._contributed = set()

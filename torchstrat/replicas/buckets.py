@@ -47,7 +47,7 @@ class Bucket:
 
 
 def make_buckets(order: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Buckets in ``order``, each of one dtype and device, the first of at most 1 MiB and the others of 25 MiB (or one tensor)."""
+    """Buckets in ``order``, each of one dtype and device; the first at most 1 MiB, others 25 MiB (or one tensor)."""
     buckets: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for index in order:

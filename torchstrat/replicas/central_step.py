@@ -23,7 +23,7 @@ from torchstrat.replicas.gradient_exchange import GradientExchange, Meet
 def make_stand_in(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class and hyperparameters whose groups hold no parameters and whose state is its own."""
     groups = [{**group, "params": []} for group in optimizer.param_groups]
-    lists = {id(group["params"]): [] for group in optimizer.param_groups}
+    lists: dict[int, list[Any]] = {id(group["params"]): [] for group in optimizer.param_groups}
     attributes = {name: lists.get(id(value), value) for name, value in vars(optimizer).items()}
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update(attributes, param_groups=groups, state=collections.defaultdict(dict))
@@ -100,7 +100,7 @@ class CentralStep:
         number = self._order.setdefault(id(optimizer), len(self._order))
         return f"{type(optimizer).__name__}.step() (optimizer {number})"
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         replica = self._holder()
         if replica is None or threading.get_ident() in self._driver_threads:
             return None
@@ -157,9 +157,10 @@ class CentralStep:
         while True:
             evaluate, value = self._meet(call, loss, combine)
             if not evaluate:
-                return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
+                break
             with torch.enable_grad():
                 loss = closure()
+        return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
 
 
 _NOTHING = object()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchstrat import nest
+from torchstrat.errors import WrongTypeError
 from torchstrat.reduction import ReduceOp, as_tensor
 
 Exchange = Callable[..., Any]
@@ -24,7 +25,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        combined = AllReduce.apply(ctx.exchange, ctx.op, *gradients)
+        combined = AllReduce.apply(ctx.exchange, ctx.op, *gradients)  # type: ignore[no-untyped-call]
         return (None, None, *combined)
 
 
@@ -40,7 +41,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         engine = ctx.exchange.__self__
-        combined = AllReduce.apply(engine._exchange_all_reduce, ReduceOp.SUM, *gradients)
+        combined = AllReduce.apply(engine._exchange_all_reduce, ReduceOp.SUM, *gradients)  # type: ignore[no-untyped-call]
         own = [g.narrow(ctx.axis, start, size) for g, (start, size) in zip(combined, ctx.parts, strict=True)]
         return (None, None, *own)
 
@@ -52,7 +53,7 @@ def differentiable(function: type[torch.autograd.Function], value: Any, exchange
         return value
     for tensor in tensors:
         if tensor.dtype == torch.bool and function is AllReduce:
-            from torchstrat.errors import WrongTypeError
-
-            raise WrongTypeError(f"{call} cannot combine bool tensors; convert them to an integer or floating dtype first.")
-    return nest.unflatten(value, list(function.apply(exchange, how, *tensors)))  # type: ignore[no-untyped-call]
+            raise WrongTypeError(
+                f"{call} cannot combine bool tensors; convert them to an integer or floating dtype first."
+            )
+    return nest.unflatten(value, list(function.apply(exchange, how, *tensors)))

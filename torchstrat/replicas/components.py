@@ -215,7 +215,9 @@ class Components:
             if replica == self._home:
                 continue
             own = kept.get(replica, grad)
-            slot.grads[replica] = own.detach().clone().to(self._devices[replica]) if own is grad and own is not None else own
+            slot.grads[replica] = (
+                own.detach().clone().to(self._devices[replica]) if own is grad and own is not None else own
+            )
 
     def register_newborn(self) -> None:
         """Variables that appeared during the run: lazy parameters now materialised, modules first built in a step.
@@ -325,8 +327,7 @@ class Components:
 
     def _begin_helper(self, helper: Any) -> dict[int, dict[str, Any]]:
         own = helper.__dict__
-        dicts = {replica: own if replica == self._leader else _private(own) for replica in self._replicas}
-        return dicts
+        return {replica: own if replica == self._leader else _private(own) for replica in self._replicas}
 
 
 def _merge_buffer(components: list[torch.Tensor], *, training: bool) -> torch.Tensor:
@@ -362,8 +363,7 @@ def _private(attributes: dict[str, Any]) -> dict[str, Any]:
 
     An optimizer's state and its lists of parameters stay shared: they are central, and only the leader steps.
     """
-    copied = {name: value if name == "state" else _private_value(value) for name, value in attributes.items()}
-    return copied
+    return {name: value if name == "state" else _private_value(value) for name, value in attributes.items()}
 
 
 def _private_value(value: Any) -> Any:
@@ -374,7 +374,9 @@ def _private_value(value: Any) -> Any:
             value.default_factory, {key: _private_value(member) for key, member in value.items()}
         )
     if type(value) in (dict, collections.OrderedDict):
-        return type(value)((key, member if key == "params" else _private_value(member)) for key, member in value.items())
+        return type(value)(
+            (key, member if key == "params" else _private_value(member)) for key, member in value.items()
+        )
     if type(value) is list:
         if value and all(isinstance(member, nn.Parameter) for member in value):
             return value

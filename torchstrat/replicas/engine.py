@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torchstrat import nest
 from torchstrat.data.layout import InputLayout
 from torchstrat.errors import StructureMismatchError
+from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.values import PerReplica
 from torchstrat.variables import VariableRegistry
@@ -37,6 +38,9 @@ class ReplicaEngine(Protocol):
     def layout(self) -> InputLayout: ...
 
     def device_of_replica(self, replica: int) -> str: ...
+
+    def copies(self) -> list[Copies]:
+        """Who keeps how many copies of what, over all processes: the basis of memory estimates."""
 
     # cross-replica context
     def scope_opened(self) -> None: ...

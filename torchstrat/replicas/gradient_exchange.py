@@ -1,4 +1,4 @@
-"""Gradients of replicas in one process: combined at the end of each backward pass, or caught up at the optimizer's step."""
+"""Gradients of replicas in one process: combined when a backward pass ends, or caught up at the optimizer's step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ class GradientExchange:
         self._factors: list[float] | None = None
 
     def begin(
-        self, replicas: list[int], idle: list[int], meet: Meet, holder: Callable[[], int | None], weights: Callable[[], list[float]]
+        self,
+        replicas: list[int],
+        idle: list[int],
+        meet: Meet,
+        holder: Callable[[], int | None],
+        weights: Callable[[], list[float]],
     ) -> None:
         self._begin(replicas)
         self._idle = idle
@@ -134,7 +139,7 @@ class GradientExchange:
         return dict.fromkeys(payloads)
 
     def catch_up(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Combine those gradients of ``tensors`` that no backward pass has: assigned by hand, or left by ``no_sync``."""
+        """Combine the gradients of ``tensors`` that no backward pass has: assigned by hand, or left by ``no_sync``."""
         self._components.park()
         missing = []
         for tensor in tensors:
@@ -200,7 +205,7 @@ class GradientExchange:
             slot.grads[replica] = total.clone().to(self._components.device_of(replica))
 
     def _bases_of(self, slot: TensorSlot, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What each replica's gradient held before this pass. A replica that this pass did not touch holds nothing else."""
+        """What each replica's gradient held before this pass. One that this pass did not touch holds nothing else."""
         keys = [(id(slot.tensor), replica) for replica in self._replicas]
         if not any(key in self._bases for key in keys):
             return [None] * len(keys)

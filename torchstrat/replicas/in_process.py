@@ -19,6 +19,7 @@ from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
 from torchstrat.gradients import GradientHooks, check_weight, shares
+from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.baton import Baton, WorkerThreads
 from torchstrat.replicas.central_step import CentralStep
@@ -51,6 +52,7 @@ class InProcessReplicas:
         self._devices = devices
         self._torch_devices = tuple(torch_device(device) for device in devices)
         home = None if parameter_device is None else torch_device(parameter_device)
+        self._home = home
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
         self._components = Components(self.registry, self._torch_devices, home)
@@ -86,10 +88,23 @@ class InProcessReplicas:
             worker_index=0,
             always_wrap=False,
             communicator=None,
+            per_replica_input=self._strategy._per_replica_input,
         )
 
     def device_of_replica(self, replica: int) -> str:
         return self._devices[replica]
+
+    def copies(self) -> list[Copies]:
+        """The first replica works on the central variables where these are on its device; the others on copies."""
+        home = self._home
+        shared = home is None or home == self._torch_devices[0]
+        holders = [] if shared else [Copies(str(home), 1, 1, 1, 1, 0)]
+        plain = self._runs_plainly
+        for replica, device in enumerate(self._devices):
+            first = shared and replica == 0
+            buffers = 1 if plain else (2 if first else 1)
+            holders.append(Copies(device, 1, buffers, 1, 1 if first else 0, 0))
+        return holders
 
     def scope_opened(self) -> None:
         self.registry.open()
@@ -220,8 +235,7 @@ class InProcessReplicas:
     def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         def combine(payloads: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
             totals = [
-                reduction.combine(op, list(column), "all_reduce")
-                for column in zip(*payloads.values(), strict=True)
+                reduction.combine(op, list(column), "all_reduce") for column in zip(*payloads.values(), strict=True)
             ]
             return {r: [total.to(self._torch_devices[r], copy=True) for total in totals] for r in payloads}
 
@@ -230,7 +244,9 @@ class InProcessReplicas:
     def all_gather(self, value: Any, axis: int) -> Any:
         return differentiable(AllGather, value, self._exchange_all_gather, axis, "all_gather")
 
-    def _exchange_all_gather(self, axis: int, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    def _exchange_all_gather(
+        self, axis: int, tensors: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
         def combine(payloads: dict[int, list[torch.Tensor]]) -> dict[int, Any]:
             results: dict[int, Any] = {replica: ([], []) for replica in payloads}
             for column in zip(*payloads.values(), strict=True):

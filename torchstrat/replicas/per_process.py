@@ -1,19 +1,21 @@
 """One replica in this process, the others in the other processes of the job.
 
 Parameters, optimizers and modules are the user's own objects on the process's device. Hooks combine gradients while
-backward runs (`bucketed_gradients`), the optimizer's step is made equal everywhere or made by the owner (`process_step`),
-and everything else that involves the others first agrees with them on what is being done (`agreement`).
+backward runs (`bucketed_gradients`), the optimizer's step is made equal everywhere or made by the owner
+(`process_step`), and everything else that involves the others first agrees with them on what is done (`agreement`).
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from torchstrat import nest, reduction
 from torchstrat.collectives.communicator import Communicator
@@ -21,6 +23,7 @@ from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
 from torchstrat.gradients import GradientHooks, check_weight, shares
+from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
@@ -36,6 +39,7 @@ from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
+from torchstrat.variable_assignment import hand_over
 from torchstrat.variables import VariableRegistry
 
 
@@ -56,12 +60,14 @@ class PerProcessReplica:
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
         self._gradients = BucketedGradients(gradient_op)
+        self._versions: dict[int, int] = {}
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
+        self._between_runs = self._make_step(communicator)
+        self._watched = weakref.WeakSet[Optimizer]()
         self._known: dict[Any, Any] = {}
-        self._versions: dict[int, int] = {}
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -93,12 +99,23 @@ class PerProcessReplica:
     def device_of_replica(self, replica: int) -> str:
         return self._device
 
+    def copies(self) -> list[Copies]:
+        """Every rank keeps parameters, gradients and the buckets these travel in; central: the owner alone has state."""
+        return [
+            Copies(self._device, 1, 1, 1, 1 if not self._central or rank == OWNER else 0, 1)
+            for rank in range(self.num_replicas)
+        ]
+
     def scope_opened(self) -> None:
         self.registry.open()
 
     def scope_closed(self) -> None:
         self.registry.close()
         self._take_over_initial_values()
+        self._watch_optimizers()
+        tensors = [tensor for tensor in self.registry.tensors() if not is_lazy(tensor)]
+        self._gradients.begin(tensors, self._world, self.num_replicas, lambda: 1.0)
+        self._gradients.end()
 
     def set_no_sync(self, active: bool) -> None:
         self._gradients.no_sync = active
@@ -138,6 +155,20 @@ class PerProcessReplica:
         self._hooks.attach(parameters, early=self._gradients.needs_early_hooks)
         self._gradients.add(parameters)
 
+    def _make_step(self, communicator: Communicator) -> ProcessStep:
+        return ProcessStep(
+            communicator, self._gradients, self._versions, self._gradients.knows, self._mean_loss, central=self._central
+        )
+
+    def _watch_optimizers(self) -> None:
+        """Under central storage a step outside of a run, too, is the owner's."""
+        if not self._central:
+            return
+        for optimizer in self.registry.optimizers():
+            if optimizer not in self._watched:
+                self._watched.add(optimizer)
+                self._between_runs.watch(optimizer)
+
     # -- run --------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -165,6 +196,8 @@ class PerProcessReplica:
         else:
             wrapped = PerReplica((), replica_ids=())
         idle.after_run(with_gradients=not self._gradients.no_sync)
+        if len(weights.active) < self.num_replicas:
+            hand_over(self._world, self._strategy.extended._live_variables(), weights.active[0])
         return wrapped
 
     def _run_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -175,18 +208,12 @@ class PerProcessReplica:
         self._gradients.begin(tensors, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(tensors, early=self._gradients.needs_early_hooks)
         buffers = ProcessBuffers(self.registry)
-        step = ProcessStep(
-            self._communicator,
-            self._gradients,
-            self._versions,
-            self._gradients.knows,
-            self._mean_loss,
-            central=self._central,
-        )
+        step = self._make_step(self._communicator)
         newborn = Newborn(self.registry, self._take_over_newborn)
         self._streams.begin([me])
         self._streams.activate(me)
         try:
+            self._between_runs.enabled = False
             with newborn, step, enter(self._strategy, self._context):
                 result = fn(*args, **kwargs)
         except Exception as error:
@@ -194,9 +221,11 @@ class PerProcessReplica:
             add_replica_note(error, me, self.num_replicas, weights)
             raise
         finally:
+            self._between_runs.enabled = True
             self._gradients.end()
             self._streams.end()
         buffers.merge(self._communicator)
+        self._watch_optimizers()
         return result
 
     def _mean_loss(self, loss: Any) -> Any:

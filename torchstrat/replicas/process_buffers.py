@@ -20,9 +20,7 @@ class ProcessBuffers:
     """
 
     def __init__(self, registry: VariableRegistry) -> None:
-        self._slots = [
-            slot for slot in registry.buffer_slots() if slot.module.training and slot.tensor is not None
-        ]
+        self._slots = [slot for slot in registry.buffer_slots() if slot.module.training and slot.tensor is not None]
 
     def merge(self, communicator: Communicator) -> None:
         tensors = [slot.tensor for slot in self._slots if slot.tensor is not None]

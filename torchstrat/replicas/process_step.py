@@ -43,6 +43,7 @@ class ProcessStep:
         self._order: dict[int, int] = {}
         self._handles: list[Any] = []
         self._in_closure_step = False
+        self.enabled = True
 
     def __enter__(self) -> ProcessStep:
         self._handles = [
@@ -55,6 +56,13 @@ class ProcessStep:
         for handle in self._handles:
             handle.remove()
 
+    def watch(self, optimizer: Optimizer) -> None:
+        """Apply to one optimizer for good, for steps outside of a run: there, too, the owner alone may have state."""
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        if not self._owns:
+            optimizer.register_load_state_dict_post_hook(lambda loaded: loaded.state.clear())
+
     @property
     def _owns(self) -> bool:
         return not self._central or self._communicator.rank == OWNER
@@ -65,7 +73,7 @@ class ProcessStep:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         tensors = [tensor for tensor in tensors_of(optimizer) if self._captured(tensor)]
-        if not tensors or self._in_closure_step:
+        if not tensors or self._in_closure_step or not self.enabled:
             return None
         closure = closure_of(args, kwargs)
         call = self._call_name(optimizer) + (" with a closure" if closure is not None else "")
@@ -76,7 +84,7 @@ class ProcessStep:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         tensors = [tensor for tensor in tensors_of(optimizer) if self._captured(tensor)]
-        if not tensors or self._in_closure_step:
+        if not tensors or self._in_closure_step or not self.enabled:
             return
         if self._central:
             broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, "the owner's new parameters")
@@ -100,7 +108,9 @@ class ProcessStep:
         everyone = agree(self._communicator, call, numbers)
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
-        if not all(same_bits(one, other) for row in everyone for one, other in zip(row[1:], everyone[0][1:], strict=True)):
+        if not all(
+            same_bits(one, other) for row in everyone for one, other in zip(row[1:], everyone[0][1:], strict=True)
+        ):
             everything = itertools.chain((t.data for t in tensors), (t.grad for t in tensors if t.grad is not None))
             broadcast_tensors(self._communicator, list(everything), 0, call)
 
@@ -109,7 +119,7 @@ class ProcessStep:
     def _step_with_closure(
         self, optimizer: Optimizer, closure: Callable[[], Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]
     ) -> Any:
-        """The closure's loss is averaged, so every rank decides alike; under central storage the others follow the owner."""
+        """The closure's loss is averaged, so every rank decides alike; under central storage the owner leads."""
         if not self._central:
             return with_closure(optimizer, lambda: self._mean_loss(closure()), args, kwargs)
         what = f"{self._call_name(optimizer)} with a closure"

@@ -12,7 +12,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor], source: int, what: str) -> None:
-    """Overwrite ``tensors`` with those of rank ``source``. All ranks pass tensors of the same shapes, in the same order."""
+    """Overwrite ``tensors`` with those of rank ``source``. All ranks pass tensors of equal shapes, in one order."""
     with torch.no_grad():
         for chunk in _chunks([tensor for tensor in tensors if tensor.layout == torch.strided]):
             flat = torch.cat([tensor.reshape(-1) for tensor in chunk])

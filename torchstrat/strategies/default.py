@@ -16,23 +16,26 @@ from torchstrat.strategy import Strategy
 from torchstrat.value_functions import ValueContext
 from torchstrat.variable_storage import VariablePlacement
 
+_NO_DEVICES = "the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy()."
+_NO_PROCESSES = "the default strategy has no processes to share a program between; create a strategy."
+
 
 class _DefaultExtended(StrategyExtended):
     @property
     def worker_devices(self) -> NoReturn:
-        raise ContextError("the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy().")
+        raise ContextError(_NO_DEVICES)
 
     @property
     def parameter_devices(self) -> NoReturn:
-        raise ContextError("the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy().")
+        raise ContextError(_NO_DEVICES)
 
     @property
     def experimental_between_graph(self) -> NoReturn:
-        raise UnsupportedError("the default strategy has no processes to share a program between; create a strategy.")
+        raise UnsupportedError(_NO_PROCESSES)
 
     @property
     def experimental_should_init(self) -> NoReturn:
-        raise UnsupportedError("the default strategy has no processes to share a program between; create a strategy.")
+        raise UnsupportedError(_NO_PROCESSES)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
         return self._smallest_name(var_list)
@@ -52,7 +55,7 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         self._engine = InProcessReplicas(self, ("cpu:0",), gradient_op=ReduceOp.MEAN)
         self.extended = _DefaultExtended(self, ("cpu:0",), ("cpu:0",))
-        self.extended._default_replica_context = ReplicaContext(self, 0)  # type: ignore[attr-defined]
+        self.extended._default_replica_context = ReplicaContext(self, 0)
 
     def _enter_scope(self) -> None:
         if context.has_strategy():

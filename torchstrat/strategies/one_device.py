@@ -29,6 +29,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     _wraps_values = False
+    _per_replica_input = "refused"
     _variable_placement = VariablePlacement.ONE
 
     def __init__(

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing._child import Request

@@ -178,7 +178,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         x, y = batch
         optimizer.zero_grad()
         losses = squared_error(model(x), y)
-        losses.mean().backward()  # type: ignore[no-untyped-call]
+        losses.mean().backward()
         optimizer.step()
         return losses.detach()
 

@@ -1,0 +1,217 @@
+"""Train one ConvNet on handwritten digits under five set-ups and compare them; called by ``./scripts/demo``.
+
+Every set-up is a real run of ``scripts/train.py`` in its own processes. The comparison reads what the runs left in
+their folders, ends with a table and a picture, and exits non-zero if a set-up misses what is promised:
+
+* the accuracy on held-out digits reaches ACCURACY;
+* after 20 float32 steps no parameter is further than FROM_ONE_DEVICE from training on one device: replicas sum their
+  gradients in another order, and nothing else may differ;
+* at the same moment the same strategy in one process and under torchrun agree to BETWEEN_LAUNCHES.
+
+At the end of training, hundreds of steps later, the differences have grown as rounding does; they are shown only.
+"""
+
+import itertools
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from torchstrat.experiments.report import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = ROOT / "scripts" / "train.py"
+
+ACCURACY = 0.97
+FROM_ONE_DEVICE = 1e-5
+BETWEEN_LAUNCHES = 1e-6
+SNAPSHOT_STEPS = 20
+REPLICAS = 2
+RUN_DEADLINE_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Setup:
+    strategy: str
+    torchrun: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}-torchrun" if self.torchrun else self.strategy
+
+    def command(self, folder: Path) -> list[str]:
+        launcher = [sys.executable]
+        if self.torchrun:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
+        overrides = [f"strategy={self.strategy}"]
+        if self.strategy != "one_device" and not self.torchrun:
+            overrides.append(f"strategy.replicas={REPLICAS}")
+        return [
+            *launcher,
+            str(TRAIN),
+            "experiment=digits_convnet",
+            *overrides,
+            "cluster.accelerator=cpu",
+            f"snapshot_after_steps={SNAPSHOT_STEPS}",
+            f"progress={'bar' if sys.stderr.isatty() else 'off'}",
+            f"hydra.run.dir={folder}",
+        ]
+
+
+BASELINE = Setup("one_device", torchrun=False)
+SETUPS = [
+    BASELINE,
+    Setup("mirrored", torchrun=False),
+    Setup("central_storage", torchrun=False),
+    Setup("mirrored", torchrun=True),
+    Setup("central_storage", torchrun=True),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run left behind."""
+
+    setup: Setup
+    result: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    early: dict[str, torch.Tensor]
+    """Parameters after SNAPSHOT_STEPS steps."""
+    final: dict[str, torch.Tensor]
+
+
+def main() -> int:
+    began = time.perf_counter()
+    folder = ROOT / "outputs" / "demo" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        outcomes = [run(setup, folder / setup.name) for setup in SETUPS]
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    baseline = outcomes[0]
+    picture = folder / "curves.png"
+    draw(picture, outcomes)
+
+    print()
+    print_table(outcomes, baseline)
+    misses = judge(outcomes, baseline)
+    print(f"\ncurves: {picture}")
+    print(f"took:   {time.perf_counter() - began:.0f} s")
+    for miss in misses:
+        print(f"MISSED: {miss}", file=sys.stderr)
+    return int(bool(misses))
+
+
+def run(setup: Setup, folder: Path) -> Outcome:
+    print(f"→ {setup.name}", file=sys.stderr, flush=True)
+    finish(subprocess.Popen(setup.command(folder), cwd=ROOT))
+    return Outcome(
+        setup=setup,
+        result=read_metrics(folder, "result")[-1],
+        steps=read_metrics(folder, "step"),
+        evaluations=read_metrics(folder, "evaluation"),
+        early=torch.load(folder / f"parameters_after_step_{SNAPSHOT_STEPS}.pt", weights_only=True),
+        final=torch.load(folder / "parameters.pt", weights_only=True),
+    )
+
+
+def finish(process: "subprocess.Popen[bytes]") -> None:
+    """Wait for a run; whatever happens, leave none of its processes behind."""
+    try:
+        status = process.wait(RUN_DEADLINE_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # not kill: torchrun ends its processes when it is asked to end
+            process.wait(RUN_DEADLINE_SECONDS)
+    if status:
+        raise subprocess.CalledProcessError(status, process.args)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two states' equally named parameters."""
+    if one.keys() != other.keys():
+        raise ValueError(f"states differ in their names: {sorted(one.keys() ^ other.keys())}")
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def judge(outcomes: list[Outcome], baseline: Outcome) -> list[str]:
+    """What was promised and not reached, a line each. ``not <=`` also catches NaN."""
+    misses = []
+    for outcome in outcomes:
+        name, accuracy = outcome.setup.name, outcome.result["accuracy"]
+        apart = distance(outcome.early, baseline.early)
+        if not accuracy >= ACCURACY:
+            misses.append(f"{name}: accuracy {accuracy:.4f} is below {ACCURACY}")
+        if not apart <= FROM_ONE_DEVICE:
+            misses.append(f"{name}: {apart:.1e} from one_device at step {SNAPSHOT_STEPS}, over {FROM_ONE_DEVICE:.0e}")
+    for one, other in itertools.combinations(outcomes, 2):
+        if one.setup.strategy == other.setup.strategy:
+            apart = distance(one.early, other.early)
+            print(f"{one.setup.name} and {other.setup.name} after {SNAPSHOT_STEPS} steps: {apart:.1e} apart")
+            if not apart <= BETWEEN_LAUNCHES:
+                misses.append(
+                    f"{one.setup.name} and {other.setup.name} are {apart:.1e} apart, over {BETWEEN_LAUNCHES:.0e}"
+                )
+    return misses
+
+
+def print_table(outcomes: list[Outcome], baseline: Outcome) -> None:
+    header = [
+        "strategy",
+        "processes",
+        "replicas",
+        "test accuracy",
+        "final loss",
+        "examples/s",
+        f"apart, step {SNAPSHOT_STEPS}",
+        "apart, end",
+    ]
+    rows = [
+        [
+            outcome.result["strategy"],
+            str(outcome.result["processes"]),
+            str(outcome.result["replicas"]),
+            f"{outcome.result['accuracy']:.4f}",
+            f"{outcome.result['loss']:.4f}",
+            f"{outcome.result['examples_per_second']:,.0f}",
+            f"{distance(outcome.early, baseline.early):.1e}",
+            f"{distance(outcome.final, baseline.final):.1e}",
+        ]
+        for outcome in outcomes
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in [header, ["-" * width for width in widths], *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+    print('\n"apart": the largest difference of a parameter to one_device')
+
+
+def draw(file: Path, outcomes: list[Outcome]) -> None:
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, accuracies = figure.subplots(1, 2)
+    # The curves lie on each other, which is the point: draw the earlier ones wider, so that all can be seen.
+    for width, outcome in zip(range(2 * len(outcomes), 0, -2), outcomes, strict=True):
+        style = {"label": outcome.setup.name, "linewidth": width / 2, "alpha": 0.7}
+        losses.plot([step["step"] for step in outcome.steps], [step["loss"] for step in outcome.steps], **style)
+        epochs = [evaluation["epoch"] for evaluation in outcome.evaluations]
+        accuracies.plot(epochs, [evaluation["accuracy"] for evaluation in outcome.evaluations], **style)
+    losses.set(title="training loss", xlabel="step", ylabel="cross entropy", yscale="log")
+    accuracies.set(title="accuracy on held-out digits", xlabel="epoch", ylim=(0.8, 1.0))
+    accuracies.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (losses, accuracies):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Train a model under any strategy.
+
+::
+
+    python scripts/train.py strategy=mirrored strategy.replicas=2
+    python scripts/train.py -m strategy=one_device,mirrored,central_storage
+    torchrun --nproc-per-node 2 scripts/train.py strategy=central_storage
+    python scripts/train.py data=csv data.path=rows.csv model=mlp optimizer=adamw
+    python scripts/train.py --help
+
+Settings are described in ``torchstrat/config.py``; results go to one folder per run, printed at its end.
+"""
+
+import sys
+from pathlib import Path
+
+from torchstrat.experiments import launch, loop
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+if __name__ == "__main__":
+    sys.exit(launch.main(loop.train, CONFIGS))

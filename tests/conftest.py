@@ -1,0 +1,149 @@
+"""What holds for every test: a marker by its folder, a deadline, and nothing left behind.
+
+A test that leaves a thread, a child process or a changed environment variable fails, even if it passed: the next test
+would be the one to suffer. Whatever it left is ended or put back first, so that only one test is blamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+DEADLINE_SECONDS = {
+    "unit": 60,  # a unit test takes a quarter of a second; the rest is `import torch` on a busy machine
+    "conformance": 120,
+    "multiprocess": 240,
+    "faults": 240,
+    "launch": 420,
+}
+HARD_STOP_AFTER_SECONDS = 60
+"""Given to a test past its deadline to unwind. After that it hangs where no Python exception reaches it."""
+
+GRACE_SECONDS = 10.0
+"""For threads and processes that are on their way out when the test returns."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = _folder(item)
+        if folder in DEADLINE_SECONDS:
+            item.add_marker(getattr(pytest.mark, folder))
+
+
+def _folder(item: pytest.Item) -> str:
+    relative = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else item.path
+    return relative.parts[0]
+
+
+@pytest.fixture(autouse=True)
+def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that takes too long, showing where every thread was; end pytest if not even that helps."""
+    marker = request.node.get_closest_marker("deadline")
+    seconds = marker.args[0] if marker else DEADLINE_SECONDS.get(_folder(request.node), 240)
+
+    def on_alarm(_signal: int, _frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        pytest.fail(f"over its deadline of {seconds} s; the threads' stacks are on stderr", pytrace=True)
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + HARD_STOP_AFTER_SECONDS, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(deadline: None) -> Iterator[None]:
+    """Fail a test that leaks threads, child processes or changes to the environment or the working directory."""
+    threads, processes = set(threading.enumerate()), child_processes()
+    environment, folder = dict(os.environ), Path.cwd()
+    yield
+    problems = [
+        *_leaked("thread", lambda: _new_threads(threads), end=lambda _thread: None),
+        *_leaked("child process", lambda: child_processes().items() - processes.items(), end=_kill),
+        *_changed_environment(environment),
+    ]
+    if Path.cwd() != folder:
+        problems.append(f"working directory left at {Path.cwd()}")
+        os.chdir(folder)
+    if problems:
+        pytest.fail("the test left behind: " + "; ".join(problems), pytrace=False)
+
+
+def _leaked(kind: str, find: Callable[[], Any], end: Callable[[Any], None]) -> list[str]:
+    until = time.monotonic() + GRACE_SECONDS
+    while (found := find()) and time.monotonic() < until:
+        time.sleep(0.02)
+    for leak in found:
+        end(leak)
+    return [f"{kind} {leak}" for leak in found]
+
+
+def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before
+        # A thread that C++ made (autograd's workers live as long as the process) and that once ran Python.
+        and not isinstance(thread, threading._DummyThread)
+        # tqdm's single monitor thread and torch.compile's pool are kept by their libraries for the next use.
+        and not thread.name.startswith(("tqdm", "TMonitor", "SubprocPool", "ThreadPoolExecutor-inductor"))
+        and type(thread).__name__ != "TMonitor"
+    ]
+
+
+def child_processes() -> dict[int, str]:
+    """Process id → command of the children of this process that have not ended; empty where there is no /proc."""
+    children = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text()
+            command = (folder / "cmdline").read_text().replace("\0", " ").strip()
+        except OSError:  # it ended in between
+            continue
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        # One tracker per process, started by multiprocessing at first use and kept on purpose.
+        if int(parent) == os.getpid() and state != "Z" and "resource_tracker" not in command:
+            children[int(folder.name)] = command
+    return children
+
+
+def _kill(child: tuple[int, str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child[0], signal.SIGKILL)
+
+
+_KEPT_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "COLUMNS", "LINES")
+"""Prefixes of variables that pytest, torch.compile and OpenMP set for themselves, once per process."""
+
+
+def _changed_environment(before: dict[str, str]) -> list[str]:
+    changed = [
+        name
+        for name in sorted(before.keys() | os.environ.keys())
+        if before.get(name) != os.environ.get(name) and not name.startswith(_KEPT_BY_LIBRARIES)
+    ]
+    problems = [f"environment {name}={os.environ.get(name)!r} (was {before.get(name)!r})" for name in changed]
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return problems

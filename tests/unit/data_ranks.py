@@ -1,0 +1,98 @@
+"""Several ranks in one process, for input without process groups: a thread and an in-memory communicator for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchstrat.data import InputLayout
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def layout_in_process(replicas: int, **changes: Any) -> InputLayout:
+    """All replicas in this process."""
+    settings: dict[str, Any] = {
+        "num_replicas": replicas,
+        "local_replicas": tuple(range(replicas)),
+        "devices": (torch.device("cpu"),) * replicas,
+        "num_workers": 1,
+        "worker_index": 0,
+        "always_wrap": False,
+        "communicator": None,
+    }
+    return InputLayout(**{**settings, **changes})
+
+
+class InMemoryGroup:
+    """What the communicators of one group share: a slot per rank, and a barrier on both sides of every exchange."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slots: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT.total_seconds())
+        self.calls: list[list[str]] = [[] for _ in range(size)]
+        self.failures: list[str] = []
+
+    def exchange(self, rank: int, value: Any, what: str) -> list[Any]:
+        self.slots[rank] = (value, what)
+        self.calls[rank].append(what)
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        assert len({name for _, name in found}) == 1, f"ranks make different calls: {[name for _, name in found]}"
+        return [value for value, _ in found]
+
+
+class InMemoryCommunicator:
+    """One rank's end of an `InMemoryGroup`."""
+
+    def __init__(self, group: InMemoryGroup, rank: int) -> None:
+        self._group, self.rank = group, rank
+        self.size, self.timeout = group.size, TIMEOUT
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        return self._group.exchange(self.rank, value, what)
+
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+        return self._group.exchange(self.rank, value, what)[source]
+
+    def report_failure(self, message: str) -> None:
+        self._group.failures.append(message)
+
+
+def on_ranks(workers: int, work: Callable[[InputLayout], Any], local: int = 1) -> tuple[list[Any], InMemoryGroup]:
+    """``work(layout)`` on every rank at once; results, or the exceptions raised, in rank order, and the group."""
+    group = InMemoryGroup(workers)
+
+    def run(rank: int) -> Any:
+        layout = layout_in_process(
+            workers * local,
+            local_replicas=tuple(range(rank * local, (rank + 1) * local)),
+            devices=(torch.device("cpu"),) * local,
+            num_workers=workers,
+            worker_index=rank,
+            always_wrap=True,
+            communicator=InMemoryCommunicator(group, rank),
+        )
+        try:
+            return work(layout)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="rank") as pool:
+        return list(pool.map(run, range(workers))), group
+
+
+def plain(value: Any) -> Any:
+    """Tensors and arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for part in lists for item in part]

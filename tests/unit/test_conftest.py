@@ -1,0 +1,70 @@
+"""The fixtures that watch over all other tests: each kind of leak fails its test and no other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEAKS = """
+import os, subprocess, sys, threading, time
+from pathlib import Path
+import pytest
+
+def test_clean(): pass
+def test_thread():
+    threading.Thread(target=time.sleep, args=(60,), daemon=True, name="forgotten").start()
+def test_process():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def test_new_variable():
+    os.environ["FORGOTTEN"] = "1"
+def test_lost_variable():
+    del os.environ["PATH"]
+def test_folder(tmp_path):
+    os.chdir(tmp_path)
+@pytest.mark.deadline(0.2)
+def test_slow():
+    time.sleep(60)
+@pytest.mark.deadline(30)
+def test_thread_that_ends():
+    threading.Thread(target=time.sleep, args=(0.3,)).start()
+def test_environment_is_as_before():
+    assert "FORGOTTEN" not in os.environ and "PATH" in os.environ
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("suite")
+    conftest = (Path(__file__).parents[1] / "conftest.py").read_text()
+    (folder / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 10.0", "GRACE_SECONDS = 1.0"))
+    (folder / "test_leaks.py").write_text(LEAKS)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = deadline(seconds): of one test\n")
+    command = [sys.executable, "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False).stdout
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("test_thread", "thread <Thread(forgotten"),
+        ("test_process", "time.sleep(60)"),
+        ("test_new_variable", "environment FORGOTTEN='1' (was None)"),
+        ("test_lost_variable", "environment PATH=None"),
+        ("test_folder", "working directory left at"),
+    ],
+)
+def test_a_leak_is_reported(report, test, reason):
+    assert f"ERROR test_leaks.py::{test} - Failed: the test left behind:" in report
+    assert reason in report
+
+
+def test_a_slow_test_is_ended(report):
+    assert "FAILED test_leaks.py::test_slow - Failed: over its deadline of 0.2 s" in report
+
+
+def test_clean_tests_pass(report):
+    assert "2 errors" not in report
+    for test in ("test_clean", "test_thread_that_ends", "test_environment_is_as_before"):
+        assert f"PASSED test_leaks.py::{test}" in report
+        assert f"ERROR test_leaks.py::{test}" not in report

@@ -1,0 +1,297 @@
+"""Everything that may be given as a dataset, split over the replicas of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, default_collate
+
+from tests.unit.data_ranks import joined, layout_in_process, plain
+from torchstrat import data
+from torchstrat.data import ArrayDataset, AutoShardPolicy, InputOptions, TextLineDataset
+from torchstrat.data.sources import reads_files
+from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.values import PerReplica
+
+
+def distribute(dataset: Any, replicas: int = 2, **options: Any) -> data.DistributedDataset:
+    chosen = InputOptions(**options) if options else None
+    return data.distribute_dataset(None, layout_in_process(replicas), dataset, chosen)  # type: ignore[arg-type]
+
+
+def read(dataset: Any, replicas: int = 2, **options: Any) -> list[Any]:
+    """The components of every step, as lists; None where an element holds no `PerReplica`."""
+    found = []
+    for batch in distribute(dataset, replicas, **options):
+        assert isinstance(batch, PerReplica)
+        found.append([plain(component) for component in batch.values])
+    return found
+
+
+class Squares(Dataset[Any]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(index)]), index * index
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(5).split(2)
+
+
+class MapOfBatches(Dataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.arange(2) + 2 * index
+
+
+class Files:
+    """A user's own file source."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def open(self, files: Any) -> Iterator[torch.Tensor]:
+        for name in files:
+            yield torch.full((3,), int(name))
+
+
+TWO_EACH = [[[0], [1]], [[2], [3]], [[4], []]]
+NATURAL_SPELLINGS: dict[str, Any] = {
+    "DataLoader": lambda: DataLoader(range(5), batch_size=2),  # type: ignore[arg-type]
+    "DataLoader with workers": lambda: DataLoader(range(5), batch_size=2, num_workers=1),  # type: ignore[arg-type]
+    "DataLoader of an iterable dataset": lambda: DataLoader(Stream(), batch_size=None),
+    "list of tensors": lambda: list(torch.arange(5).split(2)),
+    "list of arrays": lambda: [np.arange(2), np.arange(2, 4), np.arange(4, 5)],
+    "generator": lambda: (batch for batch in torch.arange(5).split(2)),
+    "IterableDataset": Stream,
+    "ArrayDataset": lambda: ArrayDataset(np.arange(5)).batch(2),
+}
+
+
+@pytest.mark.parametrize("spelling", NATURAL_SPELLINGS)
+def test_natural_spellings(spelling: str) -> None:
+    assert read(NATURAL_SPELLINGS[spelling]()) == TWO_EACH
+
+
+@pytest.mark.parametrize("spelling", NATURAL_SPELLINGS)
+@pytest.mark.parametrize("policy", ["OFF", "FILE", "HINT"])
+def test_the_fixed_size_rule_finds_the_batch_size(spelling: str, policy: str) -> None:
+    dataset = NATURAL_SPELLINGS[spelling]()
+    assert read(dataset, 3, auto_shard_policy=policy) == [[[0], [1], []], [[2], [3], []], [[4], [], []]]
+
+
+def test_a_dataset_of_batches() -> None:
+    assert read(MapOfBatches()) == [[[0], [1]], [[2], [3]], [[4], [5]]]
+
+
+def test_arrays_are_rows() -> None:
+    assert read(torch.arange(6).reshape(2, 3)) == [[[0, 1], [2]], [[3, 4], [5]]]
+    nested = distribute({"x": np.zeros((2, 4)), "y": torch.ones(2, 2)})
+    assert [{key: value.values[0].shape for key, value in batch.items()} for batch in nested] == [
+        {"x": (2,), "y": (1,)}
+    ] * 2
+
+
+def test_a_file_source_of_ones_own() -> None:
+    assert read(Files(["1", "2"])) == [[[1, 1], [1]], [[2, 2], [2]]]
+
+
+def test_the_policy_may_be_carried_by_the_dataset() -> None:
+    class Carrier(Stream):
+        auto_shard_policy = AutoShardPolicy.OFF
+
+    assert read(Carrier(), 2) == [[[0], [1]], [[2], [3]], [[4], []]]
+    assert read(DataLoader(Carrier(), batch_size=None), 4)[0] == [[0], [1], [], []]
+    fives = [torch.arange(5)]
+    assert read(fives, 4) == [[[0, 1], [2, 3], [4], []]]
+    assert read(fives, 4, auto_shard_policy="OFF") == [[[0, 1], [2], [3], [4]]]
+
+
+def test_a_single_replica_gets_the_very_batches() -> None:
+    batches = [torch.arange(2), {"x": torch.ones(1), "name": "last"}]
+    assert all(given is found for given, found in zip(batches, distribute(batches, 1), strict=True))
+    assert [value.item() for value in distribute(torch.arange(3), 1)] == [0, 1, 2]
+
+
+def test_one_replica_that_must_be_wrapped_takes_unbatched_elements_too() -> None:
+    layout = layout_in_process(1, always_wrap=True)
+    [batch] = data.distribute_dataset(None, layout, [torch.tensor(3)], None)  # type: ignore[arg-type]
+    assert batch.values[0].item() == 3
+    assert batch.batch_info.rows == (1,)
+
+
+def test_batch_info_is_one_object_per_step() -> None:
+    [batch] = distribute([(torch.arange(3), torch.arange(3))])
+    assert batch[0].batch_info is batch[1].batch_info
+    assert batch[0].batch_info.rows == (2, 1)
+    assert not batch[0].batch_info.run_empty
+    [batch] = distribute([torch.arange(3)], empty_replicas="run")
+    assert batch.batch_info.run_empty
+
+
+def test_a_collate_function_that_pads_sees_the_global_batch() -> None:
+    lengths = [torch.ones(size) for size in (1, 2, 3)]
+    loader = DataLoader(lengths, batch_size=3, collate_fn=lambda found: pad_sequence(found, batch_first=True))  # type: ignore[arg-type]
+    assert read(loader) == [[[[1, 0, 0], [1, 1, 0]], [[1, 1, 1]]]]
+
+
+def packed(samples: list[list[int]]) -> dict[str, torch.Tensor]:
+    """What `nn.EmbeddingBag` takes: all ids in a row, and where each example starts."""
+    lengths = torch.tensor([0, *map(len, samples)])
+    return {"ids": torch.tensor(joined(samples)), "offsets": lengths.cumsum(0)[:-1]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_cannot_be_cut_by_row_is_collated_for_each_replica(workers: int) -> None:
+    loader = DataLoader([[1], [2, 2], [3, 3, 3]], batch_size=3, collate_fn=packed, num_workers=workers)  # type: ignore[arg-type]
+    [batch] = distribute(loader, 4)
+    assert [ids.tolist() for ids in batch["ids"].values] == [[1], [2, 2], [3, 3, 3], []]
+    assert [offsets.tolist() for offsets in batch["offsets"].values] == [[0], [0], [0], []]
+    assert batch["ids"].batch_info.rows == (1, 1, 1, 0)
+
+
+def test_columns_of_strings() -> None:
+    assert read(DataLoader(["a", "b", "c"], batch_size=3)) == [[["a", "b"], ["c"]]]  # type: ignore[arg-type]
+    [batch] = distribute(ArrayDataset(np.array(["a", "b", "c"])).batch(3))
+    assert [component.dtype for component in batch.values] == [np.dtype(object)] * 2
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_lines_of_text(tmp_path: Path, as_loader: bool) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("a\nb\nc\nd\ne\n", encoding="utf-8")
+    lines = TextLineDataset(path)
+    dataset: Any = DataLoader(lines, batch_size=4) if as_loader else lines.batch(4)
+    assert read(dataset, 3) == [[["a", "b"], ["c"], ["d"]], [["e"], [], []]]
+    assert read(dataset, 3, auto_shard_policy="DATA") == [[["a", "b"], ["c", "d"], []], [["e"], [], []]]
+    assert list(distribute(lines, 1)) == ["a", "b", "c", "d", "e"]
+    assert all(isinstance(batch.values[0], np.ndarray) for batch in distribute(dataset))
+
+
+def test_data_loading_workers_share_a_pipeline() -> None:
+    loader = DataLoader(ArrayDataset(torch.arange(6)).take(4), batch_size=None, num_workers=2)
+    assert sorted(int(row) for row in loader) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        (None, InvalidArgumentError, "the dataset is None"),
+        ([1, 2, 3], WrongTypeError, "a list of int is no dataset"),
+        (lambda: None, WrongTypeError, "function is no dataset"),
+        ("text", WrongTypeError, "str is no dataset"),
+        (range(3), WrongTypeError, "range is no dataset"),
+        (torch.arange(3), InvalidArgumentError, "scalars, which cannot be split"),
+        ([(torch.zeros(2), torch.tensor(1))], InvalidArgumentError, "holds a scalar"),
+        ((torch.arange(3), torch.arange(2)), InvalidArgumentError, r"same number of rows; got \[3, 2\]"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_at_once(dataset: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        distribute(dataset)
+
+
+def test_single_examples_need_a_loader() -> None:
+    with pytest.raises(WrongTypeError, match="A dataset of single examples needs a DataLoader"):
+        list(distribute(Squares()))
+
+
+def test_a_distributed_dataset_is_not_distributed_again() -> None:
+    with pytest.raises(UnsupportedError, match="distributed already"):
+        distribute(distribute([torch.arange(2)]))
+
+
+def test_a_loader_that_is_sharded_already() -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(Squares(), num_replicas=2, rank=0)
+    loader = DataLoader(Squares(), batch_size=2, sampler=sampler)
+    with pytest.raises(UnsupportedError, match="shuffle=True instead of the sampler"):
+        distribute(loader)
+    assert len(list(distribute(loader, auto_shard_policy="OFF"))) == 2
+
+
+def test_an_iterator_is_read_once() -> None:
+    dataset = distribute(batch for batch in torch.arange(4).split(2))
+    assert dataset.element_spec.shape == (None,)
+    assert len(list(dataset)) == 2
+    with pytest.raises(InvalidArgumentError, match="can be read once"):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "replicas", "shape"),
+    [
+        (lambda: DataLoader(TensorDataset(torch.zeros(0, 3)), batch_size=4), 2, (None, 3)),
+        (lambda: DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4, drop_last=True), 2, (2, 3)),
+        (lambda: DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4, drop_last=True), 3, (None, 3)),
+        (lambda: DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4, collate_fn=_own_collate), 2, (None, None)),
+        (lambda: [(torch.zeros(4, 3),), (torch.zeros(4, 3),)], 2, (None, 3)),
+        (lambda: [(torch.zeros(4, 3),), (torch.zeros(4, 5),)], 2, (None, None)),
+        (lambda: (torch.zeros(5, 4, 3),), 2, (2, 3)),
+        (lambda: ArrayDataset((torch.zeros(8, 3),)).batch(4, drop_remainder=True), 2, (2, 3)),
+    ],
+)
+def test_element_spec(dataset: Any, replicas: int, shape: tuple[int | None, ...]) -> None:
+    [spec] = distribute(dataset(), replicas).element_spec
+    assert spec.shape == shape
+    assert spec.dtype is torch.float32
+    assert [part.shape for part in spec.values] == [shape] * replicas
+
+
+def _own_collate(samples: list[Any]) -> Any:
+    return default_collate(samples)
+
+
+def test_asking_for_the_spec_draws_nothing() -> None:
+    class Noise(Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(3) + np.random.rand()
+
+    before = torch.get_rng_state()
+    assert distribute(DataLoader(Noise(), batch_size=2)).element_spec.shape == (None, 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "expected", "cardinality"),
+    [
+        (lambda rows: rows.batch(2), [[0, 1], [2, 3], [4]], 3),
+        (lambda rows: rows.batch(2, drop_remainder=True), [[0, 1], [2, 3]], 2),
+        (lambda rows: rows.take(3), [0, 1, 2], 3),
+        (lambda rows: rows.repeat(2).batch(4), [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]], 3),
+        (lambda rows: rows.shard(2, 1), [1, 3], 2),
+        (lambda rows: rows.map(lambda row: row * 2), [0, 2, 4, 6, 8], 5),
+        (lambda rows: rows.batch(2).unbatch().batch(3), [[0, 1, 2], [3, 4]], -2),
+        (lambda rows: rows.batch(4).rebatch([1, 2]), [[0], [1, 2], [3], [4]], -2),
+        (lambda rows: rows.repeat().take(7).batch(7), [[0, 1, 2, 3, 4, 0, 1]], 1),
+    ],
+)
+def test_pipelines(pipeline: Any, expected: list[Any], cardinality: int) -> None:
+    made = pipeline(ArrayDataset(torch.arange(5)))
+    assert [element.tolist() for element in made] == expected
+    assert made.cardinality == cardinality
+
+
+def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
+    assert not reads_files(ArrayDataset(torch.arange(3)).batch(2))
+    assert reads_files(TextLineDataset(["a", "b"]).map(str.upper).batch(2))
+
+
+def test_infinite_data() -> None:
+    dataset = distribute(ArrayDataset(torch.arange(3)).batch(2).repeat())
+    assert dataset.cardinality == data.INFINITE_CARDINALITY
+    iterator = iter(dataset)
+    assert [[plain(part) for part in next(iterator).values] for _ in range(4)] == [[[0], [1]], [[2], []]] * 2
