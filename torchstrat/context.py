@@ -103,9 +103,11 @@ def require_cross(strategy: Strategy, call: str) -> None:
 
 
 def require_not_mixed(strategy: Strategy, call: str) -> None:
-    """``call`` on ``strategy`` is an error in the scope of another strategy."""
+    """``call`` on ``strategy`` is an error in the scope of another strategy. The default one's is as good as none."""
     frame = _frames.top()
-    if frame is not None and frame.strategy is not strategy:
+    if frame is None or (frame.replica is None and frame.strategy is _default_strategy()):
+        return
+    if frame.strategy is not strategy:
         raise StrategyMixingError(
             f"{call} of {strategy!r} was used in the scope of {frame.strategy!r}. One program part works with one "
             "strategy at a time: leave the inner scope first, or use its strategy."

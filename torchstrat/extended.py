@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from torchstrat import component_updates, context
+from torchstrat import component_updates, context, memory
 from torchstrat import destinations as placing
 from torchstrat.distributed_variable import Variable
 from torchstrat.errors import ContextError, InvalidArgumentError
+from torchstrat.memory import MemoryEstimate
 from torchstrat.reduction import ReduceOp
 from torchstrat.values import require_callable
 from torchstrat.variable_storage import VariablePlacement
@@ -223,6 +226,15 @@ class StrategyExtended:
         if replica is None or self._strategy._variable_placement is not VariablePlacement.MIRRORED:
             return self._parameter_devices[0]
         return self._strategy._engine.device_of_replica(replica)
+
+    def estimate(self, model: nn.Module, optimizer: Optimizer | None = None) -> MemoryEstimate:
+        """Bytes that parameters, buffers, gradients and optimizer state will take, by device and on the host.
+
+        Call it before anything is allocated: ``model`` may be made on ``torch.device("meta")``, and ``optimizer`` over
+        its parameters; neither is changed. Counts the state that stays between steps, over all processes of the job,
+        without activations and batches. Local: any process may call it alone.
+        """
+        return memory.estimate(model, optimizer, self._strategy._engine.copies())
 
     def _remember(self, variable: Variable) -> None:
         """Number a variable that every process creates. Those made in a replica's code are left out, because a process

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from torchstrat.context import get_replica_context, get_strategy
-from torchstrat.errors import ContextError, InvalidArgumentError
+from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.reduction import ReduceOp
 
 
@@ -47,10 +48,21 @@ def compute_average_loss(
     if global_batch_size is None:
         rows = per_example_loss.shape[0] if per_example_loss.dim() else 1
         global_batch_size = rows * replicas
-    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 0:
-        raise InvalidArgumentError(f"global_batch_size must be a non-negative int; got {global_batch_size!r}.")
+    examples = _whole_number(global_batch_size)
     total = per_example_loss.sum()
-    return total / global_batch_size if global_batch_size else torch.zeros_like(total)
+    return total / examples if examples else torch.zeros_like(total)
+
+
+def _whole_number(global_batch_size: Any) -> int:
+    try:
+        examples = operator.index(global_batch_size)
+    except TypeError:
+        raise WrongTypeError(
+            f"global_batch_size must be an int; got {type(global_batch_size).__name__} {global_batch_size!r}."
+        ) from None
+    if isinstance(global_batch_size, bool) or examples < 0:
+        raise InvalidArgumentError(f"global_batch_size must be 0 or more examples; got {global_batch_size!r}.")
+    return examples
 
 
 def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:

@@ -1,8 +1,5 @@
 """Training cases: unusual ways to a gradient."""
 
-# mypy: allow-untyped-calls
-# torch leaves Tensor.backward and some others without types; cases call them as users do.
-
 from __future__ import annotations
 
 from functools import partial
@@ -72,10 +69,12 @@ def _halve(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-def compiled(backend: str) -> Training:
+def compiled(backend: str | None) -> Training:
+    """``backend`` of `torch.compile`; None does not compile, for the reference."""
     model = Mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    return Training(plain_step(torch.compile(model, backend=backend), optimizer), {"model": model})  # type: ignore[arg-type]
+    called: Any = model if backend is None else torch.compile(model, backend=backend)
+    return Training(plain_step(called, optimizer), {"model": model})
 
 
 def checkpointed(*, use_reentrant: bool) -> Training:
@@ -237,8 +236,8 @@ CASES = (
     Case("forward_hooks", forward_hooks),
     Case("backward_hooks", backward_hooks),
     Case("tensor_hooks", tensor_hooks),
-    Case("compiled", partial(compiled, "aot_eager")),
-    Case("compiled_inductor", partial(compiled, "inductor"), needs_compiler=True),
+    Case("compiled", partial(compiled, "aot_eager"), plain=partial(compiled, None)),
+    Case("compiled_inductor", partial(compiled, "inductor"), plain=partial(compiled, None), needs_compiler=True),
     Case("checkpoint_reentrant", partial(checkpointed, use_reentrant=True)),
     Case("checkpoint_not_reentrant", partial(checkpointed, use_reentrant=False)),
     Case("gradient_penalty", gradient_penalty),

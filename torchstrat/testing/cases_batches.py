@@ -1,8 +1,5 @@
 """Training cases: batches that do not divide, weights of their own, and replicas that talk in the middle of a step."""
 
-# mypy: allow-untyped-calls
-# torch leaves Tensor.backward and some others without types; cases call them as users do.
-
 from __future__ import annotations
 
 from functools import partial

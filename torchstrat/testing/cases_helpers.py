@@ -1,8 +1,5 @@
 """Training cases: helpers that live beside model and optimizer, and models that are exchanged on the way."""
 
-# mypy: allow-untyped-calls
-# torch leaves Tensor.backward and some others without types; cases call them as users do.
-
 from __future__ import annotations
 
 import copy

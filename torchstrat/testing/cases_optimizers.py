@@ -1,8 +1,5 @@
 """Training cases: which optimizer, and how its state and its settings change."""
 
-# mypy: allow-untyped-calls
-# torch leaves Tensor.backward and some others without types; cases call them as users do.
-
 from __future__ import annotations
 
 import copy

@@ -1,8 +1,5 @@
 """Training cases: what a step does between backward and optimizer, and to its parameters by hand."""
 
-# mypy: allow-untyped-calls
-# torch leaves Tensor.backward and some others without types; cases call them as users do.
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """Training cases: what surrounds the step, and a second look at the model between steps."""
 
-# mypy: allow-untyped-calls
-# torch leaves Tensor.backward and some others without types; cases call them as users do.
-
 from __future__ import annotations
 
 import torch

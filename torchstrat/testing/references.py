@@ -4,9 +4,6 @@
 outside of any strategy is the identity. The exceptions are below it.
 """
 
-# mypy: allow-untyped-calls
-# torch leaves Tensor.backward and some others without types; cases call them as users do.
-
 from __future__ import annotations
 
 import copy

@@ -1,0 +1,83 @@
+"""The estimate against measured memory: 100 million parameters, proportional set size summed over ranks."""
+
+import gc
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrat as ts
+from torchstrat.testing.spawn import spawn
+
+WIDTH = 10_000  # one Linear of 100 million float32 parameters: 400 MB
+
+
+def _pss_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no Pss in smaps_rollup")
+
+
+def _train(strategy, width):
+    """One step; model and optimizer, still alive."""
+    with strategy.scope():
+        model = nn.Linear(width, width, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step, args=(torch.ones(2, width),))
+    return model, optimizer, step
+
+
+def _measure(name, replicas):
+    """(bytes that training holds, bytes estimated before), in this process."""
+    options = {"timeout": timedelta(seconds=100)}
+    devices = [f"cpu:{index}" for index in range(replicas)] if replicas > 1 else None
+    strategy = ts.registry.get(name)(devices, **options)
+    try:
+        small = _train(strategy, 8)  # whatever a first step loads and starts is not the model's
+        with torch.device("meta"):
+            meta = nn.Linear(WIDTH, WIDTH, bias=False)
+        estimate = strategy.extended.estimate(meta, torch.optim.SGD(meta.parameters(), lr=0.1, momentum=0.9))
+        gc.collect()
+        before = _pss_bytes()
+        large = _train(strategy, WIDTH)
+        gc.collect()
+        held = _pss_bytes() - before
+        owns_state = bool(large[1].state)
+        del small, large
+        return held, estimate.host_bytes, owns_state
+    finally:
+        strategy.close()
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_processes_hold_what_was_estimated(name):
+    results = spawn(_measure, 2, (name, 1), timeout_seconds=300)
+    held = sum(result[0] for result in results)
+    estimated = results[0][1]
+    assert results[1][1] == estimated
+    assert abs(held - estimated) <= 0.05 * estimated, f"held {held:,} bytes, estimated {estimated:,}"
+    assert [result[2] for result in results] == [True, name == "mirrored"]
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+def test_one_process_holds_what_was_estimated(name):
+    (result,) = spawn(_measure_alone, 1, (name,), timeout_seconds=300)
+    held, estimated, _ = result
+    assert abs(held - estimated) <= 0.05 * estimated, f"held {held:,} bytes, estimated {estimated:,}"
+
+
+def _measure_alone(name):
+    return _measure(name, 2)

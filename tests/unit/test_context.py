@@ -1,0 +1,193 @@
+"""Which context a thread is in, and which calls belong to which."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchstrat as ts
+from torchstrat.errors import ContextError, StrategyMixingError
+
+
+@pytest.fixture(params=["one_device", "mirrored", "central"])
+def strategy(request: pytest.FixtureRequest) -> Iterator[ts.Strategy]:
+    made: ts.Strategy = {
+        "one_device": lambda: ts.OneDeviceStrategy("cpu:0"),
+        "mirrored": lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"]),
+        "central": lambda: ts.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+    }[request.param]()
+    yield made
+    made.close()
+
+
+def replica_context() -> ts.ReplicaContext:
+    context = ts.get_replica_context()
+    assert context is not None
+    return context
+
+
+def state() -> tuple[bool, bool, bool]:
+    return ts.has_strategy(), ts.in_cross_replica_context(), ts.get_replica_context() is not None
+
+
+OUTSIDE, CROSS, REPLICA = (False, False, True), (True, True, False), (True, False, True)
+
+
+def test_the_context_of_each_place(strategy: ts.Strategy) -> None:
+    seen: dict[str, Any] = {"outside": state()}
+    with strategy.scope() as entered:
+        seen["scope"] = state()
+        assert entered is strategy is ts.get_strategy()
+        strategy.run(lambda: seen.update(run=state()))
+        strategy.run(lambda: replica_context().merge_call(lambda s: seen.update(merge=(state(), s is strategy))))
+    strategy.run(lambda: seen.update(unscoped=(state(), ts.get_strategy() is strategy)))
+    assert seen == {
+        "outside": OUTSIDE,
+        "scope": CROSS,
+        "run": REPLICA,
+        "merge": (CROSS, True),
+        "unscoped": (REPLICA, True),
+    }
+    assert state() == OUTSIDE
+
+
+def test_the_default_strategy() -> None:
+    default = ts.get_strategy()
+    context = replica_context()
+    assert (context.replica_id_in_sync_group, context.num_replicas_in_sync, context.strategy) == (0, 1, default)
+    assert context.all_reduce("sum", torch.tensor(2.0)) == 2
+    assert context.merge_call(lambda s, x: (s is default, x + 1), args=(1,)) == (True, 2)
+    assert default.run(state) == OUTSIDE
+    with default.scope():
+        assert state() == (False, True, False)
+        other = ts.MirroredStrategy(["cpu:0"])
+        with other.scope():
+            assert ts.get_strategy() is other
+    with other.scope(), pytest.raises(ContextError, match="default strategy's scope"):
+        default.scope().__enter__()
+    with pytest.raises(ContextError, match="no devices of its own"):
+        _ = default.extended.worker_devices
+    dataset = [1, 2]
+    assert default.distribute_dataset(dataset) is dataset
+    for copier in (copy.copy, copy.deepcopy):
+        with pytest.raises(ContextError, match="copied"):
+            copier(default)
+    other.close()
+
+
+def test_scopes_nest_and_end_with_exceptions(strategy: ts.Strategy) -> None:
+    scope = strategy.scope()
+    with scope, scope, strategy.scope():
+        assert state() == CROSS
+    with pytest.raises(KeyError), scope:
+        raise KeyError
+    assert state() == OUTSIDE
+
+
+def test_scopes_close_in_the_order_of_opening(strategy: ts.Strategy) -> None:
+    with pytest.raises(ContextError, match="left by a thread, or in an order, other than it was entered"):
+        strategy.scope().__exit__(None, None, None)
+
+
+def test_a_new_thread_is_in_no_scope(strategy: ts.Strategy) -> None:
+    seen: list[Any] = []
+    with strategy.scope():
+        thread = threading.Thread(target=lambda: seen.append(state()))
+        thread.start()
+        thread.join()
+    assert seen == [OUTSIDE]
+
+
+CROSS_ONLY: dict[str, Callable[[ts.Strategy], Any]] = {
+    "scope": lambda s: s.scope().__enter__(),
+    "run": lambda s: s.run(lambda: None),
+    "reduce": lambda s: s.reduce("sum", torch.tensor(1.0)),
+    "gather": lambda s: s.gather(torch.ones(1), axis=0),
+    "reduce_to": lambda s: s.extended.reduce_to("sum", torch.tensor(1.0), "cpu:0"),
+    "broadcast_to": lambda s: s.extended.broadcast_to(torch.tensor(1.0), "cpu:0"),
+}
+
+
+@pytest.mark.parametrize("name", CROSS_ONLY)
+def test_calls_that_do_not_belong_in_a_replica(strategy: ts.Strategy, name: str) -> None:
+    with pytest.raises(ContextError, match=f"{name} was called inside replica 0"):
+        strategy.run(lambda: CROSS_ONLY[name](strategy))
+    if name != "scope":
+        replicas = strategy.num_replicas_in_sync
+        value = ts.PerReplica([torch.ones(1)] * replicas)
+        strategy.run(lambda: replica_context().merge_call(lambda s: s.gather(value, axis=0)))
+
+
+@pytest.mark.parametrize("name", CROSS_ONLY)
+def test_another_strategy_in_a_scope(strategy: ts.Strategy, name: str) -> None:
+    other = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    with other.scope(), pytest.raises(StrategyMixingError, match=rf"{name} of <{type(strategy).__name__}"):
+        CROSS_ONLY[name](strategy)
+    other.close()
+
+
+def test_calls_that_work_in_a_replica(strategy: ts.Strategy) -> None:
+    def step() -> Any:
+        values = strategy.distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
+        return strategy.local_results(values)
+
+    results = strategy.local_results(strategy.run(step))
+    assert all(list(one) == list(range(strategy.num_replicas_in_sync)) for one in results)
+
+
+def test_a_replica_context_ends_with_its_turn(strategy: ts.Strategy) -> None:
+    kept: list[ts.ReplicaContext] = []
+    strategy.run(lambda: kept.append(replica_context()))
+    calls: list[Callable[[ts.ReplicaContext], Any]] = [
+        lambda context: context.all_reduce("sum", torch.ones(1)),
+        lambda context: context.all_gather(torch.ones(1), 0),
+        lambda context: context.merge_call(print),
+        lambda context: context.set_weight(1),
+    ]
+    for call in calls:
+        with pytest.raises(ContextError, match="a context ends with its run"):
+            call(kept[0])
+
+
+def test_replica_contexts_made_by_hand(strategy: ts.Strategy) -> None:
+    context = ts.ReplicaContext(strategy, 0)
+    with context:
+        assert ts.get_replica_context() is context
+    assert context.devices == strategy.extended.worker_devices[:1]
+    for bad in ("0", 1.5, True):
+        with pytest.raises(ValueError, match="must be an int"):
+            ts.ReplicaContext(strategy, bad)  # type: ignore[arg-type]
+
+
+def test_experimental_set_strategy(strategy: ts.Strategy) -> None:
+    ts.experimental_set_strategy(strategy)
+    assert (state(), ts.get_strategy() is strategy) == (CROSS, True)
+    second = ts.OneDeviceStrategy("cpu:0")
+    ts.experimental_set_strategy(second)
+    assert ts.get_strategy() is second
+    ts.experimental_set_strategy(None)
+    assert state() == OUTSIDE
+    with strategy.scope(), pytest.raises(ContextError, match="inside a scope"):
+        ts.experimental_set_strategy(None)
+
+
+def test_strategies_are_remade_not_copied(strategy: ts.Strategy) -> None:
+    with pytest.raises(ContextError, match=r"copy.copy"):
+        copy.copy(strategy)
+    remade = copy.deepcopy(strategy)
+    assert type(remade) is type(strategy)
+    assert remade is not strategy
+    assert remade.extended.worker_devices == strategy.extended.worker_devices
+    remade.close()
+
+
+def test_a_strategy_is_no_context_manager(strategy: ts.Strategy) -> None:
+    with pytest.raises(ContextError, match=r"with strategy.scope\(\)"), strategy:
+        pass
+    with pytest.raises(TypeError, match="is an interface"):
+        ts.Strategy()

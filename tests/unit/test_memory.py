@@ -1,0 +1,68 @@
+"""Estimates of memory, against what optimizers really allocate."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrat as ts
+from torchstrat.memory import optimizer_state_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer_type", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adam, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"centered": True}),
+    ],
+)
+def test_optimizer_state_is_what_a_step_allocates(optimizer_type, options):
+    def build(device):
+        model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 7), nn.Embedding(11, 5)).to(device)
+        return model, optimizer_type(model.parameters(), **options)
+
+    _, meta_optimizer = build("meta")
+    before = len(meta_optimizer.state)  # Adagrad makes its state when it is built
+    expected = optimizer_state_bytes(meta_optimizer)
+    assert len(meta_optimizer.state) == before
+    model, optimizer = build("cpu")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    allocated = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    assert expected == allocated == optimizer_state_bytes(optimizer)
+
+
+def test_copies_are_counted_where_they_live(closing):
+    model = nn.Linear(1000, 1000, bias=False, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    weights = 4_000_000
+    one = closing(ts.OneDeviceStrategy("cpu:0")).extended.estimate(model, optimizer)
+    assert one.per_device_bytes == {"cpu:0": 3 * weights}
+    two = closing(ts.MirroredStrategy(["cpu:0", "cpu:1"])).extended.estimate(model, optimizer)
+    assert two.per_device_bytes == {"cpu:0": 3 * weights, "cpu:1": 2 * weights}
+    central = closing(ts.CentralStorageStrategy(["cpu:0", "cpu:1"])).extended.estimate(model, optimizer)
+    assert central.host_bytes == 5 * weights
+    assert "host: 19.1 MiB" in str(central)
+
+
+@pytest.fixture
+def closing():
+    strategies = []
+
+    def keep(strategy):
+        strategies.append(strategy)
+        return strategy
+
+    yield keep
+    for strategy in strategies:
+        strategy.close()
