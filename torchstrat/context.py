@@ -161,6 +161,7 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
         return self._strategy
 
     @property
@@ -170,6 +171,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
+        """The number of replicas of the strategy, over all processes."""
         return self._strategy.num_replicas_in_sync
 
     @property

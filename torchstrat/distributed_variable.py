@@ -175,10 +175,12 @@ class Variable(TensorLike):
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the current value."""
         return self._cell().shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of all its values."""
         return self._cells[0].dtype
 
     @property
@@ -191,6 +193,7 @@ class Variable(TensorLike):
 
     @property
     def trainable(self) -> bool:
+        """False: trained state is a `torch.nn.Parameter`."""
         return False
 
     def _own_replica(self) -> int | None:
@@ -223,7 +226,8 @@ class Variable(TensorLike):
         if self.aggregation is VariableAggregation.NONE:
             raise InvalidArgumentError(
                 f"Variable {self.name!r} is ON_READ with aggregation NONE: outside of run it has no single value. Read "
-                "it in a replica, open it with strategy.local_results, or create it with SUM, MEAN or ONLY_FIRST_REPLICA."
+                "it in a replica, open it with strategy.local_results, or create it with aggregation SUM, MEAN or "
+                "ONLY_FIRST_REPLICA."
             )
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return from_first_replica(self._strategy, self._cells[0].copy())

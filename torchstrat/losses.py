@@ -19,8 +19,8 @@ def _require_sum(call: str) -> int:
     if replicas > 1 and strategy.extended.gradient_reduce_op is not ReduceOp.SUM:
         raise InvalidArgumentError(
             f"{call} divides by the global batch, and this strategy averages gradients over {replicas} replicas, which "
-            f"would divide by {replicas} again. Either build the strategy with gradient_reduce_op='sum', or use a plain "
-            "mean loss (torch's reduction='mean')."
+            f"would divide by {replicas} again. Either build the strategy with gradient_reduce_op='sum', or use a "
+            "plain mean loss (torch's reduction='mean')."
         )
     return replicas
 
@@ -44,7 +44,8 @@ def compute_average_loss(
         raise ContextError("compute_average_loss works inside a replica; call it in the step given to strategy.run.")
     if sample_weight is not None:
         weight = torch.as_tensor(sample_weight, dtype=per_example_loss.dtype, device=per_example_loss.device)
-        per_example_loss = per_example_loss * weight.reshape(weight.shape + (1,) * (per_example_loss.dim() - weight.dim()))
+        missing = per_example_loss.dim() - weight.dim()
+        per_example_loss = per_example_loss * weight.reshape(weight.shape + (1,) * missing)
     if global_batch_size is None:
         rows = per_example_loss.shape[0] if per_example_loss.dim() else 1
         global_batch_size = rows * replicas
@@ -72,5 +73,7 @@ def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
     """
     replicas = _require_sum("scale_regularization_loss")
     if get_replica_context() is None:
-        raise ContextError("scale_regularization_loss works inside a replica; call it in the step given to strategy.run.")
+        raise ContextError(
+            "scale_regularization_loss works inside a replica; call it in the step given to strategy.run."
+        )
     return torch.as_tensor(regularization_loss).sum() / replicas

@@ -1,7 +1,7 @@
 """How the components of a distributed value are combined. Pure: no process group, no device beyond the tensors' own.
 
-The rules are those of ``tf.distribute`` except where PyTorch's users expect otherwise: dtypes follow PyTorch (an integer
-mean is of the default floating dtype) and every check is made for one replica as for many.
+The rules are those of ``tf.distribute`` except where PyTorch's users expect otherwise: dtypes follow PyTorch (an
+integer mean is of the default floating dtype) and every check is made for one replica as for many.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class VariableSynchronization(enum.Enum):
 def parse_axis(axis: Any, op: ReduceOp) -> Axis:
     """None, an int (bools count), or a tuple of ints, as `reduce` takes them.
 
-    A NumPy integer is accepted for SUM only, as recorded from TensorFlow. Lists, floats, strings and tensors are errors.
+    A NumPy integer is accepted for SUM only, as recorded from TensorFlow. Lists, floats, strings, tensors are errors.
     """
     if axis is None or (isinstance(axis, tuple) and not axis):  # not ``== ()``: an array compares element by element
         return None
@@ -126,7 +126,8 @@ def _check_alike(tensors: Sequence[torch.Tensor], call: str, *, shapes: bool) ->
     for index, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype:
             raise InvalidArgumentError(
-                f"{call} got {first.dtype} on replica 0 and {tensor.dtype} on replica {index}; convert to one dtype first."
+                f"{call} got {first.dtype} on replica 0 and {tensor.dtype} on replica {index}; "
+                "convert to one dtype first."
             )
         if tensor.layout != first.layout:
             raise InvalidArgumentError(
@@ -179,7 +180,9 @@ def _combine_sparse(op: ReduceOp, components: Sequence[torch.Tensor]) -> torch.T
 def sum_and_count(tensor: torch.Tensor, axis: int | tuple[int, ...], op: ReduceOp) -> tuple[torch.Tensor, int]:
     """One replica's share of a `reduce` with an axis: its sum over those dimensions, and how many entries that were."""
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"reduce with axis={axis} needs dense tensors; got layout {tensor.layout}. Use axis=None.")
+        raise UnsupportedError(
+            f"reduce with axis={axis} needs dense tensors; got layout {tensor.layout}. Use axis=None."
+        )
     if tensor.dtype == torch.bool:
         raise WrongTypeError("reduce cannot combine bool tensors; convert them to an integer or floating dtype first.")
     dims = normalize_dims(axis, tensor.dim(), "reduce")
@@ -213,7 +216,7 @@ def parse_gather_axis(axis: Any) -> int:
 
 
 def gather_components(components: Sequence[Any], axis: int, call: str = "gather") -> Any:
-    """The components joined along ``axis``, in replica order, on the first one's device. Arrays of strings stay arrays."""
+    """The components joined along ``axis``, in replica order, on the first one's device. Arrays of strings stay so."""
     if all(isinstance(one, np.ndarray) and one.dtype == object for one in components):
         shapes = [one.shape for one in components]
         dim = check_gather_shapes(shapes, axis, call)
@@ -236,7 +239,8 @@ def check_gather_shapes(shapes: Sequence[tuple[int, ...]], axis: int, call: str)
     for index, shape in enumerate(shapes):
         if len(shape) != len(first):
             raise InvalidArgumentError(
-                f"{call} got {len(first)} dimensions on replica 0 and {len(shape)} on replica {index}; ranks must be equal."
+                f"{call} got {len(first)} dimensions on replica 0 and {len(shape)} on replica {index}; "
+                "ranks must be equal."
             )
     if not first:
         raise InvalidArgumentError(f"{call} got scalars, which have no axis to join on; reshape them to (1,) first.")
@@ -283,8 +287,8 @@ def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any
             return as_tensor(value, "reduce").clone()  # the sum stays when the variable changes
         return as_tensor(value, "reduce") if is_array else value
     raise InvalidArgumentError(
-        f"reduce('sum') over {num_replicas} replicas got a {type(value).__name__} that is the same for all of them, not "
-        "a value per replica. Pass what strategy.run returned, or multiply by num_replicas_in_sync yourself."
+        f"reduce('sum') over {num_replicas} replicas got a {type(value).__name__} that is the same for all of them, "
+        "not a value per replica. Pass what strategy.run returned, or multiply by num_replicas_in_sync yourself."
     )
 
 

@@ -37,8 +37,8 @@ class Scope:
         self._strategy._enter_scope()
         return self._strategy
 
-    def __exit__(self, *_: Any) -> None:
-        self._strategy._leave_scope()
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._strategy._leave_scope(failed=kind is not None)
 
 
 class Strategy(SeedNames, LogicalDeviceMethods):
@@ -97,9 +97,9 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         self._engine.scope_opened()
         context.push_cross(self)
 
-    def _leave_scope(self) -> None:
+    def _leave_scope(self, *, failed: bool) -> None:
         context.pop_cross(self)
-        self._engine.scope_closed()
+        self._engine.scope_closed(failed=failed)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

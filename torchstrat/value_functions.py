@@ -27,7 +27,7 @@ class ValueContext:
 def distribute_values(
     value_fn: Callable[[ValueContext], Any], num_replicas: int, local_replicas: tuple[int, ...], wrap: bool
 ) -> Any:
-    """One call per local replica, in order. ``wrap``: `PerReplica` leaves, always; else the bare value of one replica."""
+    """One call per local replica, in order. ``wrap``: always `PerReplica` leaves; else the one replica's bare value."""
     require_callable(value_fn, "distribute_values_from_function")
     values = [value_fn(ValueContext(replica, num_replicas)) for replica in local_replicas]
     if not wrap:

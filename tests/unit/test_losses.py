@@ -81,9 +81,9 @@ def test_under_averaged_gradients_they_are_an_error() -> None:
 def test_outside_of_a_replica_they_are_an_error() -> None:
     strategy = two("sum")
     with strategy.scope():
-        with pytest.raises(RuntimeError, match="in the step given to strategy.run"):
+        with pytest.raises(RuntimeError, match=r"in the step given to strategy\.run"):
             ts.compute_average_loss(torch.ones(2))
-        with pytest.raises(RuntimeError, match="in the step given to strategy.run"):
+        with pytest.raises(RuntimeError, match=r"in the step given to strategy\.run"):
             ts.scale_regularization_loss(1.0)
     strategy.close()
 

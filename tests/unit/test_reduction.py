@@ -105,7 +105,9 @@ def test_parse_axis_refuses(axis: Any) -> None:
         reduction.parse_axis(axis, SUM)
 
 
-@pytest.mark.parametrize(("axis", "message"), [(2, "use -2 to 1"), (-3, "use -2 to 1"), ((0, -2), "one dimension twice")])
+@pytest.mark.parametrize(
+    ("axis", "message"), [(2, "use -2 to 1"), (-3, "use -2 to 1"), ((0, -2), "one dimension twice")]
+)
 def test_axes_out_of_range(axis: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         reduction.reduce_components(SUM, parts(1, 1), axis)

@@ -109,7 +109,7 @@ class InProcessReplicas:
     def scope_opened(self) -> None:
         self.registry.open()
 
-    def scope_closed(self) -> None:
+    def scope_closed(self, *, failed: bool = False) -> None:
         self.registry.close()
 
     def set_no_sync(self, active: bool) -> None:

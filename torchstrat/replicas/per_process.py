@@ -109,8 +109,10 @@ class PerProcessReplica:
     def scope_opened(self) -> None:
         self.registry.open()
 
-    def scope_closed(self) -> None:
+    def scope_closed(self, *, failed: bool = False) -> None:
         self.registry.close()
+        if failed:
+            return
         self._take_over_initial_values()
         self._watch_optimizers()
         tensors = [tensor for tensor in self.registry.tensors() if not is_lazy(tensor)]

@@ -64,7 +64,7 @@ class DefaultStrategy(Strategy):
             )
         context.push_cross(self)
 
-    def _leave_scope(self) -> None:
+    def _leave_scope(self, *, failed: bool) -> None:
         context.pop_cross(self)
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:

@@ -53,8 +53,8 @@ class MirroredStrategy(Strategy):
             if plan.spans_hosts and not allow_several_hosts:
                 raise UnsupportedError(
                     f"MirroredStrategy is for one machine and torchrun started {plan.size} processes, "
-                    f"{plan.local_size} of them on this one. Use MultiWorkerMirroredStrategy (the same under torchrun), "
-                    "or pass allow_several_hosts=True."
+                    f"{plan.local_size} of them on this one. Use MultiWorkerMirroredStrategy (the same under "
+                    "torchrun), or pass allow_several_hosts=True."
                 )
             device = own_device(devices, plan)
             self._engine = one_replica_per_process(self, plan, device, op, timeout, central=False)
