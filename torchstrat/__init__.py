@@ -13,7 +13,6 @@ from torchstrat.context import (
     in_cross_replica_context,
 )
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from torchstrat.distributed_variable import Variable
 from torchstrat.errors import OutOfRangeError
 from torchstrat.losses import compute_average_loss, scale_regularization_loss
 from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
@@ -26,6 +25,7 @@ from torchstrat.strategy import Strategy
 from torchstrat.sync_batchnorm import convert_sync_batchnorm
 from torchstrat.value_functions import ValueContext
 from torchstrat.values import DistributedValues, Mirrored, PerReplica
+from torchstrat.variable.variable import Variable
 
 __version__ = "0.1.0"
 

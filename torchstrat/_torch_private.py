@@ -43,8 +43,3 @@ dispatch_mode_stack: Callable[[], list[Any]] = _look_up("utils._python_dispatch.
 foreach_add_: Callable[..., None] = _look_up("_foreach_add_")
 foreach_mul_: Callable[..., None] = _look_up("_foreach_mul_")
 foreach_copy_: Callable[..., None] = _look_up("_foreach_copy_")
-
-
-def is_module_proxy(value: Any) -> bool:
-    """Whether ``value`` is torch's operator namespace or another lazy proxy that must not be opened attribute by attribute."""
-    return isinstance(value, _look_up("_ops._Ops"))

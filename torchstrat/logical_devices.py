@@ -25,7 +25,7 @@ def check_split(shape: Sequence[int], partition_dimensions: Sequence[int], num_l
         )
     for dim, (size, parts) in enumerate(zip(shape, dims, strict=True)):
         if parts < 1:
-            raise InvalidArgumentError(f"partition_dimensions={dims}: entry {dim} is {parts}; entries must be 1 or more.")
+            raise InvalidArgumentError(f"partition_dimensions={dims}: entry {dim} is {parts}; the least is 1.")
         if size % parts:
             raise InvalidArgumentError(
                 f"partition_dimensions={dims}: dimension {dim} has size {size}, which does not divide into {parts} "
@@ -33,8 +33,8 @@ def check_split(shape: Sequence[int], partition_dimensions: Sequence[int], num_l
             )
     if math.prod(dims) != num_logical_devices:
         raise InvalidArgumentError(
-            f"partition_dimensions={dims} makes {math.prod(dims)} parts, and a replica has {num_logical_devices} logical "
-            f"device{'s' if num_logical_devices > 1 else ''}; the product of the entries must equal that number."
+            f"partition_dimensions={dims} makes {math.prod(dims)} parts, and a replica has {num_logical_devices} "
+            f"logical device{'s' if num_logical_devices > 1 else ''}; the product of the entries must equal that number."
         )
 
 

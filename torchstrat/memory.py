@@ -77,12 +77,17 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         mib = 1 << 20
-        rows = [
-            f"{holding.device}: {holding.total_bytes / mib:,.1f} MiB "
-            f"(parameters {holding.parameters_bytes / mib:,.1f}, buffers {holding.buffers_bytes / mib:,.1f}, gradients {holding.gradients_bytes / mib:,.1f}, optimizer "
-            f"{holding.optimizer_state_bytes / mib:,.1f}, communication {holding.communication_bytes / mib:,.1f})"
-            for holding in self.holdings
-        ]
+        rows = []
+        for one in self.holdings:
+            parts = {
+                "parameters": one.parameters_bytes,
+                "buffers": one.buffers_bytes,
+                "gradients": one.gradients_bytes,
+                "optimizer": one.optimizer_state_bytes,
+                "communication": one.communication_bytes,
+            }
+            shown = ", ".join(f"{name} {size / mib:,.1f}" for name, size in parts.items())
+            rows.append(f"{one.device}: {one.total_bytes / mib:,.1f} MiB ({shown})")
         return "\n".join([*rows, f"host: {self.host_bytes / mib:,.1f} MiB"])
 
 

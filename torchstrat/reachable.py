@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.values import DistributedValues
+from torchstrat.variable.tensor_like import TensorLike
 
 HELPER_TYPES = (Optimizer, LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _ATOMS: tuple[type, ...] = (
+    TensorLike,
     DistributedValues,
     str,
     bytes,

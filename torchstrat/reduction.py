@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.tensor_like import TensorLike
+from torchstrat.variable.tensor_like import TensorLike
 
 Axis = int | tuple[int, ...] | None
 
@@ -277,6 +277,11 @@ def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any
     """
     if axis is not None:
         return reduce_components(op, [value] * num_replicas, axis)
+    if type(value) is int and value == 0:
+        raise InvalidArgumentError(
+            "reduce got the Python number 0, which has neither shape nor dtype; pass what strategy.run returned, or a "
+            "tensor such as torch.zeros(())."
+        )
     is_array = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
     if is_array and not np.any(value):
         return value  # zeros stay zeros however often they are added

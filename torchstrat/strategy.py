@@ -13,7 +13,6 @@ import torch
 from torchstrat import context, data, nest
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
-from torchstrat.distributed_variable import Variable
 from torchstrat.errors import ContextError
 from torchstrat.extended import StrategyExtended
 from torchstrat.logical_devices import LogicalDeviceMethods
@@ -22,7 +21,8 @@ from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.run_options import RunOptions, require_run_options
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
 from torchstrat.values import DistributedValues, require_callable, require_list_or_tuple
-from torchstrat.variable_storage import VariablePlacement
+from torchstrat.variable.storage import VariablePlacement
+from torchstrat.variable.variable import Variable
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 

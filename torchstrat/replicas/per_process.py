@@ -39,7 +39,7 @@ from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
-from torchstrat.variable_assignment import hand_over
+from torchstrat.variable.assignment import hand_over
 from torchstrat.variables import VariableRegistry
 
 
@@ -100,7 +100,7 @@ class PerProcessReplica:
         return self._device
 
     def copies(self) -> list[Copies]:
-        """Every rank keeps parameters, gradients and the buckets these travel in; central: the owner alone has state."""
+        """Every rank keeps parameters, gradients and their buckets; under central storage the owner alone has state."""
         return [
             Copies(self._device, 1, 1, 1, 1 if not self._central or rank == OWNER else 0, 1)
             for rank in range(self.num_replicas)

@@ -13,7 +13,7 @@ from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.replicas.launch import one_replica_per_process, own_device
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.variable_storage import VariablePlacement
+from torchstrat.variable.storage import VariablePlacement
 
 
 @final

@@ -14,7 +14,7 @@ from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import Strategy
 from torchstrat.value_functions import ValueContext
-from torchstrat.variable_storage import VariablePlacement
+from torchstrat.variable.storage import VariablePlacement
 
 _NO_DEVICES = "the default strategy has no devices of its own; create a strategy, such as ts.MirroredStrategy()."
 _NO_PROCESSES = "the default strategy has no processes to share a program between; create a strategy."

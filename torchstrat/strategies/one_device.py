@@ -12,7 +12,7 @@ from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
-from torchstrat.variable_storage import VariablePlacement
+from torchstrat.variable.storage import VariablePlacement
 
 
 @final

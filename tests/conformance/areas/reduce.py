@@ -98,7 +98,6 @@ OPS: dict[str, Callable[[Case], Any]] = {
     "reduce_variable": reduce_variable,
 }
 _SIX = {"dtype": "float32", "shape": [], "data": 6.0}
-_ZERO = returns(4, "A Python 0 is a number like any other: its mean is itself.", {"python": 0, "type": "int"}, reduce)
 DIFFERS: dict[str, Difference] = {
     "reduce/reduce/053": integer_mean(reduce),
     "reduce/reduce/054": integer_mean(reduce),
@@ -111,10 +110,6 @@ DIFFERS: dict[str, Difference] = {
     "reduce/reduce_missing_axis/001": returns(
         8, "axis defaults to None.", {"dtype": "float32", "shape": [2], "data": [4.0, 6.0]}, reduce_missing_axis
     ),
-    "reduce/reduce_plain/014": _ZERO,
-    "reduce/reduce_plain/032": _ZERO,
-    "reduce/reduce_plain/050": _ZERO,
-    "reduce/reduce_plain/068": _ZERO,
     "reduce/reduce_nested/002": returns(8, "Maps over the nest.", {"tuple": [_SIX, _SIX]}, reduce_nested),
 }
 NO_COUNTERPART: dict[str, str] = {}

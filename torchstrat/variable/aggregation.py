@@ -12,7 +12,7 @@ from torchstrat import reduction
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import ReduceOp, VariableAggregation
 from torchstrat.replicas.engine import ReplicaEngine
-from torchstrat.variable_storage import Edit, is_python_value, to_tensor
+from torchstrat.variable.storage import Edit, is_python_value, to_tensor
 
 
 class Given:

@@ -9,13 +9,13 @@ import torch
 
 from torchstrat import nest
 from torchstrat.context import enter
-from torchstrat.distributed_variable import Variable
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.value_functions import local_results
 from torchstrat.values import Mirrored, PerReplica, select_replica
-from torchstrat.variable_assignment import updating
-from torchstrat.variable_creation import from_first_replica
-from torchstrat.variable_storage import VariablePlacement
+from torchstrat.variable.assignment import updating
+from torchstrat.variable.creation import from_first_replica
+from torchstrat.variable.storage import VariablePlacement
+from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy

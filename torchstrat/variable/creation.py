@@ -10,8 +10,8 @@ from torchstrat import context
 from torchstrat.errors import InvalidArgumentError, VariableKindError, WrongTypeError
 from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.values import PerReplica
-from torchstrat.variable_aggregation import require_mean_of_floats
-from torchstrat.variable_storage import VariablePlacement, to_tensor
+from torchstrat.variable.aggregation import require_mean_of_floats
+from torchstrat.variable.storage import VariablePlacement, to_tensor
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy

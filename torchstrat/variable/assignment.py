@@ -15,12 +15,12 @@ from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError, WrongTypeError
 from torchstrat.reduction import VariableAggregation
 from torchstrat.values import PerReplica, select_replica
-from torchstrat.variable_aggregation import Given, exchange_values, merge_values
-from torchstrat.variable_creation import from_first_replica, spans_processes
-from torchstrat.variable_storage import Cell, Edit, VariablePlacement, check_edit, to_tensor
+from torchstrat.variable.aggregation import Given, exchange_values, merge_values
+from torchstrat.variable.creation import from_first_replica, spans_processes
+from torchstrat.variable.storage import Cell, Edit, VariablePlacement, check_edit, to_tensor
 
 if TYPE_CHECKING:
-    from torchstrat.distributed_variable import Variable
+    from torchstrat.variable.variable import Variable
 
 _updated_replica: ContextVar[int | None] = ContextVar("_updated_replica", default=None)
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat.devices import canonical, torch_device
-from torchstrat.distributed_variable import Variable
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import ReduceOp
 from torchstrat.values import DistributedValues, Mirrored
+from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy

@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat import component_updates, context, memory
-from torchstrat import destinations as placing
-from torchstrat.distributed_variable import Variable
+from torchstrat import context, memory
 from torchstrat.errors import ContextError, InvalidArgumentError
+from torchstrat.extended import component_updates
+from torchstrat.extended import destinations as placing
 from torchstrat.memory import MemoryEstimate
 from torchstrat.reduction import ReduceOp
 from torchstrat.values import require_callable
-from torchstrat.variable_storage import VariablePlacement
+from torchstrat.variable.storage import VariablePlacement
+from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy

@@ -12,11 +12,10 @@ from torchstrat import context, reduction
 from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrat.tensor_like import TensorLike
 from torchstrat.values import PerReplica
-from torchstrat.variable_aggregation import Given
-from torchstrat.variable_assignment import apply, updated_replica
-from torchstrat.variable_creation import (
+from torchstrat.variable.aggregation import Given
+from torchstrat.variable.assignment import apply, updated_replica
+from torchstrat.variable.creation import (
     agreed_initial,
     check_mirrored,
     from_first_replica,
@@ -26,7 +25,8 @@ from torchstrat.variable_creation import (
     placement_of,
     spans_processes,
 )
-from torchstrat.variable_storage import Cell, DeclaredShape, Edit, VariablePlacement, parse_shape
+from torchstrat.variable.storage import Cell, DeclaredShape, Edit, VariablePlacement, parse_shape
+from torchstrat.variable.tensor_like import TensorLike
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy
