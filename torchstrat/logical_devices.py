@@ -34,7 +34,7 @@ def check_split(shape: Sequence[int], partition_dimensions: Sequence[int], num_l
     if math.prod(dims) != num_logical_devices:
         raise InvalidArgumentError(
             f"partition_dimensions={dims} makes {math.prod(dims)} parts, and a replica has {num_logical_devices} "
-            f"logical device{'s' if num_logical_devices > 1 else ''}; the product of the entries must equal that number."
+            f"logical device{'s' if num_logical_devices > 1 else ''}; the product of the entries must be that number."
         )
 
 
