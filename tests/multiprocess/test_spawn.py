@@ -103,13 +103,14 @@ def test_this_process_keeps_its_environment() -> None:
 
 
 def test_groups_of_consecutive_runs_do_not_meet() -> None:
+    others = multiprocessing.active_children()  # of groups that several tests share
     with Workers(num_processes=2) as workers:
         processes = workers.run(process_id)
         assert [workers.run(summed_ranks) for _ in range(3)] == [[3.0, 3.0]] * 3
         assert workers.run(process_id) == processes
         assert workers.run(threads) == [1, 1]
         assert torch.equal(workers.run(double, torch.arange(3))[1], torch.tensor([0, 2, 4]))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(others)
 
 
 def test_the_traceback_is_shown_and_the_next_run_works() -> None:
@@ -137,11 +138,12 @@ def test_who_waits_for_a_process_that_failed_is_not_waited_for() -> None:
 
 
 def test_the_stacks_of_what_hangs_are_shown() -> None:
+    others = multiprocessing.active_children()
     with Workers(num_processes=2) as workers:
         workers.run(process_id)  # started up, so that the time below is the function's
         with pytest.raises(WorkersError) as raised:
             workers.run(wait_for_ever, timeout_seconds=2)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(others)
     (failure,) = raised.value.failures
     assert (failure.rank, failure.reason) == (1, "still running after 2 s")
     assert "in wait_for_ever" in failure.details

@@ -21,6 +21,15 @@ _generations = itertools.count()
 _stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
 
 
+def _answers(store: Any) -> bool:
+    """Whether whoever hosts ``store`` is still there; a later job may have been given the same port."""
+    try:
+        store.check(["anything"])
+    except Exception:  # torch raises several classes here, RuntimeError and DistNetworkError among them
+        return False
+    return True
+
+
 def _default_store() -> Any:
     """The store of a process group that the user made; torch has no public name for it."""
     try:
@@ -79,7 +88,7 @@ class ProcessGroupCommunicator:
         from torchstrat.cluster import torchrun_address
 
         place = torchrun_address() if plan.init_method == "env://" else plan.init_method
-        if place not in _stores:
+        if place not in _stores or not _answers(_stores[place]):
             try:
                 store, _, _ = next(dist.rendezvous(plan.init_method, plan.rank, plan.size, timeout=self.timeout))
             except Exception as error:
