@@ -1,0 +1,40 @@
+"""The README's example, as a reader would save it: the same file under ``python`` and under ``torchrun``."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHES = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+}
+
+
+@pytest.fixture
+def example(tmp_path):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    file = tmp_path / "train.py"
+    file.write_text(code.group(1), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(("launch", "replicas"), [("python", 1), ("torchrun", 2)])
+def test_the_example_trains(example, launch, replicas):
+    finished = subprocess.run(
+        [*LAUNCHES[launch], str(example)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    printed = re.findall(r"(\d+) replicas, loss ([\d.]+)", finished.stdout)
+    assert [int(number) for number, _ in printed] == [replicas], finished.stdout  # one process speaks for all
+    assert float(printed[0][1]) < 2.0  # it starts at about 8
