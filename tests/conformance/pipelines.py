@@ -85,8 +85,7 @@ STAGES: dict[str, Callable[[Any, list[str]], Any]] = {
     "take": lambda source, given: source.take(int(given[0])),
     "map": lambda source, given: source.map({"x*2": lambda batch: batch * 2}[given[0]]),
     "unbatch": lambda source, given: source.unbatch(),
-    # Reading ahead is the DataLoader's workers', or InputOptions': it is no part of what a dataset holds.
-    "prefetch": lambda source, given: source,
+    "prefetch": lambda source, given: source.prefetch(int(given[0])),
 }
 
 

@@ -1,7 +1,8 @@
 """Input: global batches to replica batches, over one process or many.
 
 Reading order: `rebatch` (the two rules), `streams` (rules applied to batches), `sources` and `loader` (what can be
-read), `autoshard` and `order` (several processes), `prefetch`, `distributed` (what the training loop sees).
+read), `autoshard` and `order` (several processes), `prefetch`, `distributed` (what the training loop sees),
+`v1_iterators` (the same for programs in the style of TensorFlow 1).
 """
 
 from torchstrat.data.datasets import ArrayDataset, TextLineDataset
@@ -9,12 +10,14 @@ from torchstrat.data.distribute import distribute_dataset, distribute_datasets_f
 from torchstrat.data.distributed import DistributedDataset, DistributedIterator
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from torchstrat.data.pipeline import INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY, Pipeline
+from torchstrat.data.pipeline import AUTOTUNE, INFINITE_CARDINALITY, SHARD_HINT, UNKNOWN_CARDINALITY, Pipeline
 from torchstrat.data.rebatch import batch_sizes_for_worker
 from torchstrat.data.sources import FileSource
 from torchstrat.data.spec import PerReplicaSpec, TensorSpec
+from torchstrat.data.v1_iterators import InputIterator
 
 __all__ = [
+    "AUTOTUNE",
     "INFINITE_CARDINALITY",
     "SHARD_HINT",
     "UNKNOWN_CARDINALITY",
@@ -24,6 +27,7 @@ __all__ = [
     "DistributedIterator",
     "FileSource",
     "InputContext",
+    "InputIterator",
     "InputLayout",
     "InputOptions",
     "InputReplicationMode",

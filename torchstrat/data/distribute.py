@@ -71,9 +71,11 @@ def _opener(source: Source, policy: AutoShardPolicy, layout: InputLayout, ahead:
         return Reading(bare_steps(source.open()), _nothing, agreed=True)
 
     def open_fixed_sizes() -> Reading:
+        source.agree(layout.peers)
         return Reading(fixed_size_steps(source.open(), source.declared_batch, layout), _nothing, agreed=False)
 
     def open_equal_chunks() -> Reading:
+        source.agree(layout.peers)
         steps, prepare = source.open_equal_chunks(layout, ahead)
         return Reading(steps, prepare, agreed=True, compared=source.compared)
 
@@ -116,11 +118,21 @@ def distribute_datasets_from_function(
             "InputReplicationMode.PER_REPLICA has no meaning on a strategy with a single replica; leave it out."
         )
     pipelines = len(layout.local_replicas) if per_replica and layout.per_replica_input == "honoured" else 1
-    context = InputContext(layout.num_workers, layout.worker_index, layout.num_replicas)
-    made = [dataset_fn(context) for _ in range(pipelines)]
+    made = [dataset_fn(input_context(layout)) for _ in range(pipelines)]
     for dataset in made:
         refuse_distributed(dataset)
-    sources = [make_source(dataset) for dataset in made]
+    return hand_out_elements(strategy, layout, [make_source(dataset) for dataset in made], options)
+
+
+def input_context(layout: InputLayout) -> InputContext:
+    """What the function that makes this process's pipeline is told."""
+    return InputContext(layout.num_workers, layout.worker_index, layout.num_replicas)
+
+
+def hand_out_elements(
+    strategy: Strategy, layout: InputLayout, sources: list[Source], options: InputOptions
+) -> DistributedDataset:
+    """Distribute whole elements: consecutive ones of a single source, or those of a source for each local replica."""
 
     def open_pipelines() -> Reading:
         elements = [source.open() for source in sources]
@@ -133,6 +145,7 @@ def distribute_datasets_from_function(
         cardinality=_steps_of(sources, layout),
         has_workers=any(source.has_workers for source in sources),
         exclusive=any(source.exclusive for source in sources),
+        on_demand=any(source.on_demand for source in sources),
     )
     return DistributedDataset(strategy, layout, options, feed)
 

@@ -45,6 +45,8 @@ class Feed:
     cardinality: int
     has_workers: bool
     exclusive: bool
+    on_demand: bool = False
+    """Whether nothing may be read before it is asked for."""
 
 
 class DistributedDataset:
@@ -219,6 +221,8 @@ class DistributedIterator:
 
 
 def _ahead(feed: Feed, options: InputOptions, copies: bool) -> Ahead:
+    if feed.on_demand:
+        return Ahead.NOTHING
     if feed.has_workers or options.per_replica_buffer_size > 1:
         return Ahead.READ_AND_COPY
     return Ahead.COPY if copies else Ahead.NOTHING

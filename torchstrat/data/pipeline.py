@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchstrat import nest
 from torchstrat.data import rows, spec
+from torchstrat.data.prefetch import Ahead, Prefetcher
 from torchstrat.data.streams import cut_stream
 from torchstrat.errors import InvalidArgumentError
 
@@ -30,15 +32,30 @@ SHARD_HINT: Final = -1
 UNKNOWN_CARDINALITY: Final = -2
 INFINITE_CARDINALITY: Final = -1
 
+AUTOTUNE: Final = -1
+"""``dataset.prefetch(AUTOTUNE)``: as many elements as this package finds right."""
+_PREFETCHED_ELEMENTS: Final = 2
+
 PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class View:
-    """What one process reads of a pipeline: its files (None: all) and its share at a hinted shard (None: all)."""
+    """What one process reads of a pipeline in one pass."""
 
     files: tuple[PathLike, ...] | None = None
+    """Its files; None: all."""
     hint: tuple[int, int] | None = None
+    """Number and index of its share at a hinted shard; None: all."""
+    seed: int = 0
+    """Of this pass, for shuffles that have no seed of their own."""
+    passes: tuple[int, ...] = ()
+    """The number of the pass, and of the rounds of each `repeat` in it: every one is shuffled anew."""
+
+
+def draw_seed() -> int:
+    """A number from PyTorch's default generator, as a `DataLoader` draws one for its sampler."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 class Pipeline(IterableDataset[Any]):
@@ -67,13 +84,29 @@ class Pipeline(IterableDataset[Any]):
         """Whether ``shard(SHARD_HINT, SHARD_HINT)`` is part of the pipeline."""
         return False
 
+    @property
+    def needs_seed(self) -> bool:
+        """Whether a `shuffle` without a seed of its own is part of the pipeline."""
+        return False
+
+    _passes = 0
+
+    def pass_seed(self) -> int:
+        """The seed of a pass that begins now: the same in all workers of a `DataLoader`. Draws only if needed."""
+        worker = get_worker_info()
+        if worker is not None:
+            return worker.seed - worker.id
+        return draw_seed() if self.needs_seed else 0
+
     def __iter__(self) -> Iterator[nest.Nest]:
+        elements = self.read(View(seed=self.pass_seed(), passes=(self._passes,)))
+        self._passes += 1
         worker = get_worker_info()
         if worker is None:
-            return self.read(View())
+            return elements
         # In a DataLoader's worker process: every worker reads all and keeps its turn, so that `take` and `repeat`
         # mean the same for any number of workers.
-        return itertools.islice(self.read(View()), worker.id, None, worker.num_workers)
+        return itertools.islice(elements, worker.id, None, worker.num_workers)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Pipeline:
         """Stack ``batch_size`` consecutive elements; the last batch may be shorter unless ``drop_remainder``."""
@@ -94,6 +127,24 @@ class Pipeline(IterableDataset[Any]):
     def repeat(self, count: int | None = None) -> Pipeline:
         """Everything ``count`` times over; None: without end."""
         return _Repeat(self, count)
+
+    def shuffle(self, buffer_size: int, seed: int | None = None) -> Pipeline:
+        """Elements in random order, another one in every pass: each is drawn from the next ``buffer_size`` elements.
+
+        ``seed`` repeats the same orders in every run. None: from PyTorch's default generator; over several processes
+        `Strategy.distribute_dataset` takes rank 0's. A function that shards by itself needs a seed before its `shard`,
+        or the processes shard different orders.
+        """
+        return _Shuffle(self, _positive(buffer_size, "buffer_size"), seed)
+
+    def prefetch(self, buffer_size: int) -> Pipeline:
+        """Read up to ``buffer_size`` elements (`AUTOTUNE`: two) ahead, in a background thread.
+
+        Random numbers that earlier `map` functions draw then come at times of their own among those of the training
+        step; without prefetch they are drawn in the thread that asks, which makes runs repeatable.
+        """
+        depth = _PREFETCHED_ELEMENTS if buffer_size == AUTOTUNE else _positive(buffer_size, "buffer_size")
+        return _Prefetch(self, depth)
 
     def shard(self, num_shards: int, index: int) -> Pipeline:
         """Every ``num_shards``-th element from ``index`` on. ``shard(SHARD_HINT, SHARD_HINT)``: see `SHARD_HINT`."""
@@ -122,12 +173,16 @@ class _Transformed(Pipeline):
         if name == "files" and "source" in vars(self):
             return self.source.files  # type: ignore[attr-defined]
         if name == "open" and "source" in vars(self) and hasattr(self.source, "open"):
-            return lambda files: self.read(View(files=tuple(files)))
+            return lambda files: self.read(View(files=tuple(files), seed=self.pass_seed()))
         raise AttributeError(f"{type(self).__name__.lstrip('_')} dataset has no attribute {name!r}")
 
     @property
     def hinted(self) -> bool:
         return self.source.hinted
+
+    @property
+    def needs_seed(self) -> bool:
+        return self.source.needs_seed
 
     @property
     def element_spec(self) -> nest.Nest:
@@ -150,7 +205,7 @@ class _Batch(_Transformed):
         elements = self.source.read(view)
         while batch := list(itertools.islice(elements, self.rows_per_batch)):
             if len(batch) == self.rows_per_batch or not self.drops:
-                yield nest.map_structure(lambda *column: _stack(column), *batch)
+                yield nest.map_structure(lambda *column: stack(column), *batch)
 
     @property
     def element_spec(self) -> nest.Nest:
@@ -164,7 +219,8 @@ class _Batch(_Transformed):
         return count // self.rows_per_batch if self.drops else -(-count // self.rows_per_batch)
 
 
-def _stack(column: Sequence[Any]) -> Any:
+def stack(column: Sequence[Any]) -> Any:
+    """Values of one shape along a new dim 0: a tensor, or an object array of strings."""
     if isinstance(column[0], str | bytes):
         return np.array(column, dtype=object)
     if isinstance(column[0], np.ndarray):
@@ -227,9 +283,9 @@ class _Repeat(_Transformed):
 
     def read(self, view: View) -> Iterator[nest.Nest]:
         rounds = itertools.count() if self.count is None else range(self.count)
-        for _ in rounds:
+        for number in rounds:
             anything = False
-            for element in self.source.read(view):
+            for element in self.source.read(replace(view, passes=(*view.passes, number))):
                 anything = True
                 yield element
             if not anything:
@@ -241,6 +297,47 @@ class _Repeat(_Transformed):
         if self.count is None:
             return INFINITE_CARDINALITY if count != 0 else 0
         return count if count < 0 else count * self.count
+
+
+@dataclass(eq=False)
+class _Shuffle(_Transformed):
+    buffer_size: int
+    seed: int | None
+
+    def read(self, view: View) -> Iterator[nest.Nest]:
+        seed = view.seed if self.seed is None else self.seed
+        # A string is hashed the same way in every process, and nearby ones give unrelated streams.
+        choices = random.Random(f"{seed} {view.passes}")
+        elements = self.source.read(view)
+        buffer = list(itertools.islice(elements, self.buffer_size))
+        for element in elements:
+            chosen = choices.randrange(len(buffer))
+            yield buffer[chosen]
+            buffer[chosen] = element
+        choices.shuffle(buffer)
+        yield from buffer
+
+    @property
+    def needs_seed(self) -> bool:
+        return self.seed is None or self.source.needs_seed
+
+
+@dataclass(eq=False)
+class _Prefetch(_Transformed):
+    buffer_size: int
+
+    def read(self, view: View) -> Iterator[nest.Nest]:
+        boxed = zip(self.source.read(view))  # a 1-tuple is never the None that ends a prefetcher
+        prefetcher: Prefetcher[tuple[nest.Nest]] = Prefetcher(boxed, _itself, self.buffer_size, Ahead.READ_AND_COPY)
+        try:
+            while (box := prefetcher.next()) is not None:
+                yield box[0]
+        finally:
+            prefetcher.close()
+
+
+def _itself(box: tuple[nest.Nest]) -> tuple[nest.Nest]:
+    return box
 
 
 @dataclass(eq=False)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchstrat import nest
+from torchstrat.collectives.communicator import Communicator
 from torchstrat.data import rows, spec
 from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.layout import InputLayout
-from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View
+from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View, draw_seed
 from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 
@@ -49,6 +51,11 @@ class Source(ABC):
     """Whether data-loading worker processes run the user's code, so that a thread of ours may wait for them."""
     exclusive: bool = False
     """Whether opening it again ends an earlier reading (a `DataLoader` with persistent workers)."""
+    on_demand: bool = False
+    """Whether an element may not be read before it is asked for, because reading it has effects."""
+
+    def agree(self, peers: Communicator | None) -> None:  # noqa: B027 - most sources choose nothing
+        """Take over rank 0's random choices for the next `open`. Every process calls it right before that."""
 
     @abstractmethod
     def open(self) -> Iterator[nest.Nest]:
@@ -104,9 +111,20 @@ class PipelineSource(Source):
         self.declared_batch = pipeline.batch_size
         self.cardinality = pipeline.cardinality
         self.rereads = self.reads_files
+        self._passes = 0
+        self._agreed_seed: int | None = None
+
+    def agree(self, peers: Communicator | None) -> None:
+        if peers is not None and self._pipeline.needs_seed:
+            self._agreed_seed = peers.broadcast_object(draw_seed(), 0, "the seed of a shuffled dataset")
 
     def open(self) -> Iterator[nest.Nest]:
-        return map(rows.to_tensors, self._pipeline.read(self._view))
+        seed, self._agreed_seed = self._agreed_seed, None
+        if seed is None:
+            seed = self._pipeline.pass_seed()
+        view = replace(self._view, seed=seed, passes=(self._passes,))
+        self._passes += 1
+        return map(rows.to_tensors, self._pipeline.read(view))
 
     def element_spec(self) -> nest.Nest:
         return self._pipeline.element_spec
