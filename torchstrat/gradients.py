@@ -37,16 +37,24 @@ class GradientHooks:
         self._early: set[int] = set()
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
-        """Hook each tensor that requires a gradient, once; ``early`` adds the hook before accumulation."""
+        """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation.
+
+        Frozen ones too: a step may unfreeze them before its backward pass, as GANs do.
+        """
         for tensor in tensors:
             key = id(tensor)
-            if not tensor.requires_grad or not tensor.is_leaf or is_lazy(tensor):
+            if (key in self._hooked and (not early or key in self._early)) or not _may_require_grad(tensor):
                 continue
+            frozen = not tensor.requires_grad
+            if frozen:
+                tensor.requires_grad_(True)  # torch hooks no others
             if key not in self._hooked:
                 self._hook(tensor)
             if early and key not in self._early:
                 self._early.add(key)
                 self._hooked[key][1].append(tensor.register_hook(_Early(self._sink, weakref.ref(tensor))))
+            if frozen:
+                tensor.requires_grad_(False)
 
     def _hook(self, tensor: torch.Tensor) -> None:
         key = id(tensor)
@@ -65,6 +73,11 @@ class GradientHooks:
                 handle.remove()
         self._hooked.clear()
         self._early.clear()
+
+
+def _may_require_grad(tensor: torch.Tensor) -> bool:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and tensor.is_leaf and not is_lazy(tensor) and not tensor.is_inference()
 
 
 class _Hook:

@@ -38,15 +38,34 @@ class _WeakOrdered:
 
     def __init__(self) -> None:
         self._references: dict[int, weakref.ref[Any]] = {}
+        self._numbers: dict[int, int] = {}
+        self.count = 0
+        """How many have ever been added."""
 
     def add(self, value: Any) -> bool:
         """Whether ``value`` is new."""
         key = id(value)
         if key in self._references:
             return False
-        references = self._references
-        self._references[key] = weakref.ref(value, lambda _: references.pop(key, None))
+        references, numbers = self._references, self._numbers
+
+        def forget(_: Any) -> None:
+            references.pop(key, None)
+            numbers.pop(key, None)
+
+        self._references[key] = weakref.ref(value, forget)
+        self._numbers[key] = self.count
+        self.count += 1
         return True
+
+    def number_of(self, value: Any) -> int:
+        return self._numbers.get(id(value), -1)
+
+    def numbered(self) -> Iterator[tuple[int, Any]]:
+        """With the number that each got when it was added. Numbers are never used again, so they are equal on all
+        processes of an SPMD program, even where one of them has not yet collected an object that another has."""
+        for value in self:
+            yield self._numbers[id(value)], value
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._references
@@ -167,16 +186,53 @@ class VariableRegistry:
         """Parameters of the modules, leaf tensors, and what optimizers hold; each once. Looked up anew at every call,
         since parameters may be replaced (``load_state_dict(assign=True)``, ``.to()``, pruning)."""
         found: dict[int, torch.Tensor] = {}
-        for module in self._modules:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found.setdefault(id(parameter), parameter)
-        for tensor in (*self._tensors, *self._optimizer_tensors()):
+        for _, _, _, tensor in self._members():
             found.setdefault(id(tensor), tensor)
         return list(found.values())
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """`tensors`, by names that are the same on every process of an SPMD program."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, kind, number, tensor in self._members():
+            if id(tensor) not in found:
+                found[id(tensor)] = (f"{name} of {kind} {number}", tensor)
+        return dict(found.values())
+
+    def _members(self) -> Iterator[tuple[Any, str, int, torch.Tensor]]:
+        for number, module in self._modules.numbered():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield name, "module", number, parameter
+        for number, tensor in self._tensors.numbered():
+            yield "value", "tensor", number, tensor
+        for number, helper in self._helpers.numbered():
+            for place, tensor in enumerate(_tensors_of(helper)):
+                yield place, "optimizer", number, tensor
+
     def buffer_slots(self) -> list[BufferSlot]:
-        return [BufferSlot(module, name) for module in self._modules for name in module._buffers]
+        return list(self.named_buffer_slots().values())
+
+    def named_buffer_slots(self) -> dict[str, BufferSlot]:
+        """`buffer_slots`, named as in `named_tensors`."""
+        return {
+            f"{name} of module {number}": BufferSlot(module, name)
+            for number, module in self._modules.numbered()
+            for name in module._buffers
+        }
+
+    def number_of(self, module: nn.Module) -> int:
+        """The number that `named_tensors` gives a module; -1 for one that is not recorded."""
+        return self._modules.number_of(module)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many modules, tensors and helpers have ever been recorded: what the next ones' numbers follow from."""
+        return self._modules.count, self._tensors.count, self._helpers.count
+
+    def catch_up_with(self, counts: tuple[int, int, int]) -> None:
+        """Go on numbering where another process is, which ran a step that this one did not."""
+        for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
+            ordered.count = max(ordered.count, count)
 
     def helpers(self) -> list[Any]:
         """Optimizers, schedulers and gradient scalers."""
@@ -190,9 +246,7 @@ class VariableRegistry:
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for helper in self._helpers:
-            if isinstance(helper, Optimizer):
-                for group in getattr(helper, "param_groups", ()):
-                    yield from group["params"]
+            yield from _tensors_of(helper)
 
     def describe(self, tensor: torch.Tensor) -> str:
         """A name for error messages: the owning module's class, the parameter's name and shape."""
@@ -207,6 +261,12 @@ def _unwrap(owner: type, name: str, wrapped: Any, original: Any) -> None:
     # Someone may have wrapped the method again in the meantime; theirs then keeps calling ours, which stays harmless.
     if vars(owner).get(name) is wrapped:
         setattr(owner, name, original)
+
+
+def _tensors_of(helper: Any) -> Iterator[torch.Tensor]:
+    if isinstance(helper, Optimizer):
+        for group in getattr(helper, "param_groups", ()):
+            yield from group["params"]
 
 
 def _is_trainable(module: nn.Module) -> bool:

@@ -5,13 +5,13 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from torchstrat.collectives.process_group import _answers
+from torchstrat.collectives.default_group import answers
 
 
 def test_a_store_whose_host_has_gone_is_not_used_again():
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     guest = TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=5))
-    assert _answers(guest)
+    assert answers(guest)
     del host
     gc.collect()
-    assert not _answers(guest)
+    assert not answers(guest)

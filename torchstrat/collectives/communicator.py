@@ -2,6 +2,9 @@
 
 Every method is collective: each process of the group calls it, in the same order. All block until done (or until
 `timeout`), except where a `Work` is returned. Tensors stay on their own device.
+
+A call that fails raises `CommunicationError`, and nothing is known of the group's state after that: each later call on
+this communicator, its subgroups and its other channels raises at once.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ class Communicator(Protocol):
     def timeout(self) -> timedelta: ...
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
-        """Start summing ``tensor`` (any shape, contiguous) over all ranks, in place. ``what`` names it in errors."""
+        """Start summing ``tensor`` (any shape and dtype, contiguous) over all ranks, in place. All ranks get the same
+        bits. ``what`` names it in errors."""
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Overwrite ``tensor`` (contiguous) on every rank with that of rank ``source``."""
+        """Overwrite ``tensor`` (any dtype, contiguous) on every rank with that of rank ``source``."""
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Shapes and dtypes must be equal; see `all_gather_object`."""
@@ -51,16 +55,21 @@ class Communicator(Protocol):
         """Rank ``source``'s picklable value, on every rank."""
 
     def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
-        """The same for some of the ranks; only these call it. ``ranks[i]`` is rank i there. Kept for the next time."""
+        """The same for some ranks of the job; ``ranks[i]`` is rank i there. Every rank of the job calls it, also those
+        that are not in it and cannot use the result. Kept for the next time."""
 
     def split(self) -> Communicator:
-        """Another channel between all ranks, whose calls are ordered among themselves only. Every rank calls it."""
+        """Another channel between all ranks for values in host memory, whose calls are ordered among themselves only.
+        Every rank calls it. It goes when nobody refers to it any more."""
 
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""
 
     def report_failure(self, message: str) -> None:
         """Tell the other ranks, without waiting for them, why this one stopped taking part."""
+
+    def forget_failure(self) -> None:
+        """Take back what `report_failure` said: this rank takes part again."""
 
     def close(self) -> None:
         """Leave the group; destroys a process group that this object made."""

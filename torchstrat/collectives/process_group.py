@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan
-from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
+from torchstrat.collectives.default_group import DefaultGroup
+from torchstrat.collectives.failures import FailureBoard
+from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 
 T = TypeVar("T")
 
-_GRACE_SECONDS = 2.0  # how long a rank that gave up waits for the others to say why they did
 _generations = itertools.count()
-_stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
 
-
-def _answers(store: Any) -> bool:
-    """Whether whoever hosts ``store`` is still there; a later job may have been given the same port."""
-    try:
-        store.check(["anything"])
-    except Exception:  # torch raises several classes here, RuntimeError and DistNetworkError among them
-        return False
-    return True
-
-
-def _default_store() -> Any:
-    """The store of a process group that the user made; torch has no public name for it."""
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except AttributeError as error:
-        raise CommunicationError(
-            f"torch {torch.__version__} has no distributed_c10d._get_default_store, which torchstrat needs to reuse an "
-            "initialised process group. Let the strategy make the group, or report the version."
-        ) from error
+_SUMMED_AS: dict[torch.dtype, torch.dtype] = {
+    dtype: wider
+    for wider, names in {
+        torch.int64: ("int16", "uint16", "uint32", "uint64"),
+        torch.float32: ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    }.items()
+    for dtype in (getattr(torch, name, None) for name in names)
+    if dtype is not None
+}
+"""Dtypes that gloo and NCCL cannot add up, and in which their sum is computed instead."""
 
 
 class _Work:
@@ -49,10 +43,29 @@ class _Work:
         self._communicator._guard(self._what, self._work.wait)
 
 
+class _Done:
+    """A collective that is over."""
+
+    def wait(self) -> None:
+        return None
+
+
+class _Family:
+    """What the communicators derived from one another share."""
+
+    def __init__(self, board: FailureBoard, default: DefaultGroup) -> None:
+        self.board = board
+        self.default = default
+        self.failure: CommunicationError | None = None
+        self.abandoned: list[Any] = []  # groups of channels that nobody refers to any more
+        self.closed = False
+
+
 class ProcessGroupCommunicator:
     """One process's end of a group. See `Communicator` for what the methods promise.
 
-    An initialised default process group is reused and left alone; otherwise one is made, and destroyed by `close`.
+    An initialised default process group is reused and left alone; otherwise one is made, and destroyed by `close` of
+    the last communicator that uses it.
 
     Args:
         plan: who this process is and where the group meets.
@@ -62,123 +75,107 @@ class ProcessGroupCommunicator:
 
     def __init__(self, plan: ProcessPlan, device: str, timeout: timedelta) -> None:
         self.timeout = timeout
-        self._name = plan.name
-        self._uses_nccl = device.startswith("cuda")
-        self._made_default = not dist.is_initialized()
-        self._generation = next(_generations)
-        if self._made_default:
-            self._store = self._meet(plan)
-            self._initialise(plan, device)
-        else:
-            self._check_existing(plan)
-            self._store = dist.PrefixStore(f"torchstrat/{self._generation}", _default_store())
         self.rank, self.size = plan.rank, plan.size
         self.ranks = tuple(range(self.size))
-        self._group = self._new_group(self.ranks, "gloo", local=False)
-        self._device_group = self._new_group(self.ranks, "nccl", local=False) if self._uses_nccl else self._group
+        self._global_rank = plan.rank
+        self._uses_nccl = device.startswith("cuda")
+        default = DefaultGroup.join(self, plan, "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo", timeout)
+        store = dist.PrefixStore(f"torchstrat/{next(_generations)}", default.store)
+        self._family = _Family(FailureBoard(store, plan.rank), default)
         self._subgroups: dict[tuple[int, ...], ProcessGroupCommunicator] = {}
-        self._splits: list[ProcessGroupCommunicator] = []
-        self._closed = False
+        try:
+            self._make_groups(host_only=False)
+        except BaseException:
+            self.close()
+            raise
 
     # -- making groups ----------------------------------------------------------------------------------------------
 
-    def _meet(self, plan: ProcessPlan) -> Any:
-        """The store at the meeting point, with a prefix of its own for each strategy made one after the other."""
-        assert plan.init_method is not None
-        from torchstrat.cluster import torchrun_address
+    def _make_groups(self, *, host_only: bool) -> None:
+        self._group = self._device_group = self._new_group("gloo")
+        if self._uses_nccl and not host_only:
+            self._device_group = self._new_group("nccl")
 
-        place = torchrun_address() if plan.init_method == "env://" else plan.init_method
-        if place not in _stores or not _answers(_stores[place]):
-            try:
-                store, _, _ = next(dist.rendezvous(plan.init_method, plan.rank, plan.size, timeout=self.timeout))
-            except Exception as error:
-                raise CommunicationError(
-                    f"{plan.name} could not reach the meeting point {place} within {self.timeout.total_seconds():g} s: "
-                    f"{error}"
-                ) from error
-            _stores[place] = store
-        return dist.PrefixStore(f"torchstrat/{self._generation}", _stores[place])
-
-    def _initialise(self, plan: ProcessPlan, device: str) -> None:
-        backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
-        try:
-            dist.init_process_group(
-                backend, store=self._store, rank=plan.rank, world_size=plan.size, timeout=self.timeout
-            )
-        except Exception as error:
-            raise CommunicationTimeoutError(
-                f"{plan.name} waited {self.timeout.total_seconds():g} s for all {plan.size} processes to start: {error}"
-            ) from error
-
-    def _check_existing(self, plan: ProcessPlan) -> None:
-        found = (dist.get_rank(), dist.get_world_size())
-        if found != (plan.rank, plan.size):
-            raise UnsupportedError(
-                f"torch.distributed is initialised as rank {found[0]} of {found[1]}; the launcher says {plan.name}. "
-                "Initialise it with the launcher's numbers, or leave that to the strategy."
-            )
-
-    def _new_group(self, ranks: tuple[int, ...], backend: str, *, local: bool) -> Any:
-        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=local)
+    def _new_group(self, backend: str) -> Any:
+        # All processes of the job make every group: with use_local_synchronization torch names a group after the number
+        # of groups that each member has, and members that had different ones before never find each other.
+        make = partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend)
+        return self._guard(f"the start of a group of replicas {list(self.ranks)}", make)
 
     def subgroup(self, ranks: tuple[int, ...]) -> ProcessGroupCommunicator:
         if ranks not in self._subgroups:
-            self._subgroups[ranks] = self._derive(ranks, local=True)
+            self._subgroups[ranks] = self._derive(ranks, host_only=False)
         return self._subgroups[ranks]
 
     def split(self) -> ProcessGroupCommunicator:
-        derived = self._derive(self.ranks, local=False)
-        self._splits.append(derived)
-        return derived
+        self._destroy_abandoned()
+        channel = self._derive(self.ranks, host_only=True)
+        # Not destroyed right there: a garbage collection may come in the middle of any other call to torch.distributed.
+        weakref.finalize(channel, self._family.abandoned.append, channel._group).atexit = False
+        return channel
 
-    def _derive(self, ranks: tuple[int, ...], *, local: bool) -> ProcessGroupCommunicator:
+    def _derive(self, ranks: tuple[int, ...], *, host_only: bool) -> ProcessGroupCommunicator:
         derived: ProcessGroupCommunicator = object.__new__(ProcessGroupCommunicator)
         derived.__dict__.update(self.__dict__)
-        derived.ranks = tuple(self.ranks[rank] for rank in ranks)
-        derived.rank, derived.size = ranks.index(self.rank), len(ranks)
-        derived._group = self._guard(
-            "the start of a group", lambda: self._new_group(derived.ranks, "gloo", local=local)
-        )
-        derived._device_group = (
-            self._new_group(derived.ranks, "nccl", local=local) if self._uses_nccl else derived._group
-        )
-        derived._subgroups, derived._splits, derived._made_default = {}, [], False
+        derived.ranks, derived.size = ranks, len(ranks)
+        derived.rank = ranks.index(self.rank) if self.rank in ranks else -1
+        derived._subgroups = {}
+        derived._make_groups(host_only=host_only)
         return derived
 
+    def _destroy_abandoned(self) -> None:
+        while self._family.abandoned:
+            _destroy(self._family.abandoned.pop())
+
     def close(self) -> None:
-        if self._closed:
+        family = self._family
+        if family.closed:
             return
-        self._closed = True
-        for derived in (*self._subgroups.values(), *self._splits):
-            derived.close()
-        if not dist.is_initialized():
-            return
-        for group in {id(self._group): self._group, id(self._device_group): self._device_group}.values():
-            dist.destroy_process_group(group)
-        if self._made_default:
-            dist.destroy_process_group()
+        family.closed = True
+        family.board.post("closed its strategy")
+        for communicator in (self, *self._subgroups.values()):
+            for group in {id(group): group for group in communicator._own_groups()}.values():
+                _destroy(group)
+        self._destroy_abandoned()
+        family.default.leave(self)
+
+    def _own_groups(self) -> list[Any]:
+        return [self.__dict__[name] for name in ("_group", "_device_group") if name in self.__dict__]
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def _guard(self, what: str, call: Callable[[], T]) -> T:
         """Run one collective; a failure becomes an error that says who was waited for, and in what."""
+        if self._family.closed:
+            raise ContextError(f"{what} was called after the strategy had been closed; make a new strategy.")
+        if self._family.failure is not None:
+            raise CommunicationError(
+                f"{what} cannot start, because an earlier call failed and the processes no longer stand at the same "
+                f"place: {self._family.failure}"
+            )
         started = time.monotonic()
         try:
             return call()
-        except RuntimeError as error:
-            if isinstance(error, CommunicationError):
-                raise
-            raise self._explain(what, error, time.monotonic() - started) from error
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, ValueError) and self._family.default.is_alive:
+                raise  # of the value's own pickling
+            self._family.failure = self._explain(what, error, time.monotonic() - started)
+            raise self._family.failure from error
 
-    def _explain(self, what: str, error: RuntimeError, waited: float) -> CommunicationError:
-        me = self.ranks[self.rank]
-        self.report_failure(f"gave up waiting in {what}")
-        said = self._what_others_said()
-        silent = [rank for rank in self.ranks if rank != me and rank not in said]
-        parts = [f"replica {rank} {message}" for rank, message in sorted(said.items())]
+    def _explain(self, what: str, error: Exception, waited: float) -> CommunicationError:
+        me = self._global_rank
+        if not self._family.default.is_alive:
+            return CommunicationError(
+                f"{what} found that the process group the strategy works on has been destroyed; close the strategy "
+                "before calling torch.distributed.destroy_process_group."
+            )
+        self._family.board.post(f"gave up waiting in {what}")
+        others = [rank for rank in self.ranks if rank != me]
+        said = self._family.board.read(others)
         timed_out = waited >= 0.9 * self.timeout.total_seconds()
         kind = CommunicationTimeoutError if timed_out else CommunicationError
-        if silent:
+        parts = [f"replica {rank} {said[rank]}" for rank in others if rank in said]
+        if silent := [rank for rank in others if rank not in said]:
             names = ", ".join(f"replica {rank}" for rank in silent)
             parts.insert(
                 0, f"{names} did not come" if timed_out else f"lost the connection; nothing was heard from {names}"
@@ -186,45 +183,42 @@ class ProcessGroupCommunicator:
         return kind(
             f"replica {me} waited {waited:.1f} s in {what} for the other {self.size - 1}: {'; '.join(parts)}. "
             "Every replica has to make the same calls in the same order; look at that process's output. "
-            f"(torch.distributed: {str(error).splitlines()[0][:200]})"
+            f"(torch.distributed: {(str(error).splitlines() or [''])[0][:200]})"
         )
 
     def report_failure(self, message: str) -> None:
-        try:
-            self._store.set(f"failures/{self.ranks[self.rank]}", message)
-        except Exception:  # the store may have gone with the process that held it; then silence has to speak
-            return
+        self._family.board.post(message)
 
-    def _what_others_said(self) -> dict[int, str]:
-        me, said = self.ranks[self.rank], {}
-        deadline = time.monotonic() + _GRACE_SECONDS
-        missing = [rank for rank in self.ranks if rank != me]
-        try:
-            while missing and time.monotonic() < deadline:
-                for rank in list(missing):
-                    if self._store.check([f"failures/{rank}"]):
-                        said[rank] = self._store.get(f"failures/{rank}").decode()
-                        missing.remove(rank)
-                time.sleep(0.05)
-        except Exception:  # see report_failure
-            return said
-        return said
+    def forget_failure(self) -> None:
+        self._family.board.clear()
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def _group_for(self, tensor: torch.Tensor) -> Any:
         return self._device_group if tensor.is_cuda else self._group
 
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> _Work:
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> _Work | _Done:
+        if tensor.numel() == 0:
+            return _Done()
+        if tensor.dtype in _SUMMED_AS:
+            parts = self.all_gather(tensor, what)
+            wide = [part.to(_SUMMED_AS[tensor.dtype]) for part in parts]
+            tensor.copy_(sum(wide[1:], start=wide[0]).to(tensor.dtype))
+            return _Done()
         work = self._guard(what, lambda: dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True))
         return _Work(self, work, what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        self._guard(what, lambda: dist.broadcast(tensor, self.ranks[source], group=self._group_for(tensor)))
+        if tensor.numel():
+            group = self._group_for(tensor)
+            self._guard(what, lambda: dist.broadcast(_bytes(tensor), self.ranks[source], group=group))
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         received = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._guard(what, lambda: dist.all_gather(received, tensor, group=self._group_for(tensor)))
+        if tensor.numel():
+            parts = [_bytes(one) for one in received]
+            self._guard(what, lambda: dist.all_gather(parts, _bytes(tensor), group=self._group_for(tensor)))
         return received
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
@@ -242,3 +236,13 @@ class ProcessGroupCommunicator:
 
     def barrier(self, what: str) -> None:
         self._guard(what, lambda: dist.barrier(group=self._group))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as what it is in memory: gloo and NCCL know only some dtypes, and copying needs none."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _destroy(group: Any) -> None:
+    with contextlib.suppress(ValueError):  # the user has destroyed all of them
+        dist.destroy_process_group(group)

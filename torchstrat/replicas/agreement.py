@@ -1,57 +1,60 @@
 """Before processes exchange data, they make sure that they are about to exchange the same thing.
 
-Without that, a replica that skipped a call would answer the others' next one, and numbers would be mixed up silently.
+Without that, a replica that skipped a call would answer the others' next one. Numbers would be mixed up silently, or
+processes would die: gloo ends one that receives a message of another size than it expects.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import struct
+import zlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
 
-
-def _code(call: str) -> float:
-    """A number for a call that a float64 holds exactly."""
-    return float(int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little"))
+_WIDTH = 8
 
 
-def fingerprint(tensors: list[torch.Tensor]) -> tuple[float, float]:
-    """Sum and sum of squares of all elements, in float64: equal for equal tensors on equal machines."""
-    total = squares = 0.0
+def code(text: str) -> float:
+    """A number for a text that a float64 holds exactly, the same in every process."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """Two checksums of the bits and the order of all elements."""
+    crc, adler = 0, 1
     for tensor in tensors:
-        values = tensor.detach()
-        if values.layout == torch.sparse_coo:
-            values = values.coalesce().values()
-        values = torch.view_as_real(values) if values.is_complex() else values
-        values = values.to(torch.float64)
-        total += float(values.sum())
-        squares += float((values * values).sum())
-    return total, squares
+        for part in _parts(tensor.detach()):
+            if part.numel():
+                data: Any = part.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                crc, adler = zlib.crc32(data, crc), zlib.adler32(data, adler)
+    return float(crc), float(adler)
 
 
-def same_bits(one: float, other: float) -> bool:
-    return struct.pack("d", one) == struct.pack("d", other) or (math.isnan(one) and math.isnan(other))
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    return (tensor.resolve_conj().resolve_neg(),) if tensor.layout == torch.strided else (tensor.to_dense(),)
 
 
 def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()) -> list[list[float]]:
-    """Meet the other ranks in ``call``; the numbers each brought, by rank.
+    """Meet the other ranks in ``call``; the numbers each brought (at most 7), by rank.
 
     ``call`` must be equal on all ranks, up to the last letter; the count of numbers belongs to the call. Raises
     `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.
     """
-    width = 8
-    assert len(numbers) < width
-    header = torch.zeros(width, dtype=torch.float64)
-    header[0] = _code(call)
+    assert len(numbers) < _WIDTH
+    header = torch.zeros(_WIDTH, dtype=torch.float64)
+    header[0] = code(call)
     for index, number in enumerate(numbers, start=1):
         header[index] = number
-    headers = communicator.all_gather(header, call)
-    if any(float(other[0]) != float(header[0]) for other in headers):
+    headers = [row.tolist() for row in communicator.all_gather(header, call)]
+    if any(other[0] != headers[communicator.rank][0] for other in headers):
         calls = communicator.all_gather_object(call, call)
         doing = ", ".join(
             f"replica {rank} called {other}" for rank, other in zip(communicator.ranks, calls, strict=True)
@@ -61,4 +64,9 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
             "backward passes, collectives and merge calls, in the same order; look for a branch that depends on the "
             "replica's data or rank."
         )
-    return [[float(value) for value in other[1 : len(numbers) + 1]] for other in headers]
+    return [other[1 : len(numbers) + 1] for other in headers]
+
+
+def all_equal(rows: list[list[float]]) -> bool:
+    """Whether all ranks brought the same numbers to `agree`."""
+    return all(row == rows[0] for row in rows)

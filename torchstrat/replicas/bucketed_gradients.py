@@ -2,304 +2,419 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
 from torchstrat._torch_private import queue_backward_callback
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.gradients import CombinedGradient, is_left_over, shares
+from torchstrat.gradients import CombinedGradient, is_left_over, is_plain, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree
-from torchstrat.replicas.buckets import Bucket, Plan, make_buckets
+from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
+from torchstrat.replicas.roster import Roster
+from torchstrat.replicas.sparse_gradients import sum_of_sparse
 
 BACKWARD = "backward() (gradients are combined as they become ready)"
-_SPARSE = 1 << 20  # added to a gradient's place in the ready order to say that it is sparse
+WEIGHTS = "backward() under no_sync (weights are exchanged at its start)"
+CATCH_UP = "optimizer step (combining gradients that no backward pass combined)"
+
+# Added to a gradient's place in the ready order:
+_SPARSE = 1 << 20  # it is sparse
+_AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
+
+_EMPTY = Roster({})
+
+
+class _State:
+    """What is known of one tensor's gradient on this rank."""
+
+    __slots__ = ("accumulated", "base", "combined", "reference")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.reference = weakref.ref(tensor)
+        self.accumulated = False  # something was added that is not combined yet
+        self.base: torch.Tensor | None = None  # what was there before that, alike on all ranks; see `_works_by_parts`
+        self.combined: CombinedGradient | None = None
 
 
 class BucketedGradients:
-    """The gradients of one process. Each decision that starts a collective follows from what all ranks know alike."""
+    """The gradients of one process. Each decision that starts a collective follows from what all ranks know alike.
+
+    A mean is taken of whole gradients, so that what earlier passes left, which is alike on all ranks, stays as it is.
+    A sum, and a mean after accumulation under ``no_sync``, *works by parts*: what was there before is remembered, only
+    what is new travels, and is added to it. Parts accumulated under ``no_sync`` are weighted as they are accumulated,
+    since every run has weights of its own.
+    """
 
     def __init__(self, op: ReduceOp) -> None:
         self._op = op
         self.no_sync = False
-        self._unsynced: set[int] = set()
-        self._synced: dict[int, CombinedGradient] = {}
-        self._bases: dict[int, torch.Tensor | None] = {}
-        self._plans: list[Plan] = []
-        self._plan_tensors: tuple[int, ...] = ()
-        self._tensors: list[torch.Tensor] = []
-        self._index: dict[int, int] = {}
-        self._scaled = False
+        self.pending = False
+        """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
+        self._states: dict[int, _State] = {}
+        self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
+        self._roster, self._index = _EMPTY, dict[int, int]()
         self._active = False
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, tensors: list[torch.Tensor], communicator: Communicator, everyone: int, weight: Callable[[], float]
-    ) -> None:
-        """``tensors``: all captured ones, in one order on every rank. ``everyone`` counts the ranks of the job."""
+    def begin(self, roster: Roster, communicator: Communicator, everyone: int, weight: Callable[[], float]) -> None:
+        """``everyone`` counts the ranks of the job, of which those of ``communicator`` take part."""
         self._everyone = everyone
-        self._tensors = tensors
-        self._index = {id(tensor): index for index, tensor in enumerate(tensors)}
-        if self._plan_tensors != tuple(self._index):
-            self._plan_tensors, self._plans = tuple(self._index), []
-            self._unsynced &= self._index.keys()
-            self._synced = {key: value for key, value in self._synced.items() if key in self._index}
         self._communicator, self._weight = communicator, weight
-        self._scaled = self.accumulates_apart
+        self._works_by_parts = self._op is ReduceOp.SUM or self.no_sync or self.pending
+        self._scaled = self._op is ReduceOp.MEAN and self._works_by_parts
         self._pass = 0
         self._ready: dict[int, None] | None = None
         self._factors: list[float] | None = None
+        self.use(roster)
         self._active = True
 
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors that came to be during the run, in the same order on every rank."""
-        for tensor in tensors:
-            if id(tensor) not in self._index:
-                self._index[id(tensor)] = len(self._tensors)
-                self._tensors.append(tensor)
+    def use(self, roster: Roster) -> None:
+        """The variables are these from now on. Not in the middle of a backward pass."""
+        self._roster = roster
+        self._index = {id(tensor): index for index, tensor in enumerate(roster.tensors)}
+        self._states = {id(tensor): self._state(tensor) for tensor in roster.tensors}
+
+    def end(self) -> None:
+        """Nothing is combined until the next `begin`, and no variable is kept alive."""
+        self._active = False
+        self._roster, self._index = _EMPTY, {}
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._index
 
-    def end(self) -> None:
-        self._active = False
-
     @property
-    def accumulates_apart(self) -> bool:
-        """Whether ranks hold gradients of their own that are still to be combined, or will after this run."""
-        return self._op is ReduceOp.MEAN and (self.no_sync or bool(self._unsynced))
+    def is_in_pass(self) -> bool:
+        return self._active and self._ready is not None
 
     @property
     def needs_early_hooks(self) -> bool:
-        """As in `gradient_exchange`: sums need to know what was there, and no_sync scales each share on its own."""
-        return self._op is ReduceOp.SUM or self.no_sync or bool(self._unsynced)
+        """Whether `before_accumulation` has to be called."""
+        return self._op is ReduceOp.SUM or self.no_sync or self.pending
+
+    def _state(self, tensor: torch.Tensor) -> _State:
+        state = self._states.get(id(tensor))
+        return state if state is not None and state.reference() is tensor else _State(tensor)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return self._roster.tensors
 
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
     def before_accumulation(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        if not self._active or id(tensor) not in self._index:
+        if not self._active or id(tensor) not in self._index or not self._works_by_parts:
             return None
-        key = id(tensor)
-        if self._op is ReduceOp.SUM:
-            if tensor.grad is None:
-                self._bases[key] = None
-            elif key not in self._bases or not tensor.grad.any():
-                self._bases[key] = tensor.grad.detach().clone()
-            return None
+        state = self._states[id(tensor)]
+        if tensor.grad is None:
+            state.base = None
+        elif not state.accumulated or not tensor.grad.any():  # zeroed in place since: nothing earlier is left
+            state.base = tensor.grad.detach().clone()
         if not self._scaled:
             return None
         if self._factors is None:
-            self._factors = self._exchange_weights("backward() under no_sync (weights are exchanged at its start)")
+            self._factors = self._exchange_weights(WEIGHTS)
         factor = self._factors[self._communicator.rank] * self._everyone
         return None if factor == 1.0 else gradient * factor
 
     def after_accumulation(self, tensor: torch.Tensor) -> None:
-        index = self._index.get(id(tensor)) if self._active else None
-        if index is None:
+        if not self._active or id(tensor) not in self._index:
             return
-        self._synced.pop(id(tensor), None)
+        state = self._states[id(tensor)]
+        state.accumulated, state.combined = True, None
         if self.no_sync:
-            self._unsynced.add(id(tensor))
             return
         if self._ready is None:
             self._open_pass()
         assert self._ready is not None
+        assert tensor.grad is not None
+        index = self._index.get(id(tensor))
+        if index is None:
+            return  # no other rank has it
+        if index in self._contributed:
+            # A reentrant backward pass (checkpointing) and the one around it both use the tensor.
+            self._again.add(index)
         self._ready[index] = None
         bucket = self._plan.bucket_of.get(index)
-        assert tensor.grad is not None
         if bucket is not None and tensor.grad.layout == torch.strided and index in bucket.waiting:
-            self._contribute(index, bucket.views[index], tensor.grad)
-            bucket.waiting.discard(index)
+            self._contribute(index, bucket)
             self._plan.start_complete(self._communicator, BACKWARD)
 
     def _open_pass(self) -> None:
+        self._begin_pass(BACKWARD)
         self._ready = {}
-        self._contributed: set[int] = set()
-        factors = self._exchange_weights(BACKWARD)
-        self._pass_factors = [1.0 / self._everyone] * len(factors) if self._scaled else factors
-        while len(self._plans) <= self._pass:
-            self._plans.append(Plan((), self._tensors))
-        self._plan = self._plans[self._pass]
+        self._plan = self._plan_of_pass()
         self._plan.reset()
         queue_backward_callback(self._flush)
 
+    def _plan_of_pass(self) -> Plan:
+        if self._communicator.size < self._everyone:
+            return Plan((), self._tensors)  # not kept: the ranks that sit this run out would not have it
+        signature = tuple(kind[1:] for kind in self._roster.signature)
+        if self._plans[0] != signature:
+            self._plans = (signature, [])
+        plans = self._plans[1]
+        while len(plans) <= self._pass:
+            plans.append(Plan((), self._tensors))
+        return plans[self._pass]
+
     def _exchange_weights(self, call: str) -> list[float]:
-        weights = [row[0] for row in agree(self._communicator, call, (self._weight(),))]
+        """The share of each rank; makes sure on the way that all ranks count with the same variables."""
+        rows = agree(self._communicator, call, (self._weight(), self._roster.digest))
+        if any(row[1] != rows[0][1] for row in rows):
+            self.use(self._roster.in_common(self._communicator, call))
+        weights = [row[0] for row in rows]
         return shares(self._op, weights if any(weights) else [1.0] * len(weights))
 
     # -- combining --------------------------------------------------------------------------------------------------
 
-    def _contribute(self, index: int, view: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Put this rank's share of a gradient into a buffer. Equal shares are divided after the sum."""
-        self._contributed.add(index)
-        with torch.no_grad():
-            view.copy_(gradient)
-            base = self._bases.get(id(self._tensors[index]))
-            if base is not None:
-                view.sub_(base)
-            if not self._equal_factors and self._op is ReduceOp.MEAN:
-                view.mul_(self._pass_factors[self._communicator.rank])
+    def _begin_pass(self, call: str) -> None:
+        self._call = call
+        self._shares = self._exchange_weights(call)
+        self._contributed: set[int] = set()
+        self._again: set[int] = set()
+        self._factor_after = 1.0  # of what all ranks bring
+        if self._op is ReduceOp.MEAN and all(share == self._shares[0] for share in self._shares):
+            self._factor_after = self._shares[0]
+        if self._scaled:
+            self._factor_after = 1.0 / self._everyone
 
-    @property
-    def _equal_factors(self) -> bool:
-        return all(factor == self._pass_factors[0] for factor in self._pass_factors)
+    def _factors_of(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """What this rank's contribution is multiplied by before the sum, and the sum afterwards.
+
+        Equal shares are divided after the sum, which is exact for 2, 4, … ranks. A sum in half precision may not exist
+        where the mean does.
+        """
+        before, after = self._shares[self._communicator.rank] / self._factor_after, self._factor_after
+        if self._op is ReduceOp.SUM or (self._scaled and self._states[id(tensor)].accumulated):
+            before = 1.0  # it was weighted when it was accumulated
+        return (before * after, 1.0) if tensor.dtype == torch.float16 else (before, after)
+
+    def _contribute(self, index: int, bucket: Bucket) -> None:
+        """Put this rank's share of a gradient into its bucket."""
+        tensor, view = self._tensors[index], bucket.views[index]
+        assert tensor.grad is not None
+        self._contributed.add(index)
+        bucket.waiting.discard(index)
+        state = self._states[id(tensor)]
+        with torch.no_grad():
+            view.copy_(_dense(tensor.grad))
+            if self._works_by_parts and state.accumulated and state.base is not None:
+                view.sub_(state.base)
+            factor, _ = self._factors_of(tensor)
+            if factor != 1.0:
+                view.mul_(factor)
+
+    def _contributes(self, index: int, ready: Container[int]) -> bool:
+        """Whether this rank brings anything for a gradient that some rank has combined."""
+        tensor = self._tensors[index]
+        if tensor.grad is None:
+            return False
+        return index in ready or not self._works_by_parts or self._states[id(tensor)].accumulated
 
     def _flush(self) -> None:
         """At the end of a pass: send the rest, learn what the others had, write the combined gradients back."""
         assert self._ready is not None
         ready, self._ready = self._ready, None
+        self._forget_zeroed(ready)
         for bucket in self._plan.buckets:
             for index in list(bucket.waiting):
-                self._contribute_earlier(index, bucket)
+                grad = self._tensors[index].grad
+                if grad is not None and grad.layout == torch.strided and self._contributes(index, ready):
+                    self._contribute(index, bucket)
         self._plan.start_all(self._communicator, BACKWARD)
         places = self._exchange_places(ready)
-        touched = (places != 0).any(dim=0)
-        sparse = (places >= _SPARSE).any(dim=0)
-        union = [index for index in range(len(self._tensors)) if touched[index]]
-        rest = [index for index in union if index not in self._plan.bucket_of and not sparse[index]]
+        dense, sparse, again = _kinds(places)
         self._plan.wait()
-        for bucket in self._plan.buckets:
-            for index, view in bucket.views.items():
-                if touched[index] and not sparse[index]:
-                    self._write_back(index, view)
-        self._combine_now(rest, ready)
-        self._combine_sparse([index for index in union if sparse[index]])
-        self._remake_plan(places, union, sparse)
+        in_time = {index for index in dense - again - sparse if index in self._plan.bucket_of}
+        for index in in_time:
+            self._write_back(index, self._plan.bucket_of[index].views[index])
+        self._combine_dense(sorted(dense - in_time), ready)
+        self._combine_sparse(sorted(sparse - dense), ready)
+        self._remake_plan(places, dense)
         self._pass += 1
+        self.pending = False
 
-    def _contribute_earlier(self, index: int, bucket: Bucket) -> None:
-        """For a gradient that this pass did not touch here, and perhaps elsewhere: what earlier passes left in it.
+    def _forget_zeroed(self, ready: Container[int]) -> None:
+        """Gradients that were accumulated under ``no_sync`` and have been zeroed or removed since."""
+        for index, tensor in enumerate(self._tensors if self._works_by_parts else ()):
+            state = self._states[id(tensor)]
+            if state.accumulated and index not in ready and (tensor.grad is None or not _dense(tensor.grad).any()):
+                state.accumulated, state.base = False, None
 
-        A mean is taken of whole gradients, and that part is alike on all ranks. A sum is taken of what is new.
-        """
-        grad = self._tensors[index].grad
-        if grad is not None and grad.layout == torch.strided and self._op is ReduceOp.MEAN:
-            self._contribute(index, bucket.views[index], grad)
-            bucket.waiting.discard(index)
-
-    def _exchange_places(self, ready: dict[int, None]) -> torch.Tensor:
+    def _exchange_places(self, ready: Iterable[int]) -> torch.Tensor:
         """Per rank and tensor: 0 for no gradient in this pass, else its place in that rank's ready order, from 1.
 
-        Gradients left over from ``no_sync`` are last; sparse ones are marked.
+        Gradients left over from ``no_sync`` are last.
         """
         own = torch.zeros(len(self._tensors), dtype=torch.int32)
-        late = [self._index[key] for key in self._unsynced if self._index[key] not in ready]
-        for place, index in enumerate((*ready, *sorted(late)), start=1):
+        order = dict.fromkeys(ready)
+        if self._works_by_parts:
+            order.update(dict.fromkeys(i for i, t in enumerate(self._tensors) if self._states[id(t)].accumulated))
+        for place, index in enumerate(order, start=1):
             grad = self._tensors[index].grad
             if grad is not None:
-                own[index] = place + (_SPARSE if grad.layout != torch.strided else 0)
-        return torch.stack(self._communicator.all_gather(own, BACKWARD))
+                own[index] = place
+                own[index] += _SPARSE * (grad.layout != torch.strided) + _AGAIN * (index in self._again)
+        return torch.stack(self._communicator.all_gather(own, self._call))
 
-    def _remake_plan(self, places: torch.Tensor, union: list[int], sparse: torch.Tensor) -> None:
+    def _remake_plan(self, places: torch.Tensor, dense: set[int]) -> None:
         """The next plan of this pass: the first rank's order, then what only others had. Kept while it foresees all."""
-        dense = [index for index in union if not sparse[index]]
-        if set(dense) <= self._plan.bucket_of.keys():
+        if self._communicator.size < self._everyone or dense <= self._plan.bucket_of.keys():
             return
         first = places[0]
         order = sorted(dense, key=lambda index: (first[index] == 0, int(first[index]), index))
-        self._plans[self._pass] = Plan(order, self._tensors)
+        self._plans[1][self._pass] = Plan(order, self._tensors)
 
-    def _combine_now(self, indices: Sequence[int], ready: Container[int]) -> None:
+    def _combine_dense(self, indices: Sequence[int], ready: Container[int]) -> None:
         """Combine the gradients of these tensors at once; ranks without one contribute nothing."""
         for bucket in make_buckets(indices, self._tensors):
             bucket.reset()
             for index in bucket.indices:
-                grad = self._tensors[index].grad
-                if grad is not None and index in ready:
-                    self._contribute(index, bucket.views[index], grad)
-                    bucket.waiting.discard(index)
-                else:
-                    self._contribute_earlier(index, bucket)
-            bucket.start(self._communicator, BACKWARD)
+                if self._contributes(index, ready):
+                    self._contribute(index, bucket)
+            bucket.start(self._communicator, self._call)
             assert bucket.work is not None
             bucket.work.wait()
             for index in bucket.indices:
                 self._write_back(index, bucket.views[index])
 
+    def _earlier(self, index: int) -> torch.Tensor | None:
+        """What the combined gradient is to be added to: what this rank has and did not contribute."""
+        tensor = self._tensors[index]
+        state = self._states[id(tensor)]
+        if not self._works_by_parts:
+            return None
+        if state.accumulated:
+            return state.base
+        return None if index in self._contributed or tensor.grad is None else tensor.grad.detach()
+
     def _write_back(self, index: int, combined: torch.Tensor) -> None:
         """Make the combined gradient this rank's own: in its place where one is, else a new tensor."""
         tensor = self._tensors[index]
-        base = self._bases.pop(id(tensor), None)
         with torch.no_grad():
-            if self._op is ReduceOp.SUM and index not in self._contributed and tensor.grad is not None:
-                base = tensor.grad.detach().clone()
-            if self._op is ReduceOp.MEAN and self._equal_factors:
-                combined.mul_(self._pass_factors[0])
-            if base is not None:
-                combined.add_(base)
-            if tensor.grad is None or tensor.grad.requires_grad:
-                tensor.grad = combined.clone().to(tensor.device)
-            else:
-                tensor.grad.copy_(combined)
+            _, factor = self._factors_of(tensor)
+            if factor != 1.0:
+                combined.mul_(factor)
+            earlier = self._earlier(index)
+            if earlier is not None:
+                combined.add_(_dense(earlier))
+            if tensor.grad is None or not is_plain(tensor.grad) or not _is_dense_in_memory(tensor.grad):
+                tensor.grad = torch.empty_like(tensor, requires_grad=False)
+            tensor.grad.copy_(combined)
         self._record(tensor)
 
-    def _record(self, tensor: torch.Tensor) -> None:
-        self._unsynced.discard(id(tensor))
-        if tensor.grad is not None:
-            self._synced[id(tensor)] = CombinedGradient(tensor.grad)
-
-    def _combine_sparse(self, indices: Sequence[int]) -> None:
+    def _combine_sparse(self, indices: Sequence[int], ready: Container[int]) -> None:
         for index in indices:
             tensor = self._tensors[index]
-            own = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor).to_sparse()
-            base = self._bases.pop(id(tensor), None)
-            own = own.detach().to_sparse() if base is None else (own.detach() - base).to_sparse()
-            total = self._gather_sparse((own.coalesce() * self._pass_factors[self._communicator.rank]).coalesce())
-            tensor.grad = (total if base is None else total + base).to(tensor.device)
+            own = tensor.grad.detach() if tensor.grad is not None and self._contributes(index, ready) else None
+            if own is not None:
+                self._contributed.add(index)
+            earlier = self._earlier(index)
+            if own is not None and earlier is not None:
+                own = own - earlier
+            before, after = self._factors_of(tensor)
+            total = sum_of_sparse(self._communicator, tensor, own, before * after, self._call)
+            tensor.grad = (total if earlier is None else total + earlier).to(tensor.device)
             self._record(tensor)
 
-    def _gather_sparse(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' sparse tensors: entries padded to the longest, gathered, cut and joined."""
-        communicator = self._communicator
-        counts = [int(n) for n in communicator.all_gather(torch.tensor([own._nnz()]), BACKWARD)]
-        longest = max(counts)
-        indices, values = own.indices(), own.values()
-        padded_indices = torch.zeros(indices.shape[0], longest, dtype=torch.int64)
-        padded_indices[:, : indices.shape[1]] = indices
-        padded_values = values.new_zeros(longest, *values.shape[1:])
-        padded_values[: values.shape[0]] = values
-        all_indices = communicator.all_gather(padded_indices, BACKWARD)
-        all_values = communicator.all_gather(padded_values, BACKWARD)
-        return torch.sparse_coo_tensor(
-            torch.cat([one[:, :count] for one, count in zip(all_indices, counts, strict=True)], dim=1),
-            torch.cat([one[:count] for one, count in zip(all_values, counts, strict=True)]),
-            own.shape,
-            check_invariants=False,  # joined from tensors that hold them; torch warns unless told
-        ).coalesce()
+    def _record(self, tensor: torch.Tensor) -> None:
+        state = self._states[id(tensor)]
+        state.accumulated, state.base = False, None
+        state.combined = None if tensor.grad is None else CombinedGradient(tensor.grad)
 
     # -- at the optimizer's step ------------------------------------------------------------------------------------
 
     def left_over(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those with a gradient that no backward pass has combined: assigned by hand, or left by ``no_sync``."""
-        return [t for t in tensors if is_left_over(t.grad, self._synced.get(id(t)), self._op)]
+        return [t for t in tensors if is_left_over(t.grad, self._state(t).combined, self._op)]
 
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
         """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
-        factors = self._exchange_weights("optimizer step (combining gradients that no backward pass combined)")
-        self._pass_factors = [1.0 / self._everyone] * len(factors) if self._scaled else factors
-        self._contributed = set()
-        leftover = {id(tensor) for tensor in self.left_over(candidates)}
-        ready = {self._index[id(t)]: None for t in candidates if id(t) in leftover and id(t) in self._index}
-        places = self._exchange_places(ready)
-        touched, sparse = (places != 0).any(dim=0), (places >= _SPARSE).any(dim=0)
-        union = [index for index in range(len(self._tensors)) if touched[index]]
-        self._combine_now([index for index in union if not sparse[index]], ready)
-        self._combine_sparse([index for index in union if sparse[index]])
+        self._begin_pass(CATCH_UP)
+        ready = {self._index[id(t)]: None for t in self.left_over(candidates) if id(t) in self._index}
+        self._forget_zeroed(ready)
+        dense, sparse, _ = _kinds(self._exchange_places(ready))
+        self._combine_dense(sorted(dense), ready)
+        self._combine_sparse(sorted(sparse - dense), ready)
+        self.pending = False
 
     def edited(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Combined gradients that the step has changed in place since (clipped, unscaled, made noisy)."""
+        """Combined gradients that the step has changed since (clipped, unscaled, made noisy), or put others in place
+        of: those that `left_over` does not report because they count as combined."""
         found = []
         for tensor in tensors:
-            combined = self._synced.get(id(tensor))
-            if tensor.grad is not None and combined is not None and combined.is_edited(tensor.grad):
+            combined = self._state(tensor).combined
+            if tensor.grad is None or combined is None:
+                continue
+            is_replaced = not combined.used and not combined.is_in(tensor.grad)
+            if is_replaced or combined.is_edited(tensor.grad):
                 found.append(tensor.grad)
         return found
 
     def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
         """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
         for tensor in tensors:
-            combined = self._synced.get(id(tensor))
+            combined = self._state(tensor).combined
             if combined is not None:
                 combined.use_up()
+
+    # -- replicas that sit a run out --------------------------------------------------------------------------------
+
+    def accumulated(self, roster: Roster) -> list[str]:
+        """The variables that hold something uncombined, by name."""
+        return [name for name, tensor in roster.items() if self._state(tensor).accumulated]
+
+    def take_part(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Remove and return what is uncombined in a gradient; what was there before stays."""
+        state = self._state(tensor)
+        part, base = tensor.grad, state.base
+        self.take_over(tensor, None if part is None else base, used=False)
+        return part if part is None or base is None else part - base
+
+    def add_part(self, tensor: torch.Tensor, part: torch.Tensor) -> None:
+        """Add to a gradient what another rank has accumulated, as if it had been accumulated here."""
+        self._states[id(tensor)] = state = self._state(tensor)
+        if not state.accumulated:
+            state.accumulated, state.combined = True, None
+            state.base = None if tensor.grad is None else tensor.grad.detach().clone()
+        tensor.grad = part.to(tensor.device) if tensor.grad is None else tensor.grad + part.to(tensor.device)
+
+    def combined_part(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool] | None:
+        """What is alike on all ranks in a gradient, and whether an optimizer has used it; None where nobody knows
+        (assigned by hand, or in a backward pass outside of any run)."""
+        state = self._state(tensor)
+        if tensor.grad is None:
+            return None, False
+        if state.accumulated:
+            return state.base, False
+        return None if state.combined is None else (tensor.grad.detach(), state.combined.used)
+
+    def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, used: bool) -> None:
+        """Make ``gradient`` the combined one of ``tensor``. See `combined_part`."""
+        tensor.grad = gradient
+        self._states[id(tensor)] = state = self._state(tensor)
+        state.accumulated, state.base, state.combined = False, None, None
+        if gradient is not None:
+            state.combined = CombinedGradient(gradient)
+            state.combined.used = used
+
+
+def _kinds(places: torch.Tensor) -> tuple[set[int], set[int], set[int]]:
+    """Indices with a dense gradient on some rank, with a sparse one, and with one accumulated again."""
+    present, is_sparse = places != 0, places.bitwise_and(_SPARSE) != 0
+    kinds = (present & ~is_sparse, is_sparse, places.bitwise_and(_AGAIN) != 0)
+    dense, sparse, again = (set(kind.any(dim=0).nonzero().flatten().tolist()) for kind in kinds)
+    return dense, sparse, again
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _is_dense_in_memory(gradient: torch.Tensor) -> bool:
+    """Whether every element has a place of its own: an expanded tensor, assigned by hand, cannot be written to."""
+    return all(stride or size <= 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))

@@ -17,6 +17,9 @@ from torchstrat.collectives.communicator import Communicator, Work
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket is under way early
 BUCKET_BYTES = 25 << 20
 
+PlanSignature = tuple[tuple[object, ...], ...]
+"""Shape, dtype and device of all variables: plans are made for these."""
+
 
 class Bucket:
     """Some gradients of one dtype and device, flat and contiguous in ``buffer``."""
@@ -34,10 +37,6 @@ class Bucket:
     def reset(self) -> None:
         self.waiting = set(self.indices)
         self.work = None
-
-    def fill(self, index: int, contribution: torch.Tensor) -> None:
-        self.views[index].copy_(contribution)
-        self.waiting.discard(index)
 
     def start(self, communicator: Communicator, what: str) -> None:
         """Send; what was never filled counts as zero."""

@@ -6,95 +6,236 @@ themselves, and afterwards the first of them hands over everything that the step
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.optim import Optimizer
 
+from torchstrat import nest
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.process_step import OWNER
+from torchstrat.replicas.roster import roster_of
+from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
+from torchstrat.values import PerReplica
 from torchstrat.variables import VariableRegistry
 
-CALL = "the end of a run (handing its results to replicas without rows)"
+BEFORE = "the start of a run (some replicas have no rows)"
+AFTER = "the end of a run (handing its results to replicas without rows)"
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+class _Manifest(NamedTuple):
+    """What the first active rank has to hand over."""
+
+    structure: Any
+    """Of the step's result, with None for leaves."""
+    counts: tuple[int, int, int]
+    parameters: dict[str, _Kind]
+    buffers: dict[str, _Kind]
+    gradients: dict[str, bool]
+    """The parameters whose combined gradient is known (it may be that there is none), and whether it has been used."""
+    pending: bool
+    helpers: list[Any]
 
 
 class IdleReplicas:
-    """What happens around a run in which not all ranks take part. All ranks know from the batch who does."""
+    """What happens around a run in which not all ranks take part. All ranks know from the batch who does.
+
+    ``keeping_state``: opens a block in which optimizers of ranks that own none keep a state that they load.
+    """
 
     def __init__(
-        self, world: Communicator, active: list[int], registry: VariableRegistry, *, central: bool, apart: bool
+        self,
+        world: Communicator,
+        active: list[int],
+        registry: VariableRegistry,
+        gradients: BucketedGradients,
+        keeping_state: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
+        *,
+        central: bool,
     ) -> None:
         self._world = world
-        self._some_idle = len(active) < world.size
-        self._active = active
+        self._device = device
         self._first = active[0]
+        self._is_idle = world.rank not in active
         self._registry = registry
+        self._gradients = gradients
+        self._keeping_state = keeping_state
         self._central = central
-        self._apart = apart and self._some_idle  # ranks hold gradients that are not combined yet
-        self._lends = central and self._some_idle and self._first != 0  # the owner of the optimizer's state is idle
+
+    # -- before -----------------------------------------------------------------------------------------------------
 
     def before_run(self) -> None:
-        if self._lends:
-            self._hand_over_helpers(0, to=self._first)
-        if self._apart:
+        if self._central and self._first != OWNER:
+            self._lend_state()
+        if self._gradients.pending or self._gradients.no_sync:
             self._move_gradients_to_first()
 
-    def _move_gradients_to_first(self) -> None:
-        """What idle ranks have accumulated waits with the first rank that runs: their sum is all that counts, and if
-        the step now zeroes gradients it must zero those too."""
-        me = self._world.rank
-        is_idle = me not in self._active
-        for tensor in _materialised(self._registry):
-            mine = tensor.grad if is_idle else None
-            shares = self._world.all_gather_object(mine, CALL)
-            if is_idle:
-                tensor.grad = None
-            elif me == self._first:
-                for share in shares:
-                    if share is not None:
-                        tensor.grad = share.clone() if tensor.grad is None else tensor.grad + share
+    def _lend_state(self) -> None:
+        """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
+        optimizers = self._registry.optimizers()
+        states = [one.state_dict() for one in optimizers] if self._world.rank == OWNER else None
+        states = self._world.broadcast_object(states, OWNER, BEFORE)
+        if self._world.rank == self._first:
+            with self._keeping_state():
+                for optimizer, state in zip(optimizers, states, strict=True):
+                    optimizer.load_state_dict(state)
 
-    def after_run(self, *, with_gradients: bool) -> None:
-        if not self._some_idle:
+    def _move_gradients_to_first(self) -> None:
+        """What idle ranks have accumulated waits with the first rank that runs: the sum is all that counts, and if the
+        step now zeroes gradients it must zero those too."""
+        roster = roster_of(self._registry)
+        parts = {}
+        if self._is_idle:
+            own = dict(roster.items())
+            parts = {name: self._gradients.take_part(own[name]) for name in self._gradients.accumulated(roster)}
+        everyone = self._world.all_gather_object(parts, BEFORE)
+        if self._world.rank != self._first:
             return
-        self._hand_over_helpers(self._first, to=None)
-        tensors = _materialised(self._registry)
-        values = [tensor.data for tensor in tensors]
-        values += [slot.tensor.data for slot in self._registry.buffer_slots() if slot.tensor is not None]
-        broadcast_tensors(self._world, values, self._first, CALL)
-        if with_gradients:
-            self._hand_over_gradients(tensors)
-        if self._central and self._world.rank != 0:
+        for parts in everyone:
+            for name, tensor in roster.items():
+                part = parts.get(name)
+                if part is not None:
+                    self._gradients.add_part(tensor, part)
+
+    # -- after ------------------------------------------------------------------------------------------------------
+
+    def after_run(self, result: Any) -> Any:
+        """Hand over. Returns the result of the run on this rank: without components, where it was idle."""
+        mine = self._make_manifest(result) if self._world.rank == self._first else None
+        manifest: _Manifest = self._world.broadcast_object(mine, self._first, AFTER)
+        if self._is_idle:
+            self._registry.catch_up_with(manifest.counts)
+            self._gradients.pending = manifest.pending
+            self._materialise(manifest)
+            self._load_helpers(manifest.helpers)
+        self._hand_over_values(manifest)
+        self._hand_over_gradients(manifest)
+        if self._central and self._world.rank != OWNER:
             for optimizer in self._registry.optimizers():
                 optimizer.state.clear()
+        if not self._is_idle:
+            return result
+        return nest.map_structure(lambda leaf: PerReplica((), replica_ids=()), manifest.structure)
 
-    def _hand_over_gradients(self, tensors: list[torch.Tensor]) -> None:
-        present = [tensor.grad is not None for tensor in tensors]
-        present = self._world.broadcast_object(present, self._first, CALL)
-        for tensor, is_there in zip(tensors, present, strict=True):
-            if not is_there:
-                tensor.grad = None
-            elif tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-        grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        broadcast_tensors(self._world, grads, self._first, CALL)
+    def _make_manifest(self, result: Any) -> _Manifest:
+        roster = roster_of(self._registry)
+        buffers = _buffers(self._registry)
+        return _Manifest(
+            _structure(result),
+            self._registry.counts,
+            {name: _kind(tensor) for name, tensor in roster.items()},
+            {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
+            {name: part[1] for name, tensor in roster.items() if (part := self._gradients.combined_part(tensor))},
+            self._gradients.pending,
+            [self._state_of(helper) for helper in self._registry.helpers()],
+        )
 
-    def _hand_over_helpers(self, source: int, to: int | None) -> None:
-        """The state of optimizers, schedulers and scalers; every rank has made them in the same order."""
-        helpers = self._registry.helpers()
-        states = [_state_of(helper) for helper in helpers] if self._world.rank == source else None
-        states = self._world.broadcast_object(states, source, CALL)
-        if self._world.rank == source or (to is not None and self._world.rank != to):
-            return
-        for helper, state in zip(helpers, states, strict=True):
-            if state is not None:
+    def _state_of(self, helper: Any) -> Any:
+        if not hasattr(helper, "state_dict"):
+            return None
+        state = helper.state_dict()
+        if isinstance(helper, Optimizer):
+            if self._central and self._first == OWNER:
+                state = {**state, "state": {}}  # it is where it belongs
+            state["has stepped"] = vars(helper).get("_opt_called", False)
+        return state
+
+    def _load_helpers(self, states: list[Any]) -> None:
+        for helper, state in zip(self._registry.helpers(), states, strict=False):
+            if isinstance(helper, Optimizer) and state.pop("has stepped"):
+                vars(helper)["_opt_called"] = True  # or schedulers warn that there was no step before theirs
+            if state is not None and hasattr(helper, "load_state_dict"):
                 helper.load_state_dict(state)
 
+    def _materialise(self, manifest: _Manifest) -> None:
+        """Lazy parameters and buffers whose shapes the others now know, and buffers that a step has replaced."""
+        named = self._registry.named_tensors()
+        for name, kind in manifest.parameters.items():
+            tensor = named.get(name)
+            if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+                tensor.materialize(kind.shape, dtype=kind.dtype)
+        slots = self._registry.named_buffer_slots()
+        for name, kind in manifest.buffers.items():
+            slot = slots.get(name)
+            if slot is None:
+                continue
+            tensor = slot.tensor
+            if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+                tensor.materialize(kind.shape, dtype=kind.dtype)
+            elif tensor is None or _kind(tensor) != kind:
+                slot.module._buffers[slot.name] = self._room_for(kind)
 
-def _state_of(helper: Any) -> Any:
-    return helper.state_dict() if isinstance(helper, Optimizer) or hasattr(helper, "load_state_dict") else None
+    def _room_for(self, kind: _Kind) -> torch.Tensor:
+        device = self._device if kind.device_type == self._device.type else torch.device(kind.device_type)
+        return torch.empty(kind.shape, dtype=kind.dtype, device=device)
+
+    def _takes(self, tensor: torch.Tensor | None, kind: _Kind) -> bool:
+        """Whether this rank's own tensor is to be sent or overwritten. The other ranks that ran have equal ones, and
+        some may be known to the first rank alone: what comes for those is dropped."""
+        is_end = self._is_idle or self._world.rank == self._first
+        return is_end and tensor is not None and not is_lazy(tensor) and _kind(tensor) == kind
+
+    def _hand_over_values(self, manifest: _Manifest) -> None:
+        parameters, buffers = self._registry.named_tensors(), _buffers(self._registry)
+        for kinds, own in ((manifest.parameters, parameters), (manifest.buffers, buffers)):
+            values = []
+            for name, kind in kinds.items():
+                tensor = own.get(name)
+                mine = tensor.detach() if tensor is not None and self._takes(tensor, kind) else None
+                values.append(self._room_for(kind) if mine is None else mine)
+            broadcast_tensors(self._world, values, self._first, AFTER)
+
+    def _hand_over_gradients(self, manifest: _Manifest) -> None:
+        """The combined ones. What is accumulated and not combined stays with the first rank."""
+        own = self._registry.named_tensors()
+        targets, gradients, like = [], [], []
+        for name in manifest.gradients:
+            kind, tensor = manifest.parameters[name], own.get(name)
+            target = tensor if tensor is not None and self._takes(tensor, kind) else None
+            part = None if target is None else self._gradients.combined_part(target)
+            targets.append(target)
+            gradients.append(None if part is None else part[0])
+            like.append(self._room_for(kind) if target is None else target)
+        received = broadcast_gradients(self._world, gradients, like, self._first, AFTER)
+        if self._is_idle:
+            for target, gradient, used in zip(targets, received, manifest.gradients.values(), strict=True):
+                if target is not None:
+                    self._gradients.take_over(target, gradient, used=used)
 
 
-def _materialised(registry: VariableRegistry) -> list[torch.Tensor]:
-    return [tensor for tensor in registry.tensors() if not is_lazy(tensor)]
+def _buffers(registry: VariableRegistry) -> dict[str, torch.Tensor | None]:
+    return {name: slot.tensor for name, slot in registry.named_buffer_slots().items()}
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    return _Kind(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+
+def _structure(result: Any) -> Any:
+    """The nest of a result without its leaves, of plain containers where its own do not travel."""
+    skeleton = nest.map_structure(lambda leaf: None, result)
+    try:
+        pickle.dumps(skeleton)
+    except Exception:
+        return _plain(skeleton)
+    return skeleton
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(child) for child in value] if isinstance(value, list) else tuple(_plain(c) for c in value)
+    return None

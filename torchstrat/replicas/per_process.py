@@ -7,6 +7,9 @@ backward runs (`bucketed_gradients`), the optimizer's step is made equal everywh
 
 from __future__ import annotations
 
+import collections
+import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,32 +18,37 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from torchstrat import nest, reduction
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
+from torchstrat.errors import CommunicationError
 from torchstrat.gradients import GradientHooks, check_weight, shares
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.agreement import agree
+from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
+from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
-from torchstrat.replicas.exchange import gather_values, reduce_values
+from torchstrat.replicas.exchange import gather_components, gather_values, reduce_values, require_alike
 from torchstrat.replicas.idle import IdleReplicas
 from torchstrat.replicas.newborn import Newborn, parameters_of
+from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
+from torchstrat.replicas.roster import roster_of
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variable.assignment import hand_over
 from torchstrat.variables import VariableRegistry
+
+END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
 
 
 class PerProcessReplica:
@@ -60,14 +68,16 @@ class PerProcessReplica:
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
         self._gradients = BucketedGradients(gradient_op)
-        self._versions: dict[int, int] = {}
+        self._edits = ParameterEdits()
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
-        self._between_runs = self._make_step(communicator)
-        self._watched = weakref.WeakSet[Optimizer]()
-        self._known: dict[Any, Any] = {}
+        self._known: dict[str, weakref.ref[Any]] = {}
+        owns = not central or communicator.rank == OWNER
+        self._owner_steps = OwnerSteps(
+            self._make_step(communicator), self._begin_outside, self._gradients.end, owns=owns
+        )
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -112,130 +122,170 @@ class PerProcessReplica:
     def scope_closed(self, *, failed: bool = False) -> None:
         self.registry.close()
         if failed:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self._report(error, " in strategy.scope()")
             return
+        self._world.forget_failure()
+        gc.collect()  # what an earlier scope made and the program dropped is then gone on every rank
         self._take_over_initial_values()
         self._watch_optimizers()
-        tensors = [tensor for tensor in self.registry.tensors() if not is_lazy(tensor)]
-        self._gradients.begin(tensors, self._world, self.num_replicas, lambda: 1.0)
-        self._gradients.end()
 
     def set_no_sync(self, active: bool) -> None:
         self._gradients.no_sync = active
 
     def close(self) -> None:
         self._hooks.detach()
+        self._owner_steps.stop()
         self._world.close()
+
+    def _report(self, error: BaseException, where: str = "") -> None:
+        """Tell the others why this rank stops. That it could not reach them they know by themselves."""
+        if not isinstance(error, CommunicationError):
+            self._world.report_failure(f"raised {type(error).__name__}{where}: {str(error)[:300]}")
 
     # -- variables --------------------------------------------------------------------------------------------------
 
     def _take_over_initial_values(self) -> None:
         """Rank 0's values for every variable that was not there before. Every rank has created the same ones."""
-        tensors = [tensor for tensor in self.registry.tensors() if not is_lazy(tensor)]
-        slots = [slot for slot in self.registry.buffer_slots() if slot.tensor is not None]
-        found: dict[Any, Any] = {id(tensor): tensor for tensor in tensors}
-        found.update({(id(slot.module), slot.name): slot.tensor for slot in slots})
-        new = [key for key in found if key not in self._known]
-        self._known = dict.fromkeys(found)
-        if not new:
-            return
-        fresh = [found[key] for key in new]
-        call = "taking over rank 0's initial values of " + ", ".join(
-            f"{count} x {shape}" for shape, count in _count(tuple(tensor.shape) for tensor in fresh).items()
-        )
-        agree(self._world, call)
-        broadcast_tensors(self._world, [tensor.data for tensor in fresh], OWNER, call)
-        for tensor in tensors:
-            self._versions.setdefault(id(tensor), tensor._version)
+        roster = roster_of(self.registry)
+        slots = self.registry.named_buffer_slots()
+        found: dict[str, tuple[Any, torch.Tensor]] = {name: (tensor, tensor) for name, tensor in roster.items()}
+        for name, slot in slots.items():
+            if slot.tensor is not None and not is_lazy(slot.tensor):
+                found[f"buffer {name}"] = (slot.module, slot.tensor)
+        known = {name for name, (owner, _) in found.items() if self._is_known(name, owner)}
+        self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}
+        fresh = [tensor.detach() for name, (_, tensor) in found.items() if name not in known]
+        if fresh:
+            shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh)
+            call = "taking over rank 0's initial values of " + ", ".join(
+                f"{n} x {shape}" for shape, n in shapes.items()
+            )
+            agree(self._world, call)
+            broadcast_tensors(self._world, fresh, OWNER, call)
+
+    def _is_known(self, name: str, owner: Any) -> bool:
+        reference = self._known.get(name)
+        return reference is not None and reference() is owner
 
     def _take_over_newborn(self, module: nn.Module) -> None:
-        """Each rank has drawn first values for itself; make them rank 0's before they are used."""
-        parameters = parameters_of(module)
-        call = f"the first values of a {type(module).__name__}"
+        """Each rank has drawn first values for itself; make them the first rank's before they are used."""
+        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        values = [*parameters_of(module), *buffers]
+        place = self.registry.number_of(module)
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in values)
+        call = f"the first values of a {type(module).__name__} (module {place}, shapes {shapes})"
         agree(self._communicator, call)
-        broadcast_tensors(self._communicator, [p.data for p in parameters], 0, call)
-        self._known.update(dict.fromkeys(id(p) for p in parameters))
+        broadcast_tensors(self._communicator, [value.detach() for value in values], 0, call)
+        parameters = parameters_of(module)
         self._hooks.attach(parameters, early=self._gradients.needs_early_hooks)
-        self._gradients.add(parameters)
+        if not self._gradients.is_in_pass:  # else an optimizer's step catches up with them
+            self._gradients.use(roster_of(self.registry))
+        self._edits.note(parameters)
 
     def _make_step(self, communicator: Communicator) -> ProcessStep:
-        return ProcessStep(
-            communicator, self._gradients, self._versions, self._gradients.knows, self._mean_loss, central=self._central
-        )
+        return ProcessStep(communicator, self._gradients, self._edits, self._mean_loss, central=self._central)
 
     def _watch_optimizers(self) -> None:
         """Under central storage a step outside of a run, too, is the owner's."""
-        if not self._central:
-            return
-        for optimizer in self.registry.optimizers():
-            if optimizer not in self._watched:
-                self._watched.add(optimizer)
-                self._between_runs.watch(optimizer)
+        if self._central:
+            self._owner_steps.watch(self.registry.optimizers())
+
+    def _begin_outside(self) -> None:
+        self._weights = StepWeights(range(self.num_replicas), None)
+        self._gradients.begin(roster_of(self.registry), self._world, self.num_replicas, lambda: 1.0)
 
     # -- run --------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        batch = find_batch_info((args, kwargs))
-        self._weights = weights = StepWeights(range(self.num_replicas), batch)
+        self._weights = weights = StepWeights(range(self.num_replicas), find_batch_info((args, kwargs)))
+        self._world.forget_failure()
         adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
         if adopted:
             warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
         self._take_over_initial_values()
-        me = self._world.rank
         if not weights.active:
             return PerReplica((), replica_ids=())
-        apart = self._gradients.accumulates_apart
-        idle = IdleReplicas(self._world, weights.active, self.registry, central=self._central, apart=apart)
+        if len(weights.active) == self.num_replicas:
+            result = self._run_replica(fn, args, kwargs)
+        else:
+            result = self._run_without_idle(weights.active, fn, args, kwargs)
+        self._gradients.pending |= self._gradients.no_sync
+        self._watch_optimizers()
+        return result
+
+    def _run_without_idle(self, active: list[int], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        idle = IdleReplicas(
+            self._world,
+            active,
+            self.registry,
+            self._gradients,
+            self._owner_steps.keeping_state,
+            torch_device(self._device),
+            central=self._central,
+        )
         idle.before_run()
-        if me in weights.active:
-            inputs = select_replica(me, list(args)), select_replica(me, kwargs)
-            everyone = len(weights.active) == self.num_replicas
-            self._communicator = self._world if everyone else self._world.subgroup(tuple(weights.active))
+        result = None
+        group = self._world.subgroup(tuple(active))
+        if self._world.rank in active:
+            self._communicator = group
             try:
-                result = self._run_replica(fn, *inputs)
+                result = self._run_replica(fn, args, kwargs)
             finally:
                 self._communicator = self._world
-            wrapped = nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,)), result)
-        else:
-            wrapped = PerReplica((), replica_ids=())
-        idle.after_run(with_gradients=not self._gradients.no_sync)
-        if len(weights.active) < self.num_replicas:
-            hand_over(self._world, self._strategy.extended._live_variables(), weights.active[0])
-        return wrapped
+        result = idle.after_run(result)
+        hand_over(self._world, self._strategy.extended._live_variables(), active[0])
+        self._edits.begin(roster_of(self.registry).tensors)
+        return result
 
     def _run_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         me, weights = self._world.rank, self._weights
         assert weights is not None
-        tensors = [tensor for tensor in self.registry.tensors() if not is_lazy(tensor)]
-        self._hooks.attach(tensors, early=self._gradients.needs_early_hooks)
-        self._gradients.begin(tensors, self._communicator, self.num_replicas, lambda: weights.of(me))
-        self._hooks.attach(tensors, early=self._gradients.needs_early_hooks)
+        roster = roster_of(self.registry)
+        self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
+        self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
+        self._edits.begin(roster.tensors)
         buffers = ProcessBuffers(self.registry)
         step = self._make_step(self._communicator)
         newborn = Newborn(self.registry, self._take_over_newborn)
         self._streams.begin([me])
         self._streams.activate(me)
         try:
-            self._between_runs.enabled = False
-            with newborn, step, enter(self._strategy, self._context):
-                result = fn(*args, **kwargs)
-        except Exception as error:
-            self._world.report_failure(f"raised {type(error).__name__}: {str(error)[:300]}")
-            add_replica_note(error, me, self.num_replicas, weights)
+            inputs = select_replica(me, list(args)), select_replica(me, kwargs)
+            with newborn, step, self._owner_steps.paused(), enter(self._strategy, self._context):
+                result = fn(*inputs[0], **inputs[1])
+        except BaseException as error:
+            self._report(error)
+            if isinstance(error, Exception):
+                add_replica_note(error, me, self.num_replicas, weights)
             raise
         finally:
-            self._between_runs.enabled = True
             self._gradients.end()
             self._streams.end()
-        buffers.merge(self._communicator)
-        self._watch_optimizers()
-        return result
+        self._bring_together(buffers)
+        return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,)), result)
+
+    def _bring_together(self, buffers: ProcessBuffers) -> None:
+        """The end of a run: what replicas have changed differently becomes the same."""
+        assert self._weights is not None
+        roster = roster_of(self.registry)
+        weight = self._weights.of(self._world.rank)
+        rows = agree(self._communicator, END_OF_RUN, (weight, *self._edits.summary(roster), *buffers.summary()))
+        if not all_equal([row[1:4] for row in rows]):
+            self._edits.make_equal(self._communicator, roster, END_OF_RUN)
+        if not all_equal([row[4:] for row in rows]):
+            buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
 
     def _mean_loss(self, loss: Any) -> Any:
         """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike."""
         assert self._weights is not None
-        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        value = 0.0 if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         rows = agree(self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank)))
-        factors = shares(self.gradient_op, [row[1] for row in rows])
+        if loss is None:
+            return None
+        weights = [row[1] for row in rows]
+        factors = shares(self.gradient_op, weights if any(weights) else [1.0] * len(weights))
         mean = sum(row[0] * factor for row, factor in zip(rows, factors, strict=True))
         return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
 
@@ -263,9 +313,8 @@ class PerProcessReplica:
         return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
 
     def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        kinds = "; ".join(f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]}" for tensor in tensors)
-        call = f"all_reduce({op.value.lower()}) of {kinds}"
-        agree(self._communicator, call)
+        call = f"all_reduce({op.value.lower()})"
+        require_alike(self._communicator, call, [(tuple(one.shape), str(one.dtype)) for one in tensors])
         results = []
         for tensor in tensors:
             mean = op is ReduceOp.MEAN
@@ -294,20 +343,12 @@ class PerProcessReplica:
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         if isinstance(value, DistributedValues):
-            return reduce_values(self._world, op, list(value.values), axis)
+            return reduce_values(self._communicator, op, list(value.values), axis)
         if axis is None:
             return reduction.reduce_plain(op, value, axis, self.num_replicas)
-        return reduce_values(self._world, op, [value], axis)
+        return reduce_values(self._communicator, op, [value], axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         if not isinstance(value, DistributedValues):
             return reduction.gather_plain(value, axis)
-        components = gather_values(self._world, list(value.values), f"gather(axis={axis})")
-        return reduction.gather_components(components, axis)
-
-
-def _count(shapes: Any) -> dict[Any, int]:
-    counts: dict[Any, int] = {}
-    for shape in shapes:
-        counts[shape] = counts.get(shape, 0) + 1
-    return counts
+        return gather_components(self._communicator, list(value.values), axis)

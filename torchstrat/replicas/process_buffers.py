@@ -2,40 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.replicas.agreement import agree, fingerprint
+from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.replicas.agreement import fingerprint
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.variables import VariableRegistry
 
-CALL = "the end of a run (merging buffers)"
-
 
 class ProcessBuffers:
-    """The buffers of modules in training mode, as they are when a run starts.
+    """The buffers of modules that are in training mode when a run starts or when it ends.
 
     Afterwards floating ones that differ between ranks are averaged and integral ones are the first rank's. Buffers on
     which all agree are left alone: averaging equal numbers would change them by rounding.
     """
 
     def __init__(self, registry: VariableRegistry) -> None:
-        self._slots = [slot for slot in registry.buffer_slots() if slot.module.training and slot.tensor is not None]
+        self._registry = registry
+        self._training_before = {id(module) for module in registry.modules() if module.training}
 
-    def merge(self, communicator: Communicator) -> None:
-        tensors = [slot.tensor for slot in self._slots if slot.tensor is not None]
-        if not tensors:
-            return
-        agree(communicator, CALL, (float(len(tensors)),))
-        own = torch.tensor([fingerprint([tensor]) for tensor in tensors], dtype=torch.float64)
-        prints = communicator.all_gather(own.view(torch.int64), CALL)  # compared bit by bit: nan equals itself
-        same = torch.stack([one == prints[0] for one in prints]).all(dim=0).all(dim=1)
-        differing = [tensor for tensor, equal in zip(tensors, same.tolist(), strict=True) if not equal]
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            name: slot.tensor
+            for name, slot in self._registry.named_buffer_slots().items()
+            if slot.tensor is not None and (slot.module.training or id(slot.module) in self._training_before)
+        }
+
+    def summary(self) -> tuple[float, float]:
+        """Numbers that are equal on ranks whose buffers are."""
+        return fingerprint(self._buffers().values())
+
+    def merge(self, communicator: Communicator, weights: list[float], call: str) -> None:
+        """All ranks call it, when summaries differ. ``weights``: of the ranks; where any has one, those without are
+        left out of means."""
+        found = self._buffers()
+        own = {name: (_kind(tensor), fingerprint([tensor])) for name, tensor in found.items()}
+        everyone = communicator.all_gather_object(own, call)
+        differing = []
+        for name, tensor in found.items():
+            each = [other.get(name) for other in everyone]
+            if None in each or all(one == each[0] for one in each):
+                continue  # a rank without it has dropped the module; the others will
+            _require_equal_kinds(communicator, name, [one[0] for one in each], call)
+            differing.append(tensor)
+        counted = [weight > 0 or not any(weights) for weight in weights]
         floating = [tensor for tensor in differing if tensor.is_floating_point() or tensor.is_complex()]
         with torch.no_grad():
             for tensor in floating:
-                total = tensor.detach().clone().contiguous()
-                communicator.all_reduce(total, CALL).wait()
-                tensor.copy_(total / communicator.size)
-        rest = [tensor.data for tensor in differing if not (tensor.is_floating_point() or tensor.is_complex())]
-        broadcast_tensors(communicator, rest, 0, CALL)
+                counts = counted[communicator.rank]
+                total = (tensor.detach().clone() if counts else torch.zeros_like(tensor)).contiguous()
+                communicator.all_reduce(total, call).wait()
+                tensor.copy_(total / sum(counted))
+        rest = [tensor.detach() for tensor in differing if not (tensor.is_floating_point() or tensor.is_complex())]
+        broadcast_tensors(communicator, rest, 0, call)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _require_equal_kinds(communicator: Communicator, name: str, kinds: list[Any], call: str) -> None:
+    if any(kind != kinds[0] for kind in kinds):
+        each = ", ".join(
+            f"{kind[0]} {kind[1]} on replica {rank}" for rank, kind in zip(communicator.ranks, kinds, strict=True)
+        )
+        raise ReplicaDivergenceError(
+            f"buffer {name} cannot be brought together in {call}: it is {each}. A buffer that a step replaces has to "
+            "keep the same shape and dtype on every replica; keep what differs outside of the module's buffers."
+        )

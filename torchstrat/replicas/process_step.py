@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.replicas.agreement import agree, fingerprint, same_bits
+from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, make_stand_in, with_closure
-from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.replicas.edits import ParameterEdits
+from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
@@ -28,40 +28,30 @@ class ProcessStep:
         self,
         communicator: Communicator,
         gradients: BucketedGradients,
-        versions: dict[int, int],
-        captured: Callable[[torch.Tensor], bool],
+        edits: ParameterEdits,
         mean_loss: Callable[[Any], Any],
         *,
         central: bool,
     ) -> None:
         self._communicator = communicator
         self._gradients = gradients
-        self._versions = versions
-        self._captured = captured
+        self._edits = edits
         self._mean_loss = mean_loss
         self._central = central
         self._order: dict[int, int] = {}
         self._handles: list[Any] = []
         self._in_closure_step = False
-        self.enabled = True
 
     def __enter__(self) -> ProcessStep:
         self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self.before),
+            register_optimizer_step_post_hook(self.after),
         ]
         return self
 
     def __exit__(self, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Apply to one optimizer for good, for steps outside of a run: there, too, the owner alone may have state."""
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-        if not self._owns:
-            optimizer.register_load_state_dict_post_hook(lambda loaded: loaded.state.clear())
 
     @property
     def _owns(self) -> bool:
@@ -71,9 +61,13 @@ class ProcessStep:
         number = self._order.setdefault(id(optimizer), len(self._order))
         return f"{type(optimizer).__name__}.step() (optimizer {number})"
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        tensors = [tensor for tensor in tensors_of(optimizer) if self._captured(tensor)]
-        if not tensors or self._in_closure_step or not self.enabled:
+    def _variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        return [t for group in optimizer.param_groups for t in group["params"] if self._gradients.knows(t)]
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """A pre-hook: make gradients and parameters equal; a rank that does not own gets a stand-in to step."""
+        tensors = self._variables_of(optimizer)
+        if not tensors or self._in_closure_step:
             return None
         closure = closure_of(args, kwargs)
         call = self._call_name(optimizer) + (" with a closure" if closure is not None else "")
@@ -82,37 +76,37 @@ class ProcessStep:
             return None if self._owns else ((make_stand_in(optimizer), *args[1:]), kwargs)
         return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        tensors = [tensor for tensor in tensors_of(optimizer) if self._captured(tensor)]
-        if not tensors or self._in_closure_step or not self.enabled:
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """A post-hook: the owner's new values become everyone's."""
+        tensors = self._variables_of(optimizer)
+        if not tensors or self._in_closure_step:
             return
         if self._central:
-            broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, "the owner's new parameters")
-        self._note_versions(tensors)
+            call = f"{self._call_name(optimizer)}: the owner's new parameters"
+            broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, call)
+        self._edits.note(tensors)
         self._gradients.after_step(tensors)
-
-    def _note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._versions[id(tensor)] = tensor._version
 
     def _make_equal(self, call: str, tensors: list[torch.Tensor]) -> None:
         """Before a step: combine what no backward pass has, and undo what edits made different.
 
         Clipping edits every rank's gradient alike, random noise does not: where fingerprints of edited gradients and
-        parameters differ, rank 0's count, as they would in one process.
+        parameters differ, the first rank's count, as they would in one process.
         """
-        edited = [t.data for t in tensors if self._versions.get(id(t), t._version) != t._version]
-        left_over = self._gradients.left_over(tensors)
-        edited += self._gradients.edited(t for t in tensors if all(t is not other for other in left_over))
-        numbers = (float(bool(left_over)), float(len(edited)), *fingerprint(edited))
+        left_over = {id(tensor) for tensor in self._gradients.left_over(tensors)}
+        edited = self._edits.since_noted(tensors)
+        edited += self._gradients.edited(t for t in tensors if id(t) not in left_over)
+        missing = torch.tensor([tensor.grad is None for tensor in tensors])
+        numbers = (float(bool(left_over)), float(len(edited)), *fingerprint([*edited, missing]))
         everyone = agree(self._communicator, call, numbers)
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
-        if not all(
-            same_bits(one, other) for row in everyone for one, other in zip(row[1:], everyone[0][1:], strict=True)
-        ):
-            everything = itertools.chain((t.data for t in tensors), (t.grad for t in tensors if t.grad is not None))
-            broadcast_tensors(self._communicator, list(everything), 0, call)
+        if not all_equal([row[1:] for row in everyone]):
+            broadcast_tensors(self._communicator, [t.data for t in tensors], 0, call)
+            grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, call)
+            for tensor, grad in zip(tensors, grads, strict=True):
+                if tensor.grad is not grad:
+                    self._gradients.take_over(tensor, grad, used=False)
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 
@@ -150,7 +144,3 @@ class ProcessStep:
                 broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, what)
                 evaluate()
         return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
-
-
-def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]

@@ -12,19 +12,58 @@ _CHUNK_BYTES = 32 << 20
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor], source: int, what: str) -> None:
-    """Overwrite ``tensors`` with those of rank ``source``. All ranks pass tensors of equal shapes, in one order."""
+    """Overwrite ``tensors`` with those of rank ``source``. All ranks pass tensors of equal shapes, dtypes and layouts,
+    in one order."""
     with torch.no_grad():
         for chunk in _chunks([tensor for tensor in tensors if tensor.layout == torch.strided]):
-            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            flat = torch.cat([_bytes(tensor) for tensor in chunk])  # not all dtypes can be joined as they are
             communicator.broadcast(flat, source, what)
             if communicator.rank != source:
-                for tensor, piece in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+                pieces = flat.view(chunk[0].dtype).split([tensor.numel() for tensor in chunk])
+                for tensor, piece in zip(chunk, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
         for tensor in tensors:
             if tensor.layout != torch.strided:
                 received = communicator.broadcast_object(tensor if communicator.rank == source else None, source, what)
                 if communicator.rank != source:
                     tensor.copy_(received)
+
+
+def broadcast_gradients(
+    communicator: Communicator,
+    gradients: Sequence[torch.Tensor | None],
+    like: Sequence[torch.Tensor],
+    source: int,
+    what: str,
+) -> list[torch.Tensor | None]:
+    """The gradients of rank ``source`` for the tensors ``like``, which may be missing or sparse there and not here.
+
+    Dense ones that exist here are overwritten in place.
+    """
+    kinds = communicator.broadcast_object([_kind(gradient) for gradient in gradients], source, what)
+    is_source = communicator.rank == source
+    received: list[torch.Tensor | None] = []
+    for gradient, tensor, kind in zip(gradients, like, kinds, strict=True):
+        if kind == "sparse" and not is_source:
+            gradient = communicator.broadcast_object(None, source, what).to(tensor.device)
+        elif kind == "sparse":
+            communicator.broadcast_object(gradient, source, what)
+        elif kind == "dense" and _kind(gradient) != "dense":
+            gradient = torch.empty_like(tensor, requires_grad=False)
+        received.append(None if kind is None else gradient)
+    dense = [one.detach() for one, kind in zip(received, kinds, strict=True) if one is not None and kind == "dense"]
+    broadcast_tensors(communicator, dense, source, what)
+    return received
+
+
+def _kind(gradient: torch.Tensor | None) -> str | None:
+    if gradient is None:
+        return None
+    return "dense" if gradient.layout == torch.strided else "sparse"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

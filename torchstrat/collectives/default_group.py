@@ -1,0 +1,113 @@
+"""torch.distributed's default process group: found and left alone, or made, shared, and destroyed by its last user."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchstrat.cluster import ProcessPlan, torchrun_address
+from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
+
+_stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
+_count = itertools.count()  # of the groups made at it: the keys of an earlier one are still in the store
+_made: DefaultGroup | None = None  # the latest one that torchstrat made; torch.distributed has one at a time
+
+
+class DefaultGroup:
+    """The default group while strategies work on it. ``store`` is where its processes met."""
+
+    def __init__(self, store: Any, *, is_ours: bool) -> None:
+        self.store = store
+        self._is_ours = is_ours
+        self._group = dist.group.WORLD
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @staticmethod
+    def join(user: Any, plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
+        """The group there is, or a new one, with ``user`` among its users."""
+        global _made
+        if not dist.is_initialized():
+            group = _made = _make(plan, backend, timeout)
+        elif _made is not None and _made.is_alive:
+            group = _made  # another strategy, still open, has made it
+        else:
+            group = DefaultGroup(_store_of_users_group(plan), is_ours=False)
+        group._users.add(user)
+        return group
+
+    @property
+    def is_alive(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is self._group
+
+    def leave(self, user: Any) -> None:
+        """Destroy the group if torchstrat made it and no other open strategy works on it."""
+        self._users.discard(user)
+        if not self._is_ours or not self.is_alive:
+            return
+        if self._users:
+            gc.collect()  # strategies refer to themselves: one that was dropped may still seem to be there
+        if not self._users:
+            dist.destroy_process_group()
+
+
+def _make(plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
+    store = _meet(plan, timeout)
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"torchstrat/default/{next(_count)}", store),
+            rank=plan.rank,
+            world_size=plan.size,
+            timeout=timeout,
+        )
+    except Exception as error:
+        raise CommunicationTimeoutError(
+            f"{plan.name} waited {timeout.total_seconds():g} s for all {plan.size} processes to start: {error}"
+        ) from error
+    return DefaultGroup(store, is_ours=True)
+
+
+def _meet(plan: ProcessPlan, timeout: timedelta) -> Any:
+    """The store at the meeting point."""
+    assert plan.init_method is not None
+    place = torchrun_address() if plan.init_method == "env://" else plan.init_method
+    if place not in _stores or not answers(_stores[place]):
+        try:
+            store, _, _ = next(dist.rendezvous(plan.init_method, plan.rank, plan.size, timeout=timeout))
+        except Exception as error:
+            raise CommunicationError(
+                f"{plan.name} could not reach the meeting point {place} within {timeout.total_seconds():g} s: {error}"
+            ) from error
+        _stores[place] = store
+    return _stores[place]
+
+
+def answers(store: Any) -> bool:
+    """Whether whoever hosts ``store`` is still there; a later job may have been given the same port."""
+    try:
+        store.check(["anything"])
+    except Exception:  # torch raises several classes here, RuntimeError and DistNetworkError among them
+        return False
+    return True
+
+
+def _store_of_users_group(plan: ProcessPlan) -> Any:
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (plan.rank, plan.size):
+        raise UnsupportedError(
+            f"torch.distributed is initialised as rank {found[0]} of {found[1]}; the launcher says {plan.name}. "
+            "Initialise it with the launcher's numbers, or leave that to the strategy."
+        )
+    try:
+        return dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    except AttributeError as error:
+        raise CommunicationError(
+            f"torch {torch.__version__} has no distributed_c10d._get_default_store, which torchstrat needs to reuse an "
+            "initialised process group. Let the strategy make the group, or report the version."
+        ) from error

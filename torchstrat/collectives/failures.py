@@ -1,0 +1,80 @@
+"""What the processes of a job tell each other when one of them can no longer take part.
+
+It goes through the store where they met, not through the process group: after a failure nobody may be listening there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_PATIENCE_SECONDS = 2.0  # how long a rank that gave up waits for the others to say why they did
+
+
+class FailureBoard:
+    """One rank's view of the notes that all ranks leave.
+
+    The process that hosts the store may be the one that died, or that was stopped, and a stopped one never answers.
+    So every visit is made on a thread of its own that is not waited for beyond a deadline; after that the store counts
+    as gone.
+    """
+
+    def __init__(self, store: Any, global_rank: int) -> None:
+        self._store = store
+        self._rank = global_rank
+        self._gone = False
+        self._wrote = False
+
+    def post(self, message: str) -> None:
+        """Tell the others, without waiting for them, why this rank stopped taking part."""
+        self._wrote = True
+        self._visit(lambda: self._store.set(self._key(self._rank), message), None)
+
+    def clear(self) -> None:
+        """Take this rank's note back: it takes part again. Costs nothing where there is none."""
+        if self._wrote:
+            self._wrote = False
+            self._visit(lambda: self._store.delete_key(self._key(self._rank)), None)
+
+    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The notes of ``ranks``; waits a little for all of them to write one."""
+        said: dict[int, str] = {}
+
+        def collect() -> None:
+            missing = list(ranks)
+            deadline = time.monotonic() + _PATIENCE_SECONDS
+            while missing and time.monotonic() < deadline:
+                for rank in list(missing):
+                    if self._store.check([self._key(rank)]):
+                        said[rank] = self._store.get(self._key(rank)).decode()
+                        missing.remove(rank)
+                time.sleep(0.05)
+
+        self._visit(collect, None)
+        return dict(said)
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"failures/{rank}"
+
+    def _visit(self, call: Callable[[], T], otherwise: T) -> T:
+        if self._gone:
+            return otherwise
+        results: list[T] = []
+
+        def visit() -> None:
+            try:
+                results.append(call())
+            except Exception:  # the store went with the process that held it; then silence has to speak
+                return
+
+        thread = threading.Thread(target=visit, name="torchstrat-failure-note", daemon=True)
+        thread.start()
+        thread.join(2 * _PATIENCE_SECONDS)
+        # A thread that still waits holds the store's only connection: nobody else may use it any more.
+        self._gone = thread.is_alive()
+        return results[0] if results else otherwise

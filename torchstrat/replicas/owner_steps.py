@@ -1,0 +1,70 @@
+"""Central storage with one replica per process, outside of a run: there, too, the owner alone steps and has state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchstrat.replicas.process_step import ProcessStep
+
+
+class OwnerSteps:
+    """Watches optimizers for good. ``begin`` and ``end`` surround a step: the variables are known only in between."""
+
+    def __init__(self, step: ProcessStep, begin: Callable[[], None], end: Callable[[], None], *, owns: bool) -> None:
+        self._step = step
+        self._begin, self._end = begin, end
+        self._owns = owns
+        self._watched = weakref.WeakSet[Optimizer]()
+        self._paused = 0
+        self._keeps_state = owns
+
+    def watch(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if optimizer not in self._watched:
+                self._watched.add(optimizer)
+                optimizer.register_step_pre_hook(self._before)
+                optimizer.register_step_post_hook(self._after)
+                optimizer.register_load_state_dict_post_hook(self._after_loading)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """In a run its own hooks are at work."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        """What is loaded in this block stays, whoever owns it: the owner has lent it."""
+        self._keeps_state = True
+        try:
+            yield
+        finally:
+            self._keeps_state = self._owns
+
+    def stop(self) -> None:
+        """The strategy is closed: optimizers are ordinary ones again."""
+        self._paused += 1
+        self._keeps_state = True
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._paused:
+            return None
+        self._begin()
+        return self._step.before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._paused:
+            self._step.after(optimizer, args, kwargs)
+            self._end()
+
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        if not self._keeps_state:
+            optimizer.state.clear()
