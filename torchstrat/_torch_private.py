@@ -6,7 +6,7 @@ only file to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,33 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
+current_backward_pass: Callable[[], int] = _look_up("_C._current_graph_task_id")
+"""A number for the backward pass that is now running on this thread; nested passes have their own. -1 outside."""
+
 function_mode_stack: Callable[[], list[Any]] = _look_up("overrides._get_current_function_mode_stack")
 dispatch_mode_stack: Callable[[], list[Any]] = _look_up("utils._python_dispatch._get_current_dispatch_mode_stack")
+
+push_function_mode: Callable[[Any], None] = _look_up("overrides._push_mode")
+pop_function_mode: Callable[[], Any] = _look_up("overrides._pop_mode")
+push_dispatch_mode: Callable[[Any], None] = _look_up("utils._python_dispatch._push_mode")
+pop_dispatch_mode: Callable[[], Any] = _look_up("utils._python_dispatch._pop_mode")
+count_dispatch_modes: Callable[[], int] = _look_up("_C._len_torch_dispatch_stack")
+DisableTorchFunction: Callable[[], Any] = _look_up("_C.DisableTorchFunction")
+"""``with DisableTorchFunction():`` neither modes nor tensor subclasses see what is done in the block."""
+
+_top_saved_tensor_hooks = _look_up("_C._autograd._top_saved_tensors_default_hooks")
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost pair of hooks that ``torch.autograd.graph.saved_tensors_hooks`` has set on this thread."""
+    hooks: tuple[Any, Any] | None = _top_saved_tensor_hooks(False)
+    return hooks
+
+
+set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = _look_up(
+    "_C._autograd._unsafe_set_version_counter"
+)
+"""Sets ``_version`` of tensors, by which backward tells whether what it saved has been changed in place since."""
 
 # Fused multi-tensor arithmetic: what the optimizers themselves run on.
 foreach_add_: Callable[..., None] = _look_up("_foreach_add_")

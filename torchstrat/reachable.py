@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +39,8 @@ _ATOMS: tuple[type, ...] = (
 _LIBRARIES = frozenset(
     {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
 )
-_MAX_OBJECTS = 20_000
+_MAX_OBJECTS, _MAX_OBJECTS_AGAIN = 20_000, 1_000
+_MAX_MEMBERS = 1_000  # of one container: longer ones hold data
 
 
 @dataclasses.dataclass
@@ -48,16 +52,55 @@ class Reached:
     helpers: list[Any] = dataclasses.field(default_factory=list)
 
 
-def reach(fn: Callable[..., Any], arguments: Iterable[Any]) -> tuple[Callable[[], Reached], tuple[int, ...] | None]:
-    """The walk from ``fn``, not yet made, and a signature of where it starts.
+class Start:
+    """Where the walk from a step function begins: what it names, and its arguments.
 
-    Equal signatures mean an equal walk. The signature is None where that cannot be promised: when the step reaches
-    containers or objects of the user's own, whose contents may have changed.
+    Two equal starts mean an equal walk where ``is_closed``. Elsewhere the step reaches containers or objects of the
+    user's own, whose contents may have changed.
     """
-    starts = [value for value in (*_from_callable(fn), *arguments) if not isinstance(value, _ATOMS)]
-    closed = all(_is_closed(value) for value in starts)
-    signature = tuple(id(value) for value in starts if not _is_data(value)) if closed else None
-    return functools.partial(_walk, starts), signature
+
+    def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:
+        self._objects = [value for value in (*_from_callable(fn), *arguments) if not isinstance(value, _ATOMS)]
+        self.is_closed = all(_is_closed(value) for value in self._objects)
+        self._keys = [_key(value) for value in self._objects if not _is_data(value)]
+
+    def is_same(self, earlier: Start) -> bool:
+        """Whether it starts from the very same objects as one whose objects may be gone by now."""
+        return len(self._keys) == len(earlier._keys) and all(
+            own == other and (reference is None or reference() is not None)
+            for (own, _), (other, reference) in zip(self._keys, earlier._keys, strict=True)
+        )
+
+    def walk(self, *, again: bool = False) -> Reached:
+        """What is reached. The nearest first, so that a step that reaches a whole data set still shows its model.
+
+        ``again``: not the first walk from these objects, so only their surroundings are looked at.
+        """
+        limit = _MAX_OBJECTS_AGAIN if again else _MAX_OBJECTS
+        reached = Reached()
+        seen: set[int] = set()
+        keep: list[Any] = []  # temporaries must outlive the walk, or another object could get their id
+        pending = collections.deque(self._objects)
+        while pending and len(seen) < limit:
+            value = pending.popleft()
+            if isinstance(value, _ATOMS) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            keep.append(value)
+            pending.extend(_open(value, reached))
+        return reached
+
+    def forget_objects(self) -> None:
+        """Keep only what `is_same` needs, which holds nothing alive."""
+        self._objects = []
+
+
+def _key(value: Any) -> tuple[int, weakref.ref[Any] | None]:
+    """Weakly where that is possible: an id alone may be given to another object later."""
+    try:
+        return id(value), weakref.ref(value)
+    except TypeError:
+        return id(value), None
 
 
 def _is_data(value: Any) -> bool:
@@ -75,21 +118,6 @@ def _is_library(module_name: str | None) -> bool:
     return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
-def _walk(starts: list[Any]) -> Reached:
-    reached = Reached()
-    seen: set[int] = set()
-    keep: list[Any] = []  # temporaries must outlive the walk, or another object could get their id
-    pending = list(reversed(starts))
-    while pending and len(seen) < _MAX_OBJECTS:
-        value = pending.pop()
-        if isinstance(value, _ATOMS) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        keep.append(value)
-        pending.extend(reversed(list(_open(value, reached))))
-    return reached
-
-
 def _open(value: Any, reached: Reached) -> Iterator[Any]:
     """Record ``value`` if it is of a kind that is looked for, and yield what to look at next."""
     if isinstance(value, torch.Tensor):
@@ -105,9 +133,9 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
         reached.helpers.append(value)
         yield from (member for member in vars(value).values() if isinstance(member, (list, tuple, *HELPER_TYPES)))
     elif isinstance(value, list | tuple):
-        yield from value
+        yield from itertools.islice(value, _MAX_MEMBERS)
     elif isinstance(value, Mapping):
-        yield from value.values()
+        yield from itertools.islice(value.values(), _MAX_MEMBERS)
     elif callable(value) and not isinstance(value, types.ModuleType):
         yield from _from_callable(value)
     elif not isinstance(value, types.ModuleType):
@@ -120,7 +148,8 @@ def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
         or not _is_library(type(value).__module__)
         or isinstance(value, types.SimpleNamespace)
     ):
-        for name, member in list(getattr(value, "__dict__", {}).items()):
+        members = list(getattr(value, "__dict__", {}).items())
+        for name, member in members[:_MAX_MEMBERS]:
             if name not in skip:
                 yield member
 
@@ -167,6 +196,7 @@ def _from_function(fn: types.FunctionType) -> Iterator[Any]:
             yield value
 
 
+@functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> list[str]:
     """Global and attribute names used by a function and by the functions defined in it."""
     names = list(code.co_names)

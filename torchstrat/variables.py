@@ -1,9 +1,9 @@
 """What a strategy takes care of: modules, leaf tensors, optimizers and helpers made in its scope or reached by a step.
 
 Registration hooks alone see only part of a model (deep copies and bare parameters register nothing), so three sources
-are joined: hooks that last while a scope is open, the constructors of optimizers, schedulers and gradient scalers in
-that time, and a walk over what the step function can reach. Everything is held weakly: a model that the user drops is
-forgotten.
+are joined: hooks that last while a scope is open or a run goes on, the constructors of optimizers, schedulers and
+gradient scalers in that time (see `creation`), and a walk over what the step function can reach (see `reachable`).
+Everything is held weakly: a model that the user drops is forgotten.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 
-from torchstrat.reachable import HELPER_TYPES, Reached, reach
+from torchstrat.creation import Watcher, watch, watch_classes
+from torchstrat.reachable import Reached, Start
 
 
 @dataclass(frozen=True)
@@ -78,73 +78,80 @@ class _WeakOrdered:
 
 
 class VariableRegistry:
-    """The variables of one strategy, in order of creation (the same order on every process of an SPMD program)."""
+    """The variables of one strategy, in order of creation (the same order on every process of an SPMD program).
 
-    def __init__(self) -> None:
+    ``is_current()`` tells whether the calling thread works for this strategy; what other threads create meanwhile is
+    none of its business.
+    """
+
+    def __init__(self, is_current: Callable[[], bool] = lambda: True) -> None:
         self._modules = _WeakOrdered()
         self._tensors = _WeakOrdered()
         self._helpers = _WeakOrdered()
-        self._open = 0
-        self._undo: list[Callable[[], None]] = []
-        self._walked: dict[Any, tuple[int, ...]] = {}
-        self.on_parameter: Callable[[nn.Module, torch.Tensor], None] | None = None
-        """Called for every parameter registered in a module while recording. Set by the engine during a run."""
+        self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
+        self._opened: list[list[Callable[[], None]]] = []
+        self._walked: dict[Any, Start] = {}
+        self._step: Any = None  # what the last adopted function is known by
+        self._copying: set[Any] = set()  # step functions that have been seen to make deep copies
+        self.on_member: Callable[[nn.Module, str, Any], None] | None = None
+        """Called for every parameter, buffer and child registered in a module while recording. For the engine's use
+        during a run."""
+        self.on_copy: Callable[[nn.Module], None] | None = None
+        """Called for every module made by a deep copy, or unpickled, while recording."""
+        self.changes = 0
+        """Counts what was added, so that a run can tell at no cost that nothing was."""
+        self.may_create = False
+        """Whether the step that `adopt` saw last may well make deep copies or helpers: it starts from other objects
+        than before, so this may be its first run, or it has made copies before."""
 
-    # -- while a scope is open --------------------------------------------------------------------------------------
+    # -- while a scope is open, or a run goes on ----------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Start recording what is created. Nested calls count; hooks and wraps exist once and go with the last one."""
-        self._open += 1
-        if self._open == 1:
-            self._install()
+    def open(self, *, classes: bool = True) -> None:
+        """Start recording what is created. Calls nest. ``classes``: deep copies and helpers too, not only members."""
+        self._opened.append([watch(self._watcher), *([watch_classes(self._watcher)] if classes else [])])
 
     def close(self) -> None:
-        self._open -= 1
-        if self._open == 0:
-            while self._undo:
-                self._undo.pop()()
+        for undo in self._opened.pop():
+            undo()
+        if not self._opened:
             for module in list(self._modules):
                 self._add_tree(module)
 
-    def _install(self) -> None:
-        def on_member(module: nn.Module, name: str, member: Any) -> None:
-            self._modules.add(module)
-            if self.on_parameter is not None and isinstance(member, torch.Tensor) and member.requires_grad:
-                self.on_parameter(module, member)
+    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+        self.changes += 1
+        self._modules.add(module)
+        if self.on_member is not None:
+            self.on_member(module, name, member)
 
-        for register in (
-            module_hooks.register_module_parameter_registration_hook,
-            module_hooks.register_module_buffer_registration_hook,
-            module_hooks.register_module_module_registration_hook,
-        ):
-            self._undo.append(register(on_member).remove)
-        self._wrap(nn.Module, "__setstate__", self._modules.add)  # what copy.deepcopy and unpickling call
-        for helper_type in HELPER_TYPES:
-            self._wrap(helper_type, "__init__", self._helpers.add)
+    def _on_copy(self, module: nn.Module) -> None:
+        self.changes += 1
+        self._modules.add(module)
+        if self.on_copy is not None:
+            self._copying.add(self._step)
+            self.on_copy(module)
 
-    def _wrap(self, owner: type, name: str, record: Callable[[Any], Any]) -> None:
-        original = vars(owner).get(name)
-        if original is None:
-            return
-
-        def wrapped(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(instance, *args, **kwargs)
-            record(instance)
-            return result
-
-        wrapped.__wrapped__ = original  # type: ignore[attr-defined]
-        setattr(owner, name, wrapped)
-        self._undo.append(lambda: _unwrap(owner, name, wrapped, original))
+    def _on_helper(self, helper: Any) -> None:
+        self.changes += 1
+        self._helpers.add(helper)
 
     # -- at each run ------------------------------------------------------------------------------------------------
 
     def adopt(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> list[str]:
         """Record what a step reaches. Returns descriptions of the trainable state among it that no scope had seen."""
-        reached, signature = reach(fn, arguments)
-        key = getattr(fn, "__code__", None) or type(fn)
-        if signature is not None and self._walked.get(key) == signature:
+        self._grow()
+        start = Start(fn, arguments)
+        self._step = step = getattr(fn, "__code__", None) or type(fn)
+        before = self._walked.get(step)
+        is_new = before is None or not start.is_same(before)
+        self.may_create = is_new or step in self._copying
+        if start.is_closed and not is_new:
             return []
-        found: Reached = reached()
+        adopted = self._record(start.walk(again=not is_new))
+        start.forget_objects()
+        self._walked[step] = start
+        return adopted if is_new else []  # else it may have been made by an earlier run of the step
+
+    def _record(self, found: Reached) -> list[str]:
         adopted: list[str] = []
         for helper in found.helpers:
             self._helpers.add(helper)
@@ -152,20 +159,28 @@ class VariableRegistry:
         for module in found.modules:
             is_new = module not in self._modules
             self._add_tree(module)
-            if is_new and not self._open and _is_trainable(module):
+            if is_new and not self._opened and _is_trainable(module):
                 adopted.append(f"a {type(module).__name__}")
+        if not found.tensors:
+            return adopted
         members = {id(tensor) for module in self._modules for tensor in module._parameters.values()}
         for tensor in found.tensors:
             if id(tensor) in members:
                 continue
-            if self._tensors.add(tensor) and not self._open and id(tensor) not in owned:
+            if self._tensors.add(tensor) and not self._opened and id(tensor) not in owned:
                 adopted.append(f"a leaf tensor of shape {tuple(tensor.shape)}")
-        if signature is not None:
-            self._walked[key] = signature
         return adopted
 
+    def _grow(self) -> None:
+        """Children that were put into known modules since: a new head, a parametrization."""
+        for module in self._modules:
+            for child in module._modules.values():
+                if child is not None and child not in self._modules:
+                    self._add_tree(child)
+
     def _add_tree(self, module: nn.Module) -> None:
-        self._modules.add(module)
+        if self._modules.add(module):
+            self.changes += 1
         for child in module._modules.values():
             if child is not None:
                 self._add_tree(child)
@@ -186,7 +201,11 @@ class VariableRegistry:
         """Parameters of the modules, leaf tensors, and what optimizers hold; each once. Looked up anew at every call,
         since parameters may be replaced (``load_state_dict(assign=True)``, ``.to()``, pruning)."""
         found: dict[int, torch.Tensor] = {}
-        for _, _, _, tensor in self._members():
+        for module in self._modules:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found.setdefault(id(parameter), parameter)
+        for tensor in (*self._tensors, *self._optimizer_tensors()):
             found.setdefault(id(tensor), tensor)
         return list(found.values())
 
@@ -255,12 +274,6 @@ class VariableRegistry:
                 if parameter is tensor:
                     return f"{type(module).__name__}.{name} {tuple(tensor.shape)}"
         return f"tensor {tuple(tensor.shape)}"
-
-
-def _unwrap(owner: type, name: str, wrapped: Any, original: Any) -> None:
-    # Someone may have wrapped the method again in the meantime; theirs then keeps calling ours, which stays harmless.
-    if vars(owner).get(name) is wrapped:
-        setattr(owner, name, original)
 
 
 def _tensors_of(helper: Any) -> Iterator[torch.Tensor]:

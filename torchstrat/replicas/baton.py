@@ -58,6 +58,80 @@ def _dismiss(workers: list[_Worker]) -> None:
     workers.clear()
 
 
+class _Interruption:
+    """Lets the calling thread end the body that runs, by an exception set in its thread, at most once in a run.
+
+    The exception may come up at any bytecode, so it is only sent while the thread is in a body's own code, and taken
+    back if it has not come up by the time that the thread leaves it: a hand-over must never be torn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started = False
+        self._called_off = False
+        self._sent_to: int | None = None
+        self._target: int | None = None  # the thread that is in a body's own code
+        self._shields = 0  # of the body that runs
+
+    def start(self) -> bool:
+        """On a body's thread: the run begins. False if it has been interrupted before."""
+        with self._lock:
+            self._started = True
+            return not self._called_off
+
+    def send(self) -> bool:
+        """On the calling thread: interrupt the run. Whether it has begun, so that its end has to be waited for."""
+        with self._lock:
+            if not self._started:
+                self._called_off = True
+                return False
+            if self._target is not None and not self._shields:
+                self._sent_to = self._target
+                _set_exception(self._target, ctypes.py_object(ReplicaAborted))
+            else:
+                self._called_off = True
+            return True
+
+    def enter(self, shields: int) -> None:
+        """The thread is now in a body's own code, within as many shields."""
+        self._shields = shields
+        self._target = threading.get_ident()
+
+    def leave(self) -> int:
+        """The thread leaves it. Returns how many shields it is in, for `enter`."""
+        with self._lock:
+            self._target = None
+            if self._sent_to == threading.get_ident():
+                _set_exception(self._sent_to, None)  # every hand-over looks for the error that it stands for
+        shields, self._shields = self._shields, 0
+        return shields
+
+    def shield(self) -> None:
+        """The body's own code begins something that must not be left half-done."""
+        with self._lock:
+            if not self._shields and self._sent_to == threading.get_ident():
+                _set_exception(self._sent_to, None)
+            self._shields += 1
+            late = self._shields == 1 and self._is_sent
+        if late:
+            self.unshield()
+
+    def unshield(self) -> None:
+        with self._lock:
+            self._shields -= 1
+            late = not self._shields and self._is_sent
+        if late:
+            raise ReplicaAborted
+
+    @property
+    def _is_sent(self) -> bool:
+        return self._called_off or self._sent_to is not None
+
+
+def _set_exception(thread_id: int, exception: Any) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), exception)
+
+
 class WorkerThreads:
     """The threads of one strategy: made on first use, ended by `close` or when the strategy is collected."""
 
@@ -95,44 +169,78 @@ class Baton:
         self._calls: dict[int, str] = {}
         self._payloads: dict[int, Any] = {}
         self._results: dict[int, Any] = {}
+        self._combine: Combine | None = None
         self._meetings = 0
         self._returned: dict[int, Any] = {}
         self._error: BaseException | None = None
         self._failed: int | None = None
         self._body: Callable[[int], Any] | None = None
-        self._thread_ids: dict[int, int] = {}
+        self._begin: Callable[[], None] | None = None
+        self._end: Callable[[BaseException | None], None] | None = None
+        self._interruption = _Interruption()
         self.holder: int | None = None
+        self.is_begun = False
+        self.is_over = False
 
     # -- the caller's side ------------------------------------------------------------------------------------------
 
-    def run(self, body: Callable[[int], Any]) -> dict[int, Any]:
+    def run(
+        self,
+        body: Callable[[int], Any],
+        begin: Callable[[], None] | None = None,
+        end: Callable[[BaseException | None], None] | None = None,
+    ) -> dict[int, Any]:
         """Run ``body(id)`` for every id; what each returned. The first exception of any body ends all and is raised.
 
-        A `KeyboardInterrupt` in the calling thread ends every body at its next meeting, or within its Python code.
+        ``begin()`` is called before the first body and, if it succeeded, ``end(error)`` after the last one has ended,
+        both on the bodies' threads: the calling thread, where Ctrl-C arrives, does nothing but wait, so neither is ever
+        left half-done.
+
+        A `KeyboardInterrupt` in the calling thread ends every body at its next meeting, or within its Python code (what
+        stands between `shield` and `unshield` goes on to its end). If a second one comes before they have ended, it is
+        raised at once, and ``is_over`` stays False until they have.
         """
-        self._body = body
-        self._hand_to(self._ids[0])
+        self._body, self._begin, self._end = body, begin, end
+        self.is_begun = True
         try:
+            self._threads.submit(0, self._launch)
             self._over.acquire()
         except BaseException as interruption:  # Ctrl-C, or an exception set from outside
             self._error = self._error or interruption
-            self._interrupt_holder()
-            self._over.acquire()
-        if self._error is not None:
-            raise self._error
-        return self._returned
+            if self._interruption.send():
+                self._over.acquire()
+            else:
+                self.is_over = True
+        returned, error = self._returned, self._error
+        # What a run has held must go with it: these would form cycles, and its batch wait for the garbage collector.
+        self._body = self._begin = self._end = self._combine = self._error = None
+        self._calls, self._payloads, self._results, self._returned = {}, {}, {}, {}
+        if error is None:
+            return returned
+        try:
+            raise error
+        finally:
+            del error, returned
+
+    @property
+    def first(self) -> int:
+        """The id of the body that always goes first."""
+        return self._ids[0]
 
     @property
     def failed_replica(self) -> int | None:
         """The id of the body whose own code raised, once `run` has failed that way."""
         return self._failed
 
-    def _interrupt_holder(self) -> None:
-        thread_id = self._thread_ids.get(self.holder) if self.holder is not None else None
-        if thread_id is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(ReplicaAborted))
-
     # -- the bodies' side -------------------------------------------------------------------------------------------
+
+    def shield(self) -> None:
+        """For the body that holds the baton: from here to `unshield` Ctrl-C does not end it. Calls nest."""
+        self._interruption.shield()
+
+    def unshield(self) -> None:
+        """Ends what `shield` began; a Ctrl-C that came in between ends the body now."""
+        self._interruption.unshield()
 
     def meet(self, call: str, payload: Any, combine: Combine) -> Any:
         """Wait for all bodies to come here with the same ``call``, and return this body's result of ``combine``.
@@ -142,6 +250,7 @@ class Baton:
         """
         me = self.holder
         assert me is not None, "meet() is for the body that holds the baton"
+        depth = self._interruption.leave()
         if self._error is not None:
             raise ReplicaAborted
         self._calls[me] = call
@@ -153,7 +262,9 @@ class Baton:
         self._gates[me].acquire()
         if self._error is not None:
             raise ReplicaAborted
-        return self._results.pop(me)
+        result = self._results.pop(me)
+        self._interruption.enter(depth)
+        return result
 
     def _pass_on(self) -> None:
         """After the holder stopped or ended: the next body's turn, the meeting, or the end of the run."""
@@ -175,9 +286,10 @@ class Baton:
         try:
             self._on_switch(None)
             self._check_agreement(waiting)
+            assert self._combine is not None
             self._results = self._combine(self._payloads)
         except BaseException as error:
-            self._error = error
+            self._error = self._error or error
             self._unwind()
             return
         self._meetings += 1
@@ -214,6 +326,15 @@ class Baton:
         except BaseException as error:
             self._error = self._error or error
         self.holder = None
+        try:
+            if self._end is not None:
+                self._end(self._error)
+        except BaseException as error:
+            self._error = self._error or error
+        self._conclude()
+
+    def _conclude(self) -> None:
+        self.is_over = True
         self._over.release()
 
     def _hand_to(self, one: int) -> None:
@@ -231,16 +352,38 @@ class Baton:
         else:
             self._gates[one].release()
 
-    def _main(self, me: int) -> None:
-        assert self._body is not None
-        self._thread_ids[me] = threading.get_ident()
+    def _launch(self) -> None:
+        if not self._interruption.start():
+            return  # interrupted before anything was done
         try:
-            self._returned[me] = self._body(me)
-        except ReplicaAborted:
-            pass
+            if self._begin is not None:
+                self._begin()
         except BaseException as error:
-            if self._error is None:
-                self._error, self._failed = error, me
-        self._thread_ids.pop(me, None)
+            self._error = self._error or error
+            self._conclude()
+            return
+        if self._error is not None:
+            self._finish()
+        else:
+            self._hand_to(self._ids[0])
+
+    def _main(self, me: int) -> None:
+        error = self._run_body(me)
+        if error is not None and not isinstance(error, ReplicaAborted) and self._error is None:
+            self._error, self._failed = error, me
+        del error
         self._states[me] = _State.ENDED
         self._pass_on()
+
+    def _run_body(self, me: int) -> BaseException | None:
+        assert self._body is not None
+        try:
+            self._interruption.enter(0)
+            try:
+                self._returned[me] = self._body(me)
+            finally:
+                self._interruption.leave()
+        except BaseException as error:
+            self._interruption.leave()  # again, if the first call was where Ctrl-C arrived
+            return error
+        return None

@@ -15,9 +15,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchstrat.replicas.baton import ReplicaAborted
-from torchstrat.replicas.components import CENTRAL, Components
-from torchstrat.replicas.gradient_exchange import GradientExchange, Meet
+from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.replicas.baton import Baton, ReplicaAborted
+from torchstrat.replicas.components import Components
+from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.thread_state import OwnSettings
+from torchstrat.variables import VariableRegistry
 
 
 def make_stand_in(optimizer: Optimizer) -> Optimizer:
@@ -58,32 +61,34 @@ def with_closure(optimizer: Optimizer, closure: Any, args: tuple[Any, ...], kwar
 
 
 class CentralStep:
-    """The step hooks of one run."""
+    """The step hooks of one run.
+
+    ``shield()`` and ``unshield()`` enclose what Ctrl-C must not leave half-done. ``is_replica_thread()``: whether the
+    calling thread runs a replica of this run; the hooks see every optimizer of the process.
+    """
 
     def __init__(
         self,
         components: Components,
         gradients: GradientExchange,
-        meet: Meet,
-        holder: Callable[[], int | None],
-        leader: int,
+        baton: Baton,
+        registry: VariableRegistry,
+        is_replica_thread: Callable[[], bool],
         combine_losses: Callable[[dict[int, Any]], Any],
-        stepped: Callable[[], None],
     ) -> None:
         self._components = components
         self._gradients = gradients
-        self._meet = meet
-        self._holder = holder
-        self._leader = leader
+        self._baton = baton
+        self._is_replica_thread = is_replica_thread
         self._combine_losses = combine_losses
-        self._stepped = stepped
-        self._order: dict[int, int] = {}
+        self._numbers = {id(optimizer): number for number, optimizer in enumerate(registry.optimizers())}
+        self._own: dict[int, tuple[Optimizer, int]] = {}  # optimizers that one replica made for itself, and which
         self._drivers: list[ClosureDriver] = []
         self._driver_threads: set[int] = set()
         self._handles: list[Any] = []
-        self._depth = 0
 
     def __enter__(self) -> CentralStep:
+        self._leader = self._baton.first
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -97,43 +102,92 @@ class CentralStep:
             driver.abandon()
 
     def _call_name(self, optimizer: Optimizer) -> str:
-        number = self._order.setdefault(id(optimizer), len(self._order))
-        return f"{type(optimizer).__name__}.step() (optimizer {number})"
+        number = self._numbers.get(id(optimizer))
+        which = "made in this run" if number is None else f"optimizer {number}"
+        return f"{type(optimizer).__name__}.step() ({which})"
+
+    def _is_driver(self) -> bool:
+        return threading.get_ident() in self._driver_threads
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        replica = self._holder()
-        if replica is None or threading.get_ident() in self._driver_threads:
+        replica = self._baton.holder
+        if replica is None or self._is_driver():
             return None
         tensors = _tensors(optimizer)
-        self._components.register_newborn()
-        if not any(self._components.slot_of(tensor) is not None for tensor in tensors):
-            return None  # an optimizer over tensors of this replica alone, made in the step: its own affair
+        known = [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
+        is_ours = self._is_replica_thread()
+        if all(slot.is_copy and not slot.is_shared for slot in known):
+            if is_ours:
+                self._note_own(optimizer, replica)
+            return None
+        if len(known) < len(tensors) and is_ours:
+            self._baton.shield()
+            with OwnSettings():
+                self._components.register_newborn(tensors)
+            self._baton.unshield()
         closure = closure_of(args, kwargs)
         if closure is not None:
             return self._step_with_closure(optimizer, closure, args, kwargs)
-
-        def combine(payloads: dict[int, Any]) -> dict[int, Any]:
-            self._gradients.catch_up(tensors)
-            return dict.fromkeys(payloads)
-
-        self._meet(self._call_name(optimizer), None, combine)
+        is_central = self._meet_for_step(optimizer, tensors)
+        if not is_central:
+            self._note_own(optimizer, replica)
+            return None
         if replica != self._leader:
             return (make_stand_in(optimizer), *args[1:]), kwargs
-        self._components.enter_central()
+        self._baton.shield()  # until `_after`: an interrupted step would leave the variables half-stepped
+        with OwnSettings():
+            self._components.enter_step(tensors)
         return None
 
+    def _meet_for_step(self, optimizer: Optimizer, tensors: list[torch.Tensor]) -> bool:
+        """Whether the leader's step is everyone's. It is not where every replica has an optimizer of its own over
+        variables of its own, all made in this run."""
+
+        def combine(optimizers: dict[int, Optimizer]) -> dict[int, bool]:
+            first, *others = optimizers.values()
+            if any(other is not first for other in others):
+                if all(self._is_over_own_variables(one, replica) for replica, one in optimizers.items()):
+                    return dict.fromkeys(optimizers, False)
+                _let_be_one(optimizers)
+            with OwnSettings():
+                self._gradients.catch_up(tensors)
+                self._components.merge_rows()
+            return dict.fromkeys(optimizers, True)
+
+        return bool(self._baton.meet(self._call_name(optimizer), optimizer, combine))
+
+    def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
+        slots = [self._components.slot_of(tensor) for tensor in _tensors(optimizer)]
+        return all(slot is not None and slot.made_by == replica and not slot.is_shared for slot in slots)
+
+    def _note_own(self, optimizer: Optimizer, replica: int) -> None:
+        """An optimizer over tensors of this replica alone, made in the step: its own affair."""
+        known, first = self._own.setdefault(id(optimizer), (optimizer, replica))
+        if first != replica:
+            raise ReplicaDivergenceError(
+                f"replicas {first} and {replica} step one {type(known).__name__} over tensors that are no variables of "
+                "the strategy: made during this run in no module, or hidden from it. Make variables that replicas "
+                "share, and their optimizer, within `with strategy.scope():`."
+            )
+
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._holder() != self._leader or threading.get_ident() in self._driver_threads:
-            return
-        if args and args[0] is not optimizer:
+        replica = self._baton.holder
+        if replica is None or self._is_driver() or id(optimizer) in self._own:
             return
         tensors = _tensors(optimizer)
         if not any(self._components.slot_of(tensor) is not None for tensor in tensors):
             return
-        self._components.leave_central()
-        self._components.refresh(tensors)
-        self._gradients.after_step(tensors)
-        self._stepped()
+        if replica != self._leader:
+            with OwnSettings():
+                self._components.undo_edits(tensors)
+            return
+        if args and args[0] is not optimizer:
+            return  # a stand-in: the step was made with a closure
+        with OwnSettings():
+            self._components.leave_step(tensors)
+            self._components.forget_unedited()
+            self._gradients.after_step(tensors)
+        self._baton.unshield()
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 
@@ -143,19 +197,20 @@ class CentralStep:
         driver: list[ClosureDriver] = []
 
         def combine(losses: dict[int, Any]) -> dict[int, Any]:
+            with OwnSettings():
+                self._components.install_central()
             if not driver:
                 driver.append(ClosureDriver(optimizer, args, kwargs, self._driver_threads))
                 self._drivers.append(driver[0])
             loss = None if any(loss is _NOTHING for loss in losses.values()) else self._combine_losses(losses)
             evaluate = driver[0].resume(loss)
-            self._components.park()
-            self._components.refresh(_tensors(optimizer))
-            self._stepped()
+            with OwnSettings():
+                self._components.spread_central()
             return dict.fromkeys(losses, (evaluate, driver[0].value))
 
         loss: Any = _NOTHING
         while True:
-            evaluate, value = self._meet(call, loss, combine)
+            evaluate, value = self._baton.meet(call, loss, combine)
             if not evaluate:
                 break
             with torch.enable_grad():
@@ -223,8 +278,21 @@ class ClosureDriver:
         self._thread.join(timeout=5.0)
 
 
+def _let_be_one(optimizers: dict[int, Optimizer]) -> None:
+    """Each replica's code has made an optimizer anew, over the same variables; whichever the user keeps is the one."""
+    first_replica, first = next(iter(optimizers.items()))
+    for replica, other in optimizers.items():
+        if {id(tensor) for tensor in _tensors(other)} != {id(tensor) for tensor in _tensors(first)}:
+            raise ReplicaDivergenceError(
+                f"replicas {first_replica} and {replica} step different optimizers: a {type(first).__name__} and a "
+                f"{type(other).__name__} over other variables. Every replica has to make the same steps in the same "
+                "order; look for a branch that depends on the replica's data or id."
+            )
+        other.state = first.state
+
+
 def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-__all__ = ["CENTRAL", "CentralStep", "closure_of", "make_inert_stand_in", "make_stand_in", "with_closure"]
+__all__ = ["CentralStep", "closure_of", "make_inert_stand_in", "make_stand_in", "with_closure"]

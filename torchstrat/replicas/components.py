@@ -12,8 +12,6 @@ that every replica makes takes effect once.
 
 from __future__ import annotations
 
-import collections
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,43 +19,24 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchstrat._torch_private import foreach_copy_
+from torchstrat._torch_private import foreach_copy_, set_version_counters
+from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
+from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.randomness import ReplicaStreams
-from torchstrat.variables import BufferSlot, VariableRegistry
+from torchstrat.replicas.renormed_rows import merge_renormed_rows, renormed_tables
+from torchstrat.replicas.tensor_slot import TensorSlot
+from torchstrat.variables import VariableRegistry
 
 CENTRAL = -1
 """The place of the central components where no replica computes on the device that holds them."""
 
 
-class TensorSlot:
-    """One parameter or leaf tensor: per replica its data and its gradient."""
-
-    __slots__ = ("data", "grads", "parked_grad", "tensor", "unedited", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.data: dict[int, torch.Tensor] = {}
-        self.grads: dict[int, torch.Tensor | None] = {}
-        self.unedited: torch.Tensor | None = None  # the central value before the leader edited it in place in this run
-        self.version = tensor._version  # at the last moment when all components were equal
-        self.parked_grad: tuple[weakref.ref[torch.Tensor] | None, int] | None = None  # what the last run left in .grad
-
-
-class _BufferState:
-    """One entry of a module's buffers: the tensor found there, per replica its data or what replaced it."""
-
-    __slots__ = ("central", "data", "original", "replaced", "slot")
-
-    def __init__(self, slot: BufferSlot) -> None:
-        self.slot = slot
-        self.original = slot.tensor
-        self.central = None if self.original is None else self.original.data  # not written before the run has succeeded
-        self.data: dict[int, torch.Tensor] = {}
-        self.replaced: dict[int, torch.Tensor | None] = {}
-
-
 class Components:
-    """The state of one in-process strategy, kept from run to run because gradients may accumulate over several."""
+    """The state of one in-process strategy, kept from run to run because gradients may accumulate over several.
+
+    The slots hold the components of all replicas but the *installed* one, which are in the user's objects; once
+    *parked* they hold all. Methods are called on the thread whose turn it is, or while all replicas stand still.
+    """
 
     def __init__(
         self, registry: VariableRegistry, devices: tuple[torch.device, ...], parameter_device: torch.device | None
@@ -66,116 +45,179 @@ class Components:
         self._devices = devices
         self._parameter_device = parameter_device
         self._slots: dict[int, TensorSlot] = {}
-        self._buffers: list[_BufferState] = []
-        self._helpers: list[tuple[Any, dict[int, dict[str, Any]]]] = []
+        self._buffers = ComponentBuffers(devices)
+        self._helpers = ComponentHelpers()
         self._streams = ReplicaStreams(devices)
+        self._lazy: list[torch.Tensor] = []
+        self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
+        self._tables: list[nn.Module] = []
+        self._changes = 0
         self._replicas: list[int] = []
         self._leader = 0
         self._home = 0  # the key of the central components: the leader's, or CENTRAL
         self._installed = 0
+        self._is_parked = False
+        self._steps = 0  # of optimizers, nested, that the leader makes now
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def begin(self, replicas: list[int]) -> None:
         """Give every replica of this run its components, equal to the central ones. The central ones stay installed."""
+        registry, device = self._registry, self._parameter_device
         self._replicas = list(replicas)
         self._leader = replicas[0]
-        device = self._parameter_device
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
-        self._installed = self._home
-        self._register_tensors()
+        self._installed, self._is_parked, self._steps = self._home, False, 0
+        modules = list(registry.modules())
+        self._changes = registry.changes
+        self._tables = renormed_tables(modules)
+        self._take(registry.tensors())
         self.refresh()
-        self._buffers = [self._begin_buffer(slot) for slot in self._registry.buffer_slots()]
-        self._helpers = [(helper, self._begin_helper(helper)) for helper in self._registry.helpers()]
+        self._buffers.begin(registry.buffer_slots(), modules, self._replicas)
+        self._helpers.begin(registry.helpers(), self._replicas)
         if self._home == self._leader:
             self._install_objects(self._leader)
         self._streams.begin(self._replicas)
 
-    def end(self) -> None:
-        """Install the central components and the modules' own buffers; leave the leader's helpers in place."""
-        self.activate(None)
+    def end(self, weights: list[float] | None) -> None:
+        """Install the central components and the modules' own buffers; leave the leader's helpers in place.
+
+        ``weights``: of the replicas, for the buffers' means. None after a failure: buffers stay as they were, and so
+        do variables since the last moment when all replicas agreed, which is an optimizer's step or the run's start.
+        """
+        self.park()
+        if weights is None:
+            self._restore_unedited()
+        else:
+            self.merge_rows()
+            self._buffers.merge(weights)
+        self._settle_newborn()
+        if weights is not None and self._home == CENTRAL:
+            self._carry_to_central()
+        self._install(self._home)
+        self._streams.activate(None)
         self._streams.end()
-        for state in self._buffers:
-            if state.original is not None and state.central is not None:
-                state.original.data = state.central
-        for slot in self._slots.values():
-            grad = slot.tensor.grad
-            slot.parked_grad = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
-        for helper, dicts in self._helpers:
-            helper.__dict__ = dicts[self._leader]
-        self._buffers, self._helpers = [], []
+        self._buffers.end(failed=weights is None)
+        self._helpers.end()
+        for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
+            slot.release()
+        self._lazy, self._tables, self._copies = [], [], set()
 
     # -- taking turns -----------------------------------------------------------------------------------------------
 
     def park(self) -> None:
         """Put what is installed back into its slots, so that the slots hold everything. Nothing else changes."""
+        if self._is_parked:
+            return
         key = self._installed
-        for slot in self._slots.values():
-            slot.data[key] = slot.tensor.data
-            slot.grads[key] = slot.tensor.grad
-        if key in self._replicas:
-            for state in self._buffers:
-                current = state.slot.tensor
-                if current is not state.original:
-                    state.replaced[key] = current
-                    state.slot.module._buffers[state.slot.name] = state.original
-                if state.original is not None:
-                    state.data[key] = state.original.data
-            for helper, dicts in self._helpers:
-                dicts[key] = helper.__dict__
-
-    def activate(self, replica: int | None) -> None:
-        """Install a replica's components in the user's objects; None: the central ones."""
-        key = self._home if replica is None else replica
-        if key == self._installed:
-            self.register_newborn()
-        else:
-            self.park()
-            self.register_newborn()
-            self._install(key)
-        self._streams.activate(replica)
-
-    def _install(self, key: int) -> None:
-        if key == CENTRAL:
-            self._carry_to_central()
+        keeps_unedited = key == self._leader == self._home and len(self._replicas) > 1
         for slot in self._slots.values():
             tensor = slot.tensor
-            tensor.grad = None
+            slot.data[key] = tensor.data
+            slot.grads[key] = tensor.grad
+            version = slot.versions[key] = tensor._version
+            if keeps_unedited and version != slot.version and slot.unedited is None:
+                self._keep_unedited(slot)
+        if key != CENTRAL:
+            self._buffers.park(key)
+            self._helpers.park(key)
+        self._is_parked = True
+
+    def activate(self, replica: int | None) -> None:
+        """Install a replica's components in the user's objects. None: all replicas stand still, the slots hold all."""
+        self.register_newborn()
+        if replica is None:
+            self.park()
+        else:
+            key = CENTRAL if self._steps and replica == self._leader and self._home == CENTRAL else replica
+            if key != self._installed:
+                self.park()
+                self._install(key)
+            self._is_parked = False
+        self._streams.activate(replica)
+
+    def install_central(self) -> None:
+        """While all replicas stand still: let the user's objects be the central ones, for code that runs once."""
+        self.park()
+        if self._home == CENTRAL:
+            self._carry_to_central()
+        self._install(self._home)
+
+    def spread_central(self) -> None:
+        """After `install_central` and such code: what it did to the variables is so for every replica."""
+        self._is_parked = False
+        self.park()
+        self.refresh()
+        self._helpers.copy_again()
+
+    def _install(self, key: int) -> None:
+        edited, versions = [], []
+        for slot in self._slots.values():
+            tensor = slot.tensor
+            if tensor.grad is not None:
+                tensor.grad = None
             tensor.data = slot.data[key]
-            tensor.grad = slot.grads.get(key)
-        self._install_objects(key if key in self._replicas else self._leader)
+            grad = slot.grads.get(key)
+            if grad is not None:
+                tensor.grad = grad
+            version = slot.versions[key]
+            if tensor._version != version:
+                edited.append(tensor)
+                versions.append(version)
+        if edited:
+            # What one replica edits in place must not look to another's backward as if its own had been edited.
+            set_version_counters(edited, versions)
+        self._install_objects(self._leader if key == CENTRAL else key)
         torch.clear_autocast_cache()  # it is one per process and keyed by tensor, whose data just changed
-        self._installed = key
-
-    def _carry_to_central(self) -> None:
-        """What the leader did in place to its components, and its gradients, as the central ones."""
-        with torch.no_grad():
-            for slot in self._slots.values():
-                if slot.tensor._version != slot.version:
-                    slot.data[CENTRAL].copy_(slot.data[self._leader])
-                    slot.version = slot.tensor._version
-                grad = slot.grads.get(self._leader)
-                slot.grads[CENTRAL] = None if grad is None else grad.to(slot.data[CENTRAL].device)
-
-    def enter_central(self) -> None:
-        """For the leader, in its turn: install the central components, where an optimizer is about to step."""
-        if self._home == CENTRAL:
-            self.park()
-            self._install(CENTRAL)
-
-    def leave_central(self) -> None:
-        if self._home == CENTRAL:
-            self.park()
-            self._install(self._leader)
+        self._installed, self._is_parked = key, False
 
     def _install_objects(self, replica: int) -> None:
-        for state in self._buffers:
-            if state.original is not None:
-                state.original.data = state.data[replica]
-            if replica in state.replaced:
-                state.slot.module._buffers[state.slot.name] = state.replaced[replica]
-        for helper, dicts in self._helpers:
-            helper.__dict__ = dicts[replica]
+        self._buffers.install(replica)
+        self._helpers.install(replica)
+
+    def _carry_to_central(self, slots: Iterable[TensorSlot] | None = None) -> None:
+        """What the leader did to its components, and its gradients, as the central ones; for parked slots.
+
+        All of them are copied, because an edit through ``.data`` leaves no trace by which to choose.
+        """
+        for slot in self._slots.values() if slots is None else slots:
+            own, central = slot.data[self._leader], slot.data[CENTRAL]
+            if _same_storage_layout(own, central):
+                central.copy_(own)
+            else:
+                slot.data[CENTRAL] = copy_to(own, self.device_of(CENTRAL))
+            slot.versions[CENTRAL] = slot.versions[self._leader]
+            grad = slot.grads.get(self._leader)
+            slot.grads[CENTRAL] = None if grad is None else grad.to(self.device_of(CENTRAL))
+
+    def enter_step(self, tensors: Iterable[torch.Tensor]) -> None:
+        """For the leader, in its turn: an optimizer is about to step ``tensors``; install the central components."""
+        self._steps += 1
+        if self._home == CENTRAL and self._installed != CENTRAL:
+            self.park()
+            self._carry_to_central()
+            self._install(CENTRAL)
+
+    def leave_step(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The optimizer has stepped them: every replica gets the new values."""
+        self._steps -= 1
+        if self._home != CENTRAL:
+            self.refresh(tensors)
+            return
+        self.park()
+        self.refresh(tensors)
+        if not self._steps:
+            self._install(self._leader)
+        self._is_parked = False
+
+    def undo_edits(self, tensors: Iterable[torch.Tensor]) -> None:
+        """For another replica, in its turn, after a step: what hooks on the optimizer edited in place has been done on
+        the central variables already, when the leader stepped."""
+        for tensor in tensors:
+            slot = self._slots.get(id(tensor))
+            if slot is not None and tensor._version != slot.version:
+                tensor.data.copy_(slot.data[self._home] if slot.unedited is None else slot.unedited)
+                set_version_counters([tensor], [slot.version])
 
     def reinstall_gradients(self, slots: Iterable[TensorSlot]) -> None:
         """Make ``.grad`` what the slots hold, after they were written while all replicas stand still."""
@@ -191,162 +233,197 @@ class Components:
     def slot_of(self, tensor: torch.Tensor) -> TensorSlot | None:
         return self._slots.get(id(tensor))
 
+    def new_slot_of(self, tensor: torch.Tensor) -> TensorSlot | None:
+        """The same for a variable that may have come up since the last turn began."""
+        self.register_newborn()
+        return self._slots.get(id(tensor))
+
     def device_of(self, key: int) -> torch.device:
         return self._parameter_device if key == CENTRAL and self._parameter_device is not None else self._devices[key]
 
-    def _register_tensors(self) -> None:
-        alive = {id(tensor): tensor for tensor in self._registry.tensors() if not is_lazy(tensor)}
-        self._slots = {key: self._slots.get(key) or TensorSlot(tensor) for key, tensor in alive.items()}
-        for slot in self._slots.values():
+    def _new_slot(self, tensor: torch.Tensor) -> TensorSlot:
+        slots, key = self._slots, id(tensor)
+
+        def forget(reference: Any) -> None:
+            if key in slots and slots[key].reference is reference:
+                del slots[key]
+
+        slots[key] = slot = TensorSlot(tensor, forget)
+        return slot
+
+    def _take(self, tensors: list[torch.Tensor]) -> None:
+        self._lazy = [tensor for tensor in tensors if is_lazy(tensor)]
+        alive = set()
+        for tensor in tensors:
+            if not _is_variable(tensor):
+                continue
+            alive.add(id(tensor))
+            slot = self._slots.get(id(tensor))
+            if slot is None or slot.reference() is not tensor:
+                slot = self._new_slot(tensor)
+            slot.take(tensor)
             self._begin_grads(slot)
             slot.data = {key: slot.data[key] for key in self._replicas if key in slot.data and key != self._home}
-            slot.data[self._home] = slot.tensor.data
+            slot.data[self._home] = tensor.data
+            slot.versions[self._home] = tensor._version
+        for key in [key for key in self._slots if key not in alive]:
+            del self._slots[key]
 
     def _begin_grads(self, slot: TensorSlot) -> None:
         """Keep the replicas' own gradients if `.grad` is as the last run left it; else everyone starts from `.grad`."""
         grad = slot.tensor.grad
-        left, version = slot.parked_grad or (None, 0)
-        untouched = slot.parked_grad is not None and (
-            grad is None if left is None else grad is left() and grad is not None and grad._version == version
-        )
-        kept = slot.grads if untouched else {}
+        if slot.is_grad_untouched(grad):
+            kept = slot.grads
+            if self._home not in kept:
+                kept[self._home] = grad
+            elif kept[self._home] is not grad:  # another replica led the last run
+                slot.tensor.grad = kept[self._home]
+            return
         slot.grads = {self._home: grad}
-        for replica in range(len(self._devices)):  # also of those that sit this run out
-            if replica == self._home:
-                continue
-            own = kept.get(replica, grad)
-            slot.grads[replica] = (
-                own.detach().clone().to(self._devices[replica]) if own is grad and own is not None else own
-            )
+        for replica, device in enumerate(self._devices):  # also of those that sit this run out
+            if replica != self._home:
+                slot.grads[replica] = None if grad is None else grad.detach().clone().to(device)
 
-    def register_newborn(self) -> None:
-        """Variables that appeared during the run: lazy parameters now materialised, modules first built in a step.
+    def register_newborn(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Variables that appeared during the run: lazy parameters now materialised, modules first built in a step; and
+        ``tensors``, if they are new.
 
-        The replica that ran first made their value; it becomes everyone's.
+        The replica whose turn it is, or was, made their value; it becomes everyone's.
         """
-        for tensor in self._registry.tensors():
-            if id(tensor) in self._slots or is_lazy(tensor):
-                continue
-            slot = TensorSlot(tensor)
-            self._slots[id(tensor)] = slot
-            for key in {*self._replicas, self._home}:
-                same = key == self._installed
-                slot.data[key] = tensor.data if same else _copy_to(tensor.data, self.device_of(key))
-                slot.grads[key] = tensor.grad if same else None
+        found = list(tensors)
+        if self._registry.changes != self._changes:
+            self._changes = self._registry.changes
+            found += self._registry.tensors()
+            self._helpers.add(self._registry.helpers(), self._holder)
+        if self._lazy:
+            found += [tensor for tensor in self._lazy if not is_lazy(tensor)]
+            self._lazy = [tensor for tensor in self._lazy if is_lazy(tensor)]
+        for tensor in found:
+            if id(tensor) not in self._slots:
+                if is_lazy(tensor):
+                    self._lazy.append(tensor)
+                elif _is_variable(tensor):
+                    self._add_newborn(tensor)
+
+    @property
+    def _holder(self) -> int:
+        return self._leader if self._installed == CENTRAL else self._installed
+
+    def _add_newborn(self, tensor: torch.Tensor) -> None:
+        slot = self._new_slot(tensor)
+        slot.made_by, slot.is_shared, slot.is_copy = self._holder, False, id(tensor) in self._copies
+        slot.version = tensor._version
+        for key in {*self._replicas, self._home}:
+            same = key == self._installed
+            slot.data[key] = tensor.data if same else copy_to(tensor.data, self.device_of(key))
+            slot.grads[key] = tensor.grad if same else None
+            slot.versions[key] = slot.version
+        slot.agreed = slot.data[self._home]
+
+    def _settle_newborn(self) -> None:
+        """What no other replica has used is as its maker left it; all else is as the leader left it."""
+        for slot in self._slots.values():
+            maker = slot.made_by
+            if maker is not None and not slot.is_shared and maker != self._leader:
+                others = [replica for replica in self._replicas if replica != maker]
+                if not any(slot.is_edited(one) or slot.grads.get(one) is not None for one in others):
+                    slot.data[self._home], slot.grads[self._home] = slot.data[maker], slot.grads.get(maker)
 
     def refresh(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Overwrite the replicas' components of ``tensors`` (default: all) with the central ones."""
-        slots = list(self._slots.values())
-        if tensors is not None:
-            slots = [self._slots[id(tensor)] for tensor in tensors if id(tensor) in self._slots]
-        for replica in self._replicas:
-            if replica == self._home:
-                continue
-            into, source = [], []
-            for slot in slots:
-                central = slot.tensor.data if self._installed == self._home else slot.data[self._home]
+        """Overwrite the replicas' components of ``tensors`` (default: all) with the central ones, which are installed
+        or parked."""
+        slots = self._slots
+        chosen = list(slots.values()) if tensors is None else [slots[id(t)] for t in tensors if id(t) in slots]
+        home, is_installed = self._home, self._installed == self._home
+        others = [(replica, self._devices[replica]) for replica in self._replicas if replica != home]
+        into: dict[int, list[torch.Tensor]] = {replica: [] for replica, _ in others}
+        source: dict[int, list[torch.Tensor]] = {replica: [] for replica, _ in others}
+        for slot in chosen:
+            if is_installed:
+                slot.data[home] = slot.tensor.data
+                slot.versions[home] = slot.tensor._version
+            central = slot.data[home]
+            slot.version = version = slot.versions[home]
+            slot.agreed, slot.unedited = central, None
+            places = {central.data_ptr()} if central.layout == torch.strided else set()
+            for replica, device in others:
+                slot.versions[replica] = version
                 own = slot.data.get(replica)
-                if own is None or not _same_storage_layout(own, central) or own.device != self._devices[replica]:
-                    slot.data[replica] = _copy_to(central, self._devices[replica])
-                elif central.layout == torch.strided:
-                    into.append(own)
-                    source.append(central)
-                else:
+                if own is None or not _same_storage_layout(own, central) or own.device != device:
+                    slot.data[replica] = copy_to(central, device)
+                elif own.layout != torch.strided:
                     own.copy_(central)
-            if into:
-                with torch.no_grad():
-                    foreach_copy_(into, source)
-        for slot in slots:
-            slot.version = slot.tensor._version
+                elif own.data_ptr() in places and own.numel():  # the user has set `.data` to one tensor everywhere
+                    slot.data[replica] = copy_to(central, device)
+                else:
+                    into[replica].append(own)
+                    source[replica].append(central)
+                    if len(others) > 1:
+                        places.add(own.data_ptr())
+        for replica, _ in others:
+            if into[replica]:
+                foreach_copy_(into[replica], source[replica])
 
-    def keep_unedited(self) -> None:
-        """Before the leader's turn ends: where it edited a central tensor in place, keep the value from before.
+    # -- edits in place ---------------------------------------------------------------------------------------------
 
-        The last replica has not had its turn yet, so its component still has that value. See `restore_unedited`.
-        """
-        if self._home != self._leader or self._replicas[-1] == self._leader:
-            return
-        for slot in self._slots.values():
-            if slot.tensor._version != slot.version and slot.unedited is None:
-                slot.unedited = slot.data[self._replicas[-1]].clone()
+    def merge_rows(self) -> None:
+        """While all replicas stand still: rows that a lookup with ``max_norm`` has scaled on any replica."""
+        for table in self._tables:
+            weight = table._parameters.get("weight")
+            slot = None if weight is None else self._slots.get(id(weight))
+            if slot is None:
+                continue
+            if self._home == CENTRAL:
+                slot.unedited = copy_to(slot.data[CENTRAL], self._devices[self._leader])
+            merge_renormed_rows(slot, self._leader, self._replicas)
+
+    def _keep_unedited(self, slot: TensorSlot) -> None:
+        """The leader edited a central tensor in place: keep the value from before, which another replica still has."""
+        clean = [one for one in self._replicas if one != self._leader and not slot.is_edited(one)]
+        if clean:
+            slot.unedited = slot.data[clean[-1]].clone()
 
     def forget_unedited(self) -> None:
         for slot in self._slots.values():
             slot.unedited = None
 
-    def restore_unedited(self) -> None:
+    def _restore_unedited(self) -> None:
         """After a failure: undo in-place edits since the last moment when all replicas agreed."""
-        with torch.no_grad():
-            for slot in self._slots.values():
-                if slot.unedited is not None:
-                    slot.tensor.data.copy_(slot.unedited)
-                    slot.unedited = None
+        for slot in self._slots.values():
+            if slot.agreed is not None:
+                slot.data[self._home] = slot.agreed
+            if slot.unedited is not None:
+                slot.agreed.copy_(slot.unedited)  # type: ignore[union-attr]
 
-    def central_data(self, slot: TensorSlot) -> torch.Tensor:
-        return slot.tensor.data if self._installed == self._home else slot.data[self._home]
+    # -- modules that came up during the run ------------------------------------------------------------------------
 
-    # -- buffers and helpers ----------------------------------------------------------------------------------------
+    def expect_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """The replica whose turn it is is about to register a buffer."""
+        if self._buffers.was_there(module):
+            self._buffers.expect(module, name, value, self._holder)
 
-    def _begin_buffer(self, slot: BufferSlot) -> _BufferState:
-        state = _BufferState(slot)
-        if state.original is not None:
-            for replica in self._replicas:
-                # The leader too works on a copy: a failed run must leave the module's buffer as it was.
-                state.data[replica] = _copy_to(state.original.data, self._devices[replica])
-        return state
+    def register_module(self, module: nn.Module) -> None:
+        """A new module's variables have their first values and are about to be used."""
+        self.register_newborn(tensor for tensor in module._parameters.values() if tensor is not None)
+        if not self._buffers.was_there(module):
+            self._buffers.add_module(module, self._holder)
 
-    def merge_buffers(self) -> None:
-        """After the replicas' code has ended: one value per buffer, from those of the replicas that took part.
+    def note_copy(self, module: nn.Module) -> None:
+        """``module`` has been made by a deep copy."""
+        self._copies.update(id(tensor) for tensor in module._parameters.values())
 
-        In training mode, floating buffers that differ are averaged and integral ones are the leader's; where all
-        replicas agree nothing is averaged, because that would change constants by rounding.
-        """
-        self.park()
-        for state in self._buffers:
-            if state.replaced:
-                state.slot.module._buffers[state.slot.name] = self._merge_replaced(state)
-            if state.original is None or state.central is None:
-                continue
-            components = [state.data[replica] for replica in self._replicas]
-            merged = _merge_buffer(components, training=state.slot.module.training)
-            if merged.shape == state.central.shape and merged.dtype == state.central.dtype:
-                state.central.copy_(merged)
-            else:
-                state.central = merged.clone()
-
-    def _merge_replaced(self, state: _BufferState) -> torch.Tensor | None:
-        values = [state.replaced.get(replica, state.original) for replica in self._replicas]
-        tensors = [value for value in values if value is not None]
-        if len(tensors) != len(values):
-            return values[0]
-        merged = _merge_buffer([value.detach() for value in tensors], training=state.slot.module.training)
-        assert values[0] is not None
-        if merged is not values[0]:
-            values[0].data = merged
-        return values[0]
-
-    def _begin_helper(self, helper: Any) -> dict[int, dict[str, Any]]:
-        own = helper.__dict__
-        return {replica: own if replica == self._leader else _private(own) for replica in self._replicas}
+    def note_use(self, module: nn.Module) -> None:
+        """The replica whose turn it is uses a module that was made in this run."""
+        for tensor in module._parameters.values():
+            slot = None if tensor is None else self._slots.get(id(tensor))
+            if slot is not None:
+                slot.note_use(self._holder)
+        self._buffers.note_use(module, self._holder)
 
 
-def _merge_buffer(components: list[torch.Tensor], *, training: bool) -> torch.Tensor:
-    first = components[0]
-    if not training or all(
-        other.shape == first.shape and torch.equal(other.to(first.device), first) for other in components[1:]
-    ):
-        return first
-    if not (first.is_floating_point() or first.is_complex()) or any(other.shape != first.shape for other in components):
-        return first
-    total = first.clone()
-    for other in components[1:]:
-        total += other.to(first.device)
-    return total / len(components)
-
-
-def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    copy = tensor.detach().clone(memory_format=torch.preserve_format)
-    return copy if device == copy.device or device.type == "meta" else copy.to(device)
+def _is_variable(tensor: torch.Tensor) -> bool:
+    """Lazy ones are not yet; those made in inference mode can be neither trained nor swapped, and are shared."""
+    return not is_lazy(tensor) and not tensor.is_inference()
 
 
 def _same_storage_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -356,33 +433,3 @@ def _same_storage_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.layout == other.layout
         and (one.layout != torch.strided or one.stride() == other.stride())
     )
-
-
-def _private(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A replica's own copy of a helper's attributes: containers and plain tensors copied, objects shared.
-
-    An optimizer's state and its lists of parameters stay shared: they are central, and only the leader steps.
-    """
-    return {name: value if name == "state" else _private_value(value) for name, value in attributes.items()}
-
-
-def _private_value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.requires_grad else value.clone()
-    if isinstance(value, collections.defaultdict):
-        return collections.defaultdict(
-            value.default_factory, {key: _private_value(member) for key, member in value.items()}
-        )
-    if type(value) in (dict, collections.OrderedDict):
-        return type(value)(
-            (key, member if key == "params" else _private_value(member)) for key, member in value.items()
-        )
-    if type(value) is list:
-        if value and all(isinstance(member, nn.Parameter) for member in value):
-            return value
-        return [_private_value(member) for member in value]
-    if type(value) is tuple:
-        return tuple(_private_value(member) for member in value)
-    if type(value) is set:
-        return set(value)
-    return value

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from torchstrat import gradients as arithmetic
-from torchstrat._torch_private import queue_backward_callback
+from torchstrat._torch_private import current_backward_pass, foreach_copy_, queue_backward_callback
 from torchstrat.gradients import CombinedGradient, is_left_over
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.components import Components, TensorSlot
+from torchstrat.replicas.components import Components
+from torchstrat.replicas.tensor_slot import TensorSlot
+from torchstrat.replicas.thread_state import OwnSettings
 
 Meet = Callable[[str, Any, Callable[[dict[int, Any]], dict[int, Any]]], Any]
 
@@ -28,18 +31,17 @@ class GradientExchange:
     def __init__(self, components: Components, op: ReduceOp) -> None:
         self._components = components
         self._op = op
-        self._unsynced: set[int] = set()  # accumulated under no_sync and not yet combined
-        self._synced: dict[int, dict[int, CombinedGradient]] = {}  # tensor id -> replica -> what it was given
-        self._bases: dict[tuple[int, int], torch.Tensor | None] = {}
-        self.no_sync = False
-        self._begin([])
+        self._no_sync: dict[int | None, int] = {}  # replica, or None for outside of runs → open `no_sync` blocks
+        self._holder: Callable[[], int | None] = lambda: None
+        self._reset([])
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, replicas: list[int]) -> None:
+    def _reset(self, replicas: list[int]) -> None:
         self._replicas = replicas
-        self._touched: dict[int, dict[int, None]] = {replica: {} for replica in replicas}
-        self._queued: set[int] = set()
+        self._idle: list[int] = []
+        self._touched: dict[int, dict[int, TensorSlot]] = {replica: {} for replica in replicas}
+        self._queued: set[tuple[int, int]] = set()  # replica and backward pass, at whose end it will meet the others
         self._factors: list[float] | None = None
 
     def begin(
@@ -50,51 +52,124 @@ class GradientExchange:
         holder: Callable[[], int | None],
         weights: Callable[[], list[float]],
     ) -> None:
-        self._begin(replicas)
+        self._reset(replicas)
         self._idle = idle
         self._meet, self._holder, self._weights = meet, holder, weights
-        self._scaled = self._op is ReduceOp.MEAN and (self.no_sync or bool(self._unsynced))
-        if self._scaled and idle:
-            self._move_to_leader(idle)
-        alive = {id(slot.tensor) for slot in self._components.slots()}
-        self._unsynced &= alive
-        self._synced = {key: synced for key, synced in self._synced.items() if key in alive}
+        self._scaled = self._op is ReduceOp.MEAN and (self.is_no_sync or self._has_unsynced())
+        if idle:
+            self._move_to_leader()
+
+    def end(self) -> None:
+        """A run has ended. Let go of everything that belongs to it alone."""
+        if self._op is ReduceOp.MEAN and not self._scaled:
+            self._scale_unsynced()
+        if self._idle:
+            self._give_to_idle()
+        self._reset([])
+        self._holder = lambda: None
+        del self._meet, self._weights
+
+    def set_no_sync(self, active: bool) -> None:
+        """A `no_sync` block begins or ends, in a replica's code or outside of runs. Blocks nest."""
+        place = self._holder()
+        self._no_sync[place] = self._no_sync.get(place, 0) + (1 if active else -1)
+
+    @property
+    def is_no_sync(self) -> bool:
+        return bool(self._no_sync.get(None) or self._no_sync.get(self._holder()))
+
+    def _has_unsynced(self) -> bool:
+        return any(slot.unsynced for slot in self._components.slots())
+
+    @property
+    def needs_early_hooks(self) -> bool:
+        """Sums need to know what was in ``.grad`` before; accumulation without synchronisation scales each share."""
+        return self._op is ReduceOp.SUM or self.is_no_sync or self._has_unsynced()
 
     @property
     def _everyone(self) -> int:
         return len(self._replicas) + len(self._idle)
 
-    def _move_to_leader(self, idle: list[int]) -> None:
-        """What replicas that sit this run out have accumulated waits with the leader: their sum is all that counts, and
-        if the step now zeroes gradients it must zero those too."""
-        self._components.park()
-        leader, slots = self._replicas[0], list(self._components.slots())
-        for slot in slots:
-            for replica in idle:
-                own, kept = slot.grads.get(replica), slot.grads.get(leader)
-                if own is not None:
-                    moved = own.to(self._components.device_of(leader))
-                    slot.grads[leader] = moved if kept is None else kept + moved
-                slot.grads[replica] = None
-        self._components.reinstall_gradients(slots)
+    # What is not combined yet is kept so that its sum over all replicas (of a mean: divided by their number) is what
+    # counts, whoever has it.
 
-    @property
-    def needs_early_hooks(self) -> bool:
-        """Sums need to know what was in ``.grad`` before; accumulation without synchronisation scales each share."""
-        return self._op is ReduceOp.SUM or self.no_sync or bool(self._unsynced)
+    def _move_to_leader(self) -> None:
+        """What replicas that sit this run out have accumulated waits with the leader: if the step now zeroes gradients
+        it must zero those too."""
+        components, leader = self._components, self._replicas[0]
+        components.park()
+        moved = []
+        for slot in components.slots():
+            if not slot.unsynced and not self._scaled:
+                continue
+            moved.append(slot)
+            for replica in self._idle:
+                own, kept = slot.grads.get(replica), slot.grads.get(leader)
+                if self._op is ReduceOp.SUM:
+                    base = slot.bases.pop(replica, own)  # without a base it has added nothing
+                    slot.bases.setdefault(leader, None if kept is None else kept.clone())
+                    own, slot.grads[replica] = _difference(own, base), base
+                else:
+                    slot.grads[replica] = None
+                if own is not None:
+                    own = own.to(components.device_of(leader))
+                    slot.grads[leader] = own if kept is None else kept + own
+                    slot.unsynced = True  # also if it was: the leader now has more than its part
+        components.reinstall_gradients(moved)
+
+    def _scale_unsynced(self) -> None:
+        """Under `no_sync` in a replica's code: scale each share by its weight, as is done where the whole run is."""
+        unsynced = [slot for slot in self._components.slots() if slot.unsynced]
+        if not unsynced:
+            return
+        factors = arithmetic.shares(self._op, self._weights())
+        self._components.park()
+        for slot in unsynced:
+            for replica, factor in zip(self._replicas, factors, strict=True):
+                own = slot.grads.get(replica)
+                if own is not None and factor * self._everyone != 1.0:
+                    slot.grads[replica] = own * (factor * self._everyone)
+            for replica in self._idle:
+                slot.grads[replica] = None
+        self._components.reinstall_gradients(unsynced)
+
+    def _give_to_idle(self) -> None:
+        """What is equal on all replicas that took part (combined, or zeroed) is so on the others too."""
+        self._components.park()
+        leader = self._replicas[0]
+        for slot in self._components.slots():
+            grad, combined = slot.grads.get(leader), slot.synced.get(leader)
+            if slot.unsynced:
+                continue
+            for replica in self._idle:
+                own = None if grad is None else grad.clone().to(self._components.device_of(replica))
+                slot.grads[replica] = own
+                if own is not None and grad is not None and combined is not None and combined.is_in(grad):
+                    slot.synced[replica] = CombinedGradient(own)
+                    slot.synced[replica].used = combined.used
 
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
-    def before_accumulation(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _find(self, tensor: torch.Tensor) -> tuple[int | None, TensorSlot | None]:
+        """The replica that runs now, and the tensor's slot."""
         replica = self._holder()
         if replica is None:
+            return None, None
+        slot = self._components.slot_of(tensor)
+        if slot is None:
+            with OwnSettings():
+                slot = self._components.new_slot_of(tensor)
+        return replica, slot
+
+    def before_accumulation(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        replica, slot = self._find(tensor)
+        if replica is None or slot is None:
             return None
         if self._op is ReduceOp.SUM:
-            key = (id(tensor), replica)
             if tensor.grad is None:
-                self._bases[key] = None
-            elif key not in self._bases or not tensor.grad.any():  # zeroed in place since: nothing earlier is left
-                self._bases[key] = tensor.grad.detach().clone()
+                slot.bases[replica] = None
+            elif replica not in slot.bases or not tensor.grad.any():  # zeroed in place since: nothing earlier is left
+                slot.bases[replica] = tensor.grad.detach().clone()
             return None
         if not self._scaled:
             return None
@@ -102,6 +177,8 @@ class GradientExchange:
             self._meet(WEIGHTS, None, self._fix_factors)
         assert self._factors is not None
         factor = self._factors[self._replicas.index(replica)] * self._everyone
+        if factor == 0.0:
+            return torch.zeros_like(gradient)  # whatever it is, nan not excepted
         return None if factor == 1.0 else gradient * factor
 
     def _fix_factors(self, payloads: dict[int, Any]) -> dict[int, Any]:
@@ -109,33 +186,34 @@ class GradientExchange:
         return dict.fromkeys(payloads)
 
     def after_accumulation(self, tensor: torch.Tensor) -> None:
-        replica = self._holder()
-        if replica is None or self._components.slot_of(tensor) is None:
+        replica, slot = self._find(tensor)
+        if replica is None or slot is None or slot.is_copy:
             return
-        self._synced.get(id(tensor), {}).pop(replica, None)
-        if self.no_sync:
-            self._unsynced.add(id(tensor))
+        slot.synced.pop(replica, None)
+        slot.note_use(replica)
+        if self.is_no_sync:
+            slot.unsynced = True
             return
-        self._touched[replica][id(tensor)] = None
-        if replica not in self._queued:
-            self._queued.add(replica)
-            queue_backward_callback(self._flush)
+        self._touched[replica][id(tensor)] = slot
+        # A pass that fails never gets to its end, so what was queued in an earlier one does not count.
+        key = (replica, current_backward_pass())
+        if key not in self._queued:
+            self._queued.add(key)
+            queue_backward_callback(functools.partial(self._flush, key))
 
-    def _flush(self) -> None:
-        replica = self._holder()
-        assert replica is not None
-        self._queued.discard(replica)
-        self._meet(BACKWARD, None, self._combine_touched)
+    def _flush(self, key: tuple[int, int]) -> None:
+        self._queued.discard(key)
+        if self._holder() is not None:
+            self._meet(BACKWARD, None, self._combine_touched)
 
     # -- while all replicas stand still -----------------------------------------------------------------------------
 
     def _combine_touched(self, payloads: dict[int, Any]) -> dict[int, Any]:
-        touched: dict[int, None] = {}
+        touched: dict[int, TensorSlot] = {}
         for replica in self._replicas:
             touched.update(self._touched[replica])
             self._touched[replica] = {}
-        touched.update(dict.fromkeys(self._unsynced))
-        self.combine(slot for slot in self._components.slots() if id(slot.tensor) in touched)
+        self.combine(slot for slot in self._components.slots() if slot.unsynced or id(slot.tensor) in touched)
         return dict.fromkeys(payloads)
 
     def catch_up(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -146,81 +224,88 @@ class GradientExchange:
             slot = self._components.slot_of(tensor)
             if slot is None:
                 continue
-            synced = self._synced.get(id(tensor), {})
-            if any(is_left_over(slot.grads.get(r), synced.get(r), self._op) for r in self._replicas):
+            slot.is_shared = True
+            if any(is_left_over(slot.grads.get(r), slot.synced.get(r), self._op) for r in self._replicas):
                 missing.append(slot)
         self.combine(missing)
 
     def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
         """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
         for tensor in tensors:
-            for combined in self._synced.get(id(tensor), {}).values():
+            slot = self._components.slot_of(tensor)
+            for combined in () if slot is None else slot.synced.values():
                 combined.use_up()
 
     def combine(self, slots: Iterable[TensorSlot]) -> None:
         """Replace the replicas' gradients in ``slots`` by the combined one, each replica's a tensor of its own."""
-        self._components.park()
-        if self._scaled:
-            factors = [1.0 / self._everyone] * len(self._replicas)
-        else:
-            factors = arithmetic.shares(self._op, self._weights())
-        plain: dict[torch.device, list[TensorSlot]] = {}
-        done = []
-        for slot in slots:
-            grads = [slot.grads.get(replica) for replica in self._replicas]
-            if all(grad is None for grad in grads):
-                continue
-            done.append(slot)
-            if self._combines_in_place(slot, grads):
-                assert grads[0] is not None
-                plain.setdefault(grads[0].device, []).append(slot)
+        with OwnSettings():
+            self._components.park()
+            if self._scaled:
+                factors = [1.0 / self._everyone] * len(self._replicas)
             else:
-                self._combine_one(slot, grads, factors)
-        for group in plain.values():
-            arithmetic.combine_in_place([[slot.grads[r] for slot in group] for r in self._replicas], factors)  # type: ignore[misc]
-        for slot in done:
-            self._finish(slot)
-        self._components.reinstall_gradients(done)
+                factors = arithmetic.shares(self._op, self._weights())
+            plain: dict[torch.device, list[TensorSlot]] = {}
+            done = []
+            for slot in slots:
+                grads = [slot.grads.get(replica) for replica in self._replicas]
+                if not slot.is_shared or all(grad is None for grad in grads):
+                    continue
+                done.append(slot)
+                if self._combines_in_place(slot, grads):
+                    assert grads[0] is not None
+                    plain.setdefault(grads[0].device, []).append(slot)
+                else:
+                    self._combine_one(slot, grads, factors)
+            for group in plain.values():
+                self._combine_group(group, factors)
+            for slot in done:
+                self._finish(slot)
+            self._components.reinstall_gradients(done)
 
     def _combines_in_place(self, slot: TensorSlot, grads: list[torch.Tensor | None]) -> bool:
         first = grads[0]
         return (
             all(arithmetic.is_plain(grad) and grad.device == first.device for grad in grads)  # type: ignore[union-attr]
-            and not any(self._bases.get((id(slot.tensor), replica)) is not None for replica in self._replicas)
+            and all(base is None for base in slot.bases.values())
         )
+
+    def _combine_group(self, group: list[TensorSlot], factors: list[float]) -> None:
+        columns: list[Any] = [[slot.grads[replica] for slot in group] for replica in self._replicas]
+        # A replica of weight 0 is left out, not multiplied: its gradient may well be nan.
+        counted = [(column, factor) for column, factor in zip(columns, factors, strict=True) if factor]
+        arithmetic.combine_in_place([column for column, _ in counted], [factor for _, factor in counted])
+        for column, factor in zip(columns, factors, strict=True):
+            if not factor:
+                foreach_copy_(column, counted[0][0])
 
     def _combine_one(self, slot: TensorSlot, grads: list[torch.Tensor | None], factors: list[float]) -> None:
         device = next(grad for grad in grads if grad is not None).device
-        total = arithmetic.combine_out_of_place(grads, factors, device)
-        assert total is not None
-        bases = self._bases_of(slot, grads)
+        bases = [slot.bases.get(r, grad) for r, grad in zip(self._replicas, grads, strict=True)] if slot.bases else []
+        counted = [grad if factor else None for grad, factor in zip(grads, factors, strict=True)]
+        total = arithmetic.combine_out_of_place(counted, factors, device)
         for base in bases:
-            # A sum adds what this pass contributed; what was combined earlier is in every replica's gradient.
+            # A sum adds what this pass contributed; what was combined earlier is in every replica's gradient. One
+            # that this pass did not touch holds nothing else.
             if base is not None:
-                total = total - base.to(device)
+                total = _difference(total, base.to(device))
         earlier = next((base for base in bases if base is not None), None)
         if earlier is not None:
-            total = total + earlier.to(device)
+            total = earlier.to(device) if total is None else total + earlier.to(device)
         for replica in self._replicas:
-            slot.grads[replica] = total.clone().to(self._components.device_of(replica))
-
-    def _bases_of(self, slot: TensorSlot, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What each replica's gradient held before this pass. One that this pass did not touch holds nothing else."""
-        keys = [(id(slot.tensor), replica) for replica in self._replicas]
-        if not any(key in self._bases for key in keys):
-            return [None] * len(keys)
-        return [self._bases.get(key, grad) for key, grad in zip(keys, grads, strict=True)]
+            own = None if total is None else total.clone().to(self._components.device_of(replica))
+            slot.grads[replica] = own
 
     def _finish(self, slot: TensorSlot) -> None:
-        key = id(slot.tensor)
-        self._unsynced.discard(key)
-        for replica in self._idle:
-            combined = slot.grads[self._replicas[0]]
-            slot.grads[replica] = None if combined is None else combined.clone().to(self._components.device_of(replica))
-        synced = {}
-        for replica in (*self._replicas, *self._idle):
-            self._bases.pop((key, replica), None)
+        slot.unsynced = False
+        slot.bases = {}
+        slot.synced = {}
+        for replica in self._replicas:
             grad = slot.grads[replica]
             if grad is not None:
-                synced[replica] = CombinedGradient(grad)
-        self._synced[key] = synced
+                slot.synced[replica] = CombinedGradient(grad)
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return one if other is None else -other
+    return one - other

@@ -7,6 +7,7 @@ order of everything is the same in every run. See `baton`, `components`, `gradie
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat import nest, reduction
+from torchstrat import context, nest, reduction
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
+from torchstrat.errors import ContextError
 from torchstrat.gradients import GradientHooks, check_weight, shares
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
@@ -29,7 +31,7 @@ from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.step_errors import add_replica_note
-from torchstrat.replicas.thread_state import ThreadState
+from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variables import VariableRegistry
@@ -53,12 +55,13 @@ class InProcessReplicas:
         self._torch_devices = tuple(torch_device(device) for device in devices)
         home = None if parameter_device is None else torch_device(parameter_device)
         self._home = home
-        self.registry = VariableRegistry()
+        self.registry = VariableRegistry(self._is_current)
         self.gradient_op = gradient_op
         self._components = Components(self.registry, self._torch_devices, home)
         self._gradients = GradientExchange(self._components, gradient_op)
         self._hooks = GradientHooks(self._gradients)
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
+        self._entry = threading.Lock()
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
         self._contexts = [ReplicaContext(strategy, replica) for replica in range(len(devices))]
@@ -113,7 +116,7 @@ class InProcessReplicas:
         self.registry.close()
 
     def set_no_sync(self, active: bool) -> None:
-        self._gradients.no_sync = active
+        self._gradients.set_no_sync(active)
 
     def close(self) -> None:
         self._hooks.detach()
@@ -122,16 +125,35 @@ class InProcessReplicas:
     # -- run --------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._weights = StepWeights(range(self.num_replicas), find_batch_info((args, kwargs)))
+        weights = StepWeights(range(self.num_replicas), find_batch_info((args, kwargs)))
         if self._runs_plainly:
+            self._weights = weights
             return self._run_plainly(fn, args, kwargs)
-        adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
-        if adopted:
-            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
-        replicas = self._weights.active
-        if not replicas:
-            return PerReplica(())
-        return regroup(self._run_replicas(replicas, fn, args, kwargs))
+        # Resolved before anything runs: a value without a component for some replica must change nothing.
+        inputs = {r: (select_replica(r, list(args)), select_replica(r, kwargs)) for r in weights.active}
+        baton = Baton(weights.active, self._threads, self._switch)
+        self._enter_run(baton)
+        try:
+            self._weights = weights
+            adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
+            if adopted:
+                warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
+            if not weights.active:
+                return PerReplica(())
+            return regroup(self._run_replicas(baton, weights, fn, inputs))
+        finally:
+            if baton.is_over or not baton.is_begun:
+                self._baton = None
+
+    def _enter_run(self, baton: Baton) -> None:
+        with self._entry:
+            if self._baton is not None and not self._baton.is_over:
+                raise ContextError(
+                    f"run of {self._strategy!r} was called while another run of it goes on: in a merge_call, in "
+                    "another thread, or after an interruption that its replicas did not react to. One strategy makes "
+                    "one run at a time; make a second strategy for what has to overlap."
+                )
+            self._baton = baton
 
     def _run_plainly(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
@@ -139,59 +161,91 @@ class InProcessReplicas:
             return fn(*select_replica(0, list(args)), **select_replica(0, kwargs))
 
     def _run_replicas(
-        self, replicas: list[int], fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, baton: Baton, weights: StepWeights, fn: Callable[..., Any], inputs: dict[int, Any]
     ) -> dict[int, Any]:
-        # Resolved before anything runs: a value without a component for some replica must change nothing.
-        inputs = {r: (select_replica(r, list(args)), select_replica(r, kwargs)) for r in replicas}
         state = ThreadState()
-        baton = Baton(replicas, self._threads, self._switch)
-        self._hooks.attach(self.registry.tensors(), early=self._gradients.needs_early_hooks)
-        self._components.begin(replicas)
-        idle = [replica for replica in range(self.num_replicas) if replica not in replicas]
-        weights = self._weights
-        assert weights is not None
-        self._gradients.begin(replicas, idle, baton.meet, lambda: baton.holder, weights.values)
-        self._hooks.attach(self.registry.tensors(), early=self._gradients.needs_early_hooks)
-        self._baton = baton
+        step = CentralStep(
+            self._components, self._gradients, baton, self.registry, self._is_current, self._combine_losses
+        )
+        newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
 
         def body(replica: int) -> Any:
             replica_args, replica_kwargs = inputs[replica]
             with enter(self._strategy, self._contexts[replica]):
                 return state.call(self._torch_devices[replica], lambda: fn(*replica_args, **replica_kwargs))
 
-        step = CentralStep(
-            self._components,
-            self._gradients,
-            baton.meet,
-            lambda: baton.holder,
-            replicas[0],
-            self._combine_losses,
-            self._components.forget_unedited,
-        )
-        newborn = Newborn(self.registry, self._welcome)
         try:
-            with newborn, step:
-                results = baton.run(body)
-                self._components.merge_buffers()
-            return {replica: results[replica] for replica in replicas}
-        except BaseException as error:
-            self._components.restore_unedited()
-            if isinstance(error, Exception) and baton.failed_replica is not None:
+            return baton.run(
+                body,
+                begin=lambda: self._begin(baton, weights, newborn, step),
+                end=lambda error: self._end(weights, newborn, step, failed=error is not None),
+            )
+        except Exception as error:
+            if baton.failed_replica is not None:
                 add_replica_note(error, baton.failed_replica, self.num_replicas, weights)
             raise
+
+    def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn, step: CentralStep) -> None:
+        replicas = weights.active
+        idle = [replica for replica in range(self.num_replicas) if replica not in replicas]
+        with OwnSettings():
+            self._components.begin(replicas)
+            self._gradients.begin(replicas, idle, baton.meet, lambda: baton.holder, weights.values)
+            self._hooks.attach(self.registry.tensors(), early=self._gradients.needs_early_hooks)
+        self.registry.on_copy = self._note_copy
+        newborn.__enter__()
+        step.__enter__()
+
+    def _end(self, weights: StepWeights, newborn: Newborn, step: CentralStep, *, failed: bool) -> None:
+        step.__exit__()
+        newborn.__exit__()
+        self.registry.on_copy = None
+        try:
+            with OwnSettings():
+                self._gradients.end()
+                self._components.end(None if failed else weights.values())
         finally:
-            self._components.forget_unedited()
-            self._components.end()
             self._baton = None
 
-    def _welcome(self, module: nn.Module) -> None:
-        """A module whose parameters have just got their values: from now on they are variables like the others."""
-        self._components.register_newborn()
-        self._hooks.attach(parameters_of(module), early=self._gradients.needs_early_hooks)
+    def _is_current(self) -> bool:
+        """Whether the calling thread is in this strategy's scope or runs one of its replicas."""
+        return context.get_strategy() is self._strategy
 
     def _switch(self, replica: int | None) -> None:
-        self._components.keep_unedited()
-        self._components.activate(replica)
+        with OwnSettings():
+            self._components.activate(replica)
+
+    # -- what comes into being during a run ---------------------------------------------------------------------------
+
+    def _welcome(self, module: nn.Module) -> None:
+        """A module whose variables have just got their values: from now on they are variables like the others."""
+        baton = self._baton
+        if baton is None or not self._is_current():
+            return
+        baton.shield()
+        with OwnSettings():
+            self._components.register_module(module)
+            self._attach(parameters_of(module))
+        baton.unshield()
+
+    def _attach(self, tensors: list[torch.Tensor]) -> None:
+        slots = [self._components.slot_of(tensor) for tensor in tensors]
+        variables = [slot.tensor for slot in slots if slot is not None and not slot.is_copy]
+        self._hooks.attach(variables, early=self._gradients.needs_early_hooks)
+
+    def _note_use(self, module: nn.Module) -> None:
+        if self._baton is not None and self._is_current():
+            self._components.note_use(module)
+
+    def _expect(self, module: nn.Module, name: str, member: torch.Tensor) -> None:
+        """A replica's code is about to register a parameter or a buffer."""
+        if isinstance(member, nn.Parameter):
+            self._hooks.attach([member], early=self._gradients.needs_early_hooks)
+        else:
+            self._components.expect_buffer(module, name, member)
+
+    def _note_copy(self, module: nn.Module) -> None:
+        self._components.note_copy(module)
 
     def _combine_losses(self, losses: dict[int, Any]) -> Any:
         assert self._weights is not None
@@ -220,11 +274,14 @@ class InProcessReplicas:
         def combine(payloads: dict[int, Any]) -> dict[int, Any]:
             merged_args = regroup({replica: payload[0] for replica, payload in payloads.items()})
             merged_kwargs = regroup({replica: payload[1] for replica, payload in payloads.items()})
+            if self._baton is not None:
+                with OwnSettings():
+                    self._components.install_central()
             with enter(self._strategy, None):
                 result = fn(self._strategy, *merged_args, **merged_kwargs)
             if self._baton is not None:
-                self._components.park()
-                self._components.refresh()
+                with OwnSettings():
+                    self._components.spread_central()
             return {replica: select_replica(replica, result) for replica in payloads}
 
         return self._meet("merge_call", (args, kwargs), combine)

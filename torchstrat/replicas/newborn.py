@@ -1,7 +1,8 @@
-"""Parameters that get their values during a run: lazy modules at their first call, modules first built in a step."""
+"""Modules that come into being during a run: lazy ones at their first call, those first built or copied in a step."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,44 +14,79 @@ from torchstrat.variables import VariableRegistry
 
 
 class Newborn:
-    """Watches for such modules and calls ``ready(module)`` right before the first forward pass that uses their values.
+    """Watches for such modules during a run.
 
-    On a lazy module this comes after its own hook, which makes the values.
+    ``ready(module)`` is called right before the first forward pass that uses the values of its variables; on a lazy
+    module this comes after its own hook, which makes the values. ``used(module)`` is called before this and every other
+    forward pass, ``named(module, name, member)`` before a parameter or buffer is registered in any module.
     """
 
-    def __init__(self, registry: VariableRegistry, ready: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self,
+        registry: VariableRegistry,
+        ready: Callable[[nn.Module], None],
+        used: Callable[[nn.Module], None] | None = None,
+        named: Callable[[nn.Module, str, Any], None] | None = None,
+    ) -> None:
         self._registry = registry
         self._ready = ready
+        self._used = used
+        self._named = named
         self._watched: set[int] = set()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Newborn:
         for module in self._registry.modules():
             if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
-                self._watch(module)
-        self._registry.on_parameter = lambda module, _: self._watch(module)
-        self._registry.open()
+                self.watch(module)
+        self._registry.on_member = self._on_member
+        self._registry.open(classes=self._registry.may_create)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._registry.close()
-        self._registry.on_parameter = None
+        self._registry.on_member = None
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
-    def _watch(self, module: nn.Module) -> None:
-        if id(module) in self._watched:
-            return
-        self._watched.add(id(module))
-        done = False
+    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+        if isinstance(member, torch.Tensor):
+            if self._named is not None:
+                self._named(module, name, member)
+            if member.requires_grad or self._named is not None:
+                self.watch(module)
 
-        def before_forward(owner: nn.Module, inputs: Any) -> None:
-            nonlocal done
-            if not done and not any(is_lazy(p) for p in owner._parameters.values() if p is not None):
-                done = True
-                self._ready(owner)
+    def watch(self, module: nn.Module) -> None:
+        if id(module) not in self._watched:
+            self._watched.add(id(module))
+            self._handles.append(module.register_forward_pre_hook(_BeforeForward(self)))
 
-        self._handles.append(module.register_forward_pre_hook(before_forward))
+    def before_forward(self, module: nn.Module, *, is_first: bool) -> bool:
+        """Whether the module's variables have their values by now."""
+        if not self._handles or any(is_lazy(p) for p in module._parameters.values() if p is not None):
+            return False
+        if is_first:
+            self._ready(module)
+        if self._used is not None:
+            self._used(module)
+        return True
+
+
+class _BeforeForward:
+    """The hook. A deep copy of its module gets one that does nothing: the run knows of the copy otherwise."""
+
+    def __init__(self, newborn: Newborn | None) -> None:
+        self._newborn = (lambda: None) if newborn is None else weakref.ref(newborn)
+        self._is_done = False
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        newborn = self._newborn()
+        if newborn is not None:
+            self._is_done = newborn.before_forward(module, is_first=not self._is_done) or self._is_done
+
+    def __deepcopy__(self, memo: Any) -> _BeforeForward:
+        return _BeforeForward(None)
 
 
 def parameters_of(module: nn.Module) -> list[torch.Tensor]:

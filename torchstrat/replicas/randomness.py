@@ -1,14 +1,19 @@
 """One stream of random numbers per replica, the same in one process as with one replica per process.
 
 A replica's stream is seeded by the seed of the default generator (``torch.manual_seed``) and the replica's id, and goes
-on from run to run. Calling ``torch.manual_seed`` again starts all streams anew. Outside of runs the default generator
-is the user's: what is drawn there (shuffling, say) does not move the replicas' streams.
+on from run to run. Calling ``torch.manual_seed`` again, with whatever seed, starts the streams anew; a seed that only
+``torch.random.fork_rng`` has put aside finds its streams where they were. Outside of runs the default generator is the
+user's: what is drawn there (shuffling, say) does not move the replicas' streams, nor the other way round.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -25,11 +30,10 @@ class ReplicaStreams:
     def __init__(self, devices: Sequence[torch.device], first_replica: int = 0) -> None:
         self._devices = devices
         self._first_replica = first_replica
+        self._seeds: OrderedDict[int, tuple[int, dict[int, list[torch.Tensor]]]] = OrderedDict()
         self._states: dict[int, list[torch.Tensor]] = {}
         self._outside: list[torch.Tensor] = []
         self._current: int | None = None
-        self._seed: int | None = None
-        self._touched_after_seed: torch.Tensor | None = None
 
     def _generators(self, replica: int | None) -> list[torch.Generator]:
         generators = [torch.default_generator]
@@ -40,28 +44,18 @@ class ReplicaStreams:
         return generators
 
     def begin(self, replicas: Sequence[int]) -> None:
-        self._outside = [generator.get_state() for generator in self._generators(None)]
-        if self._was_reseeded():
-            self._seed = torch.initial_seed()
-            self._states = {}
+        seed = torch.initial_seed()
+        epoch = _seedings.epoch_of(seed, torch.default_generator.get_state())
+        known_epoch, states = self._seeds.pop(seed, (epoch, {}))
+        self._states = states if known_epoch == epoch else {}
+        _remember(self._seeds, seed, (epoch, self._states))
         for replica in replicas:
             if replica not in self._states:
-                self._states[replica] = self._fresh(replica)
+                self._states[replica] = self._fresh(seed, replica)
 
-    def _fresh(self, replica: int) -> list[torch.Tensor]:
-        assert self._seed is not None
-        seed = stream_seed(self._seed, replica)
-        return [torch.Generator(device=g.device).manual_seed(seed).get_state() for g in self._generators(replica)]
-
-    def _was_reseeded(self) -> bool:
-        """Whether ``manual_seed`` was called since the last run, with the same seed as before or another.
-
-        `end` leaves the default generator one draw further than a fresh one, so a fresh state means a new call.
-        """
-        if self._seed != torch.initial_seed():
-            return True
-        fresh = torch.Generator().manual_seed(self._seed).get_state()
-        return torch.equal(self._outside[0], fresh)
+    def _fresh(self, seed: int, replica: int) -> list[torch.Tensor]:
+        own = stream_seed(seed, replica)
+        return [torch.Generator(device=g.device).manual_seed(own).get_state() for g in self._generators(replica)]
 
     def activate(self, replica: int | None) -> None:
         """Let the default generators be those of ``replica``; None: those outside of any run."""
@@ -78,5 +72,84 @@ class ReplicaStreams:
 
     def end(self) -> None:
         self.activate(None)
-        if torch.equal(self._outside[0], torch.Generator().manual_seed(torch.initial_seed()).get_state()):
-            torch.empty((), dtype=torch.int64).random_()  # see _was_reseeded
+        _seedings.leave(torch.default_generator)
+
+
+# -- has the user called manual_seed again? ------------------------------------------------------------------------
+#
+# Nothing tells, and the seed may be the same as before. So a run leaves a mark in the default generator's state that
+# draws do not see and that seeding removes: a Mersenne twister's first word takes part in later numbers with its
+# highest bit only, once its own number has been drawn. (`_mark_is_unseen` makes sure; without a mark fewer cases are
+# told apart.) The mark also goes when 624 further words have been drawn, so a state without one is compared with those
+# that only seeding can lead back to.
+
+_FIRST_WORD = 24  # offset in the bytes of `get_state()`: seed (8), left (4), seeded (4), next (8), then 624 words of 8
+_MARK = (0x53, 0xA7, 0x6C)
+_KEPT_SEEDS = 16
+
+_Value = TypeVar("_Value")
+
+
+def _is_marked(state: torch.Tensor) -> bool:
+    return tuple(state[_FIRST_WORD : _FIRST_WORD + len(_MARK)].tolist()) == _MARK
+
+
+def _marked(state: torch.Tensor) -> torch.Tensor:
+    state = state.clone()
+    state[_FIRST_WORD : _FIRST_WORD + len(_MARK)] = torch.tensor(_MARK, dtype=torch.uint8, device="cpu")
+    return state
+
+
+@functools.cache
+def _mark_is_unseen() -> bool:
+    plain, marked = torch.Generator(), torch.Generator()
+    for draws in (0, 1, 623, 3):
+        for generator in (plain, marked):
+            torch.empty(draws, dtype=torch.int32, device="cpu").random_(generator=generator.manual_seed(2**40 + 1))
+        marked.set_state(_marked(marked.get_state()))
+        numbers = [torch.empty(2000, dtype=torch.int32, device="cpu").random_(generator=g) for g in (plain, marked)]
+        if not torch.equal(*numbers):
+            return False
+    return True
+
+
+class _Seedings:
+    """Counts calls of ``manual_seed``, as far as runs have met them. One for all strategies: so is the generator."""
+
+    def __init__(self) -> None:
+        self._epochs = itertools.count()
+        self._known: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()  # seed → epoch, first state met in it
+        self._left: torch.Tensor | None = None  # as the last run left the generator
+
+    def epoch_of(self, seed: int, state: torch.Tensor) -> int:
+        """Equal for equal seeds unless the generator was seeded in between; ``state`` is how a run finds it."""
+        epoch, first = self._known.pop(seed, (None, state))
+        if epoch is None or self._is_seeded(seed, state, first):
+            epoch, first = next(self._epochs), state
+        _remember(self._known, seed, (epoch, first))
+        return epoch
+
+    def _is_seeded(self, seed: int, state: torch.Tensor, first: torch.Tensor) -> bool:
+        if _is_marked(state):
+            return False
+        if torch.equal(state, first) or torch.equal(state, torch.Generator().manual_seed(seed).get_state()):
+            return True
+        # The mark stays while the other words do.
+        others = slice(_FIRST_WORD + 8, _FIRST_WORD + 8 * 624)
+        return self._left is not None and _mark_is_unseen() and torch.equal(state[others], self._left[others])
+
+    def leave(self, generator: torch.Generator) -> None:
+        state = generator.get_state()
+        if not _is_marked(state) and _mark_is_unseen():
+            state = _marked(state)
+            generator.set_state(state)
+        self._left = state
+
+
+def _remember(seeds: OrderedDict[int, _Value], seed: int, value: _Value) -> None:
+    seeds[seed] = value
+    if len(seeds) > _KEPT_SEEDS:
+        seeds.popitem(last=False)
+
+
+_seedings = _Seedings()

@@ -1,22 +1,33 @@
-"""What a replica's thread takes over from the thread that called `run`: torch keeps these settings per thread."""
+"""Settings that torch keeps per thread: handed on to replicas' threads, and put aside for the engine's own work."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from torchstrat._torch_private import dispatch_mode_stack, function_mode_stack
+from torchstrat._torch_private import (
+    DisableTorchFunction,
+    count_dispatch_modes,
+    dispatch_mode_stack,
+    function_mode_stack,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    saved_tensor_hooks,
+)
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 class ThreadState:
     """Taken on construction, on the calling thread: gradient and inference mode, autocast, function and dispatch modes
-    (the default device is one), the CUDA stream, and context variables."""
+    (the default device is one), hooks on saved tensors, the number of threads for operators, CUDA streams, and context
+    variables."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -26,10 +37,13 @@ class ThreadState:
             for device in _AUTOCAST_DEVICES
             if torch.is_autocast_enabled(device)
         ]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
         self._function_modes = function_mode_stack()
         self._dispatch_modes = dispatch_mode_stack()
+        self._saved_tensor_hooks = saved_tensor_hooks()
+        self._threads = torch.get_num_threads()
         self._context = contextvars.copy_context()
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        has_cuda = torch.cuda.is_initialized()
         self._streams = [torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())] if has_cuda else []
 
     def call(self, device: torch.device, fn: Callable[[], Any]) -> Any:
@@ -37,15 +51,72 @@ class ThreadState:
         return self._context.copy().run(self._call, device, fn)
 
     def _call(self, device: torch.device, fn: Callable[[], Any]) -> Any:
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
                 stack.enter_context(torch.cuda.stream(self._streams[device.index or 0] if self._streams else None))
-            for mode in (*self._function_modes, *self._dispatch_modes):
-                stack.enter_context(mode)
             for device_type, dtype in self._autocast:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            stack.enter_context(torch.inference_mode(self._inference))
-            if not self._inference:
-                stack.enter_context(torch.set_grad_enabled(self._grad))
+                entered = torch.autocast(device_type, dtype=dtype, cache_enabled=self._autocast_cache)
+                stack.enter_context(entered)
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            elif not self._grad:
+                stack.enter_context(torch.no_grad())
+            if self._saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks))
+            stack.enter_context(_modes(self._function_modes, self._dispatch_modes))
             return fn()
+
+
+@contextlib.contextmanager
+def _modes(function_modes: list[Any], dispatch_modes: list[Any]) -> Iterator[None]:
+    """Exactly these modes, as they are: entering a mode again may reset it (torch's FLOP counter does), and a device's
+    mode keeps what it replaced in a global. Modes that the block leaves behind go with it."""
+    before = function_mode_stack(), dispatch_mode_stack()
+    _set_modes(function_modes, dispatch_modes)
+    try:
+        yield
+    finally:
+        _set_modes(*before)
+
+
+def _set_modes(function_modes: list[Any], dispatch_modes: list[Any]) -> None:
+    for _ in range(len(function_mode_stack())):
+        pop_function_mode()
+    for _ in range(count_dispatch_modes()):
+        pop_dispatch_mode()
+    for mode in function_modes:
+        push_function_mode(mode)
+    for mode in dispatch_modes:
+        push_dispatch_mode(mode)
+
+
+class OwnSettings:
+    """``with OwnSettings():`` around the engine's work in the midst of user code: no gradients, no inference mode (its
+    tensors would refuse to take part in training later), no modes that look at or change what the engine does."""
+
+    __slots__ = ("_dispatch_modes", "_grad", "_guard", "_inference")
+
+    def __enter__(self) -> None:
+        self._guard = DisableTorchFunction()
+        self._guard.__enter__()
+        self._dispatch_modes = dispatch_mode_stack() if count_dispatch_modes() else []
+        for _ in self._dispatch_modes:
+            pop_dispatch_mode()
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        if self._grad:
+            torch.set_grad_enabled(False)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._grad:
+            torch.set_grad_enabled(True)
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
+        for mode in self._dispatch_modes:
+            push_dispatch_mode(mode)
+        self._guard.__exit__(None, None, None)

@@ -1,0 +1,97 @@
+"""What the engine for several replicas in one process keeps of one parameter or leaf tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchstrat.gradients import CombinedGradient
+
+
+class TensorSlot:
+    """One parameter or leaf tensor: per replica its data, its gradient and its count of in-place edits.
+
+    Kept from run to run, because gradients may accumulate over several. In between the tensor itself is only held
+    weakly; ``forget`` is called when it is gone.
+    """
+
+    __slots__ = (
+        "agreed",
+        "bases",
+        "data",
+        "grads",
+        "is_copy",
+        "is_shared",
+        "made_by",
+        "parked_grad",
+        "reference",
+        "synced",
+        "tensor",
+        "unedited",
+        "unsynced",
+        "version",
+        "versions",
+    )
+
+    def __init__(self, tensor: torch.Tensor, forget: Callable[[Any], None]) -> None:
+        self.reference = weakref.ref(tensor, forget)
+        self.tensor = tensor  # during a run
+        self.data: dict[int, torch.Tensor] = {}
+        self.grads: dict[int, torch.Tensor | None] = {}
+        self.versions: dict[int, int] = {}
+        self.version = 0
+        """Of all components, at the last moment when they were equal. One that has another was edited in place."""
+        self.agreed: torch.Tensor | None = None
+        """The central component at that moment: the very tensor, which `.data =` replaces."""
+        self.unedited: torch.Tensor | None = None
+        """A copy of what it then was, if the leader has edited it in place since."""
+        self.parked_grad: tuple[weakref.ref[torch.Tensor] | None, int] | None = None
+        """What the last run left in ``.grad``, and its version then."""
+
+        # Bookkeeping of `GradientExchange`
+        self.bases: dict[int, torch.Tensor | None] = {}
+        """Per replica: what its gradient held before it was added to and not yet combined. Only where sums are."""
+        self.synced: dict[int, CombinedGradient] = {}
+        """Per replica: the combined gradient it was given, until it adds to it."""
+        self.unsynced = False
+        """Added to under `no_sync` and not yet combined."""
+
+        # Of variables that came up during the run
+        self.made_by: int | None = None
+        """The replica that did, or None for all that were there before."""
+        self.is_shared = True
+        """False as long as no other replica has used it: it may be that replica's own, made anew by each."""
+        self.is_copy = False
+        """It belongs to a deep copy, such as an inner loop trains. Its gradients are that replica's own."""
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """A run begins; ``tensor`` is the one this slot was made for."""
+        self.tensor = tensor
+        self.made_by, self.is_shared, self.is_copy = None, True, False
+
+    def release(self) -> None:
+        """The run has ended. Until the next one, the tensor lives only as long as the user keeps it."""
+        grad = self.tensor.grad
+        self.parked_grad = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
+        self.agreed = self.unedited = None
+        del self.tensor
+
+    def is_grad_untouched(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad``, found in ``.grad``, is as the last run left it there."""
+        if self.parked_grad is None:
+            return False
+        left, version = self.parked_grad
+        if grad is None or left is None:
+            return grad is None and left is None
+        return grad is left() and grad._version == version
+
+    def is_edited(self, replica: int) -> bool:
+        """Whether that replica's component was edited in place since all were equal. For parked slots."""
+        return self.versions[replica] != self.version
+
+    def note_use(self, replica: int) -> None:
+        if replica != self.made_by:
+            self.is_shared = True
