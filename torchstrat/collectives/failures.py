@@ -26,11 +26,14 @@ class FailureBoard:
     def __init__(self, store: Any, global_rank: int) -> None:
         self._store = store
         self._rank = global_rank
-        self._gone = False
+        self.is_gone = False
+        """Whether the store has been found not to answer."""
         self._wrote = False
 
     def post(self, message: str) -> None:
-        """Tell the others, without waiting for them, why this rank stopped taking part."""
+        """Tell the others, without waiting for them, why this rank stopped taking part. The first reason counts."""
+        if self._wrote:
+            return
         self._wrote = True
         self._visit(lambda: self._store.set(self._key(self._rank), message), None)
 
@@ -62,7 +65,7 @@ class FailureBoard:
         return f"failures/{rank}"
 
     def _visit(self, call: Callable[[], T], otherwise: T) -> T:
-        if self._gone:
+        if self.is_gone:
             return otherwise
         results: list[T] = []
 
@@ -76,5 +79,5 @@ class FailureBoard:
         thread.start()
         thread.join(2 * _PATIENCE_SECONDS)
         # A thread that still waits holds the store's only connection: nobody else may use it any more.
-        self._gone = thread.is_alive()
+        self.is_gone = thread.is_alive()
         return results[0] if results else otherwise

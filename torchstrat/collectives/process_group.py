@@ -180,6 +180,8 @@ class ProcessGroupCommunicator:
             parts.insert(
                 0, f"{names} did not come" if timed_out else f"lost the connection; nothing was heard from {names}"
             )
+        if self._family.board.is_gone:
+            parts.append("the store at which all met (hosted by the launcher, or by replica 0) does not answer either")
         return kind(
             f"replica {me} waited {waited:.1f} s in {what} for the other {self.size - 1}: {'; '.join(parts)}. "
             "Every replica has to make the same calls in the same order; look at that process's output. "

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchstrat import reduction
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal, code
 
@@ -21,57 +21,75 @@ _LARGE_BYTES = 1 << 20  # above this, adding up on the way beats collecting all 
 def gather_components(communicator: Communicator, local: list[Any], axis: int) -> Any:
     """`Strategy.gather` over all ranks' components (a rank may bring none)."""
     call = f"gather(axis={axis})"
-    prepare(communicator, call, lambda: [pickle.dumps(_portable(v)) for v in local if not isinstance(v, torch.Tensor)])
+    prepare(communicator, call, local, _require_picklable, lambda all_of: reduction.gather_components(all_of, axis))
     return reduction.gather_components(gather_values(communicator, local, call), axis)
 
 
 def prepare(
-    communicator: Communicator, call: str, make: Callable[[], list[Any]], kind: Callable[[list[Any]], str] | None = None
+    communicator: Communicator,
+    call: str,
+    local: list[Any],
+    make: Callable[[list[Any]], list[Any]],
+    in_one_process: Callable[[list[Any]], Any],
+    kind: Callable[[list[Any]], str] = lambda part: "",
 ) -> tuple[list[Any], bool]:
-    """Get this rank's part ready and meet the others. When that fails on some ranks, all of them raise.
+    """Get this rank's part ready, ``make(local)``, and meet the others. Where that fails on some ranks, all of them
+    raise what ``in_one_process`` raises, given the components of all.
 
     Returns the part, and whether all ranks' parts are of the same ``kind``, which must not be empty.
     """
     try:
-        part, failure = make(), None
+        part, failure = make(local), None
     except Exception as error:
         part, failure = [], error
-    own_kind = kind(part) if kind is not None and failure is None else ""
+    own_kind = "" if failure is not None else kind(part)
     rows = agree(communicator, call, (float(failure is not None), code(own_kind)))
     if any(row[0] for row in rows):
-        _raise_everywhere(communicator, call, failure)
+        _raise_everywhere(communicator, call, local, in_one_process, failure)
     return part, bool(own_kind) and all_equal(rows)
 
 
-def require_alike(communicator: Communicator, call: str, kinds: list[tuple[tuple[int, ...], str]]) -> None:
-    """Meet the other ranks in ``call``, which needs tensors of these shapes and dtypes on all of them."""
+def _raise_everywhere(
+    communicator: Communicator,
+    call: str,
+    local: list[Any],
+    in_one_process: Callable[[list[Any]], Any],
+    failure: Exception | None,
+) -> None:
+    try:
+        mine, why = [_pack(_portable(value)) for value in _require_picklable(local)], None
+    except Exception as error:
+        mine, why = [], f"{type(error).__name__}: {error}"
+    everyone = communicator.all_gather_object((mine, None if failure is None else str(failure), why), call)
+    if all(reason is None for _, _, reason in everyone):
+        in_one_process([_unpack(value) for values, _, _ in everyone for value in values])
+    if failure is not None:
+        raise failure
+    told = ((rank, text) for rank, (_, text, _) in zip(communicator.ranks, everyone, strict=True) if text is not None)
+    rank, text = next(told)
+    raise InvalidArgumentError(f"{call} failed on replica {rank}: {text}")
+
+
+def _require_picklable(values: list[Any]) -> list[Any]:
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            pickle.dumps(value)
+    return values
+
+
+def require_alike(communicator: Communicator, call: str, kinds: list[tuple[tuple[int, ...], str, str]]) -> None:
+    """Meet the other ranks in ``call``, which needs tensors of these shapes, dtypes and layouts on all of them."""
     rows = agree(communicator, call, (code(repr(kinds)),))
     if all_equal(rows):
         return
     each = ", ".join(
-        f"{'; '.join(f'{shape} {dtype}' for shape, dtype in other)} on replica {rank}"
+        f"{'; '.join(' '.join(map(str, kind)) for kind in other)} on replica {rank}"
         for rank, other in zip(communicator.ranks, communicator.all_gather_object(kinds, call), strict=True)
     )
     raise InvalidArgumentError(
-        f"{call} got {each}; shapes and dtypes must be equal (nothing is broadcast). To join tensors of different "
+        f"{call} got {each}; shapes, dtypes and layouts must be equal (nothing is broadcast). To join tensors of different "
         "length use all_gather. If these are of different calls, one replica has left a call out."
     )
-
-
-def _raise_everywhere(communicator: Communicator, call: str, failure: Exception | None) -> None:
-    said = None if failure is None else (_error_kind(failure), str(failure))
-    everyone = communicator.all_gather_object(said, call)
-    if failure is not None:
-        raise failure
-    rank, (kind, text) = next((rank, one) for rank, one in zip(communicator.ranks, everyone, strict=True) if one)
-    errors = {one.__name__: one for one in (InvalidArgumentError, WrongTypeError, UnsupportedError)}
-    raise errors[kind](f"{call} failed on replica {rank}: {text}")
-
-
-def _error_kind(failure: Exception) -> str:
-    kinds = {TypeError: WrongTypeError, NotImplementedError: UnsupportedError}
-    found = next((ours for base, ours in kinds.items() if isinstance(failure, base)), InvalidArgumentError)
-    return found.__name__
 
 
 def gather_values(communicator: Communicator, local: list[Any], call: str) -> list[Any]:
@@ -87,17 +105,35 @@ def gather_values(communicator: Communicator, local: list[Any], call: str) -> li
         )
     if len(first) == 1 and first[0] is not None and all(meta == first for meta in metas):
         return communicator.all_gather(local[0], call)
-    return [value for values in communicator.all_gather_object(local, call) for value in values]
+    packed = [_pack(value) for value in local]
+    return [_unpack(value) for values in communicator.all_gather_object(packed, call) for value in values]
+
+
+class _Packed(NamedTuple):
+    """A dense tensor for the way: pickle does not know all dtypes, and takes the whole storage under a view along."""
+
+    content: bytes
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _pack(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or _meta(value) is None:
+        return value
+    flat = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return _Packed(flat.numpy().tobytes(), value.shape, value.dtype)
+
+
+def _unpack(value: Any) -> Any:
+    if not isinstance(value, _Packed):
+        return value
+    if not value.content:
+        return torch.empty(value.shape, dtype=value.dtype)
+    return torch.frombuffer(bytearray(value.content), dtype=torch.uint8).view(value.dtype).view(value.shape)
 
 
 def _portable(value: Any) -> Any:
-    """A tensor on the CPU that takes no more with it than it shows: pickle writes the whole storage under a view."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().cpu()
-    if value.layout == torch.strided and value.nbytes < value.untyped_storage().nbytes():
-        value = value.clone()
-    return value
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _meta(value: Any) -> Any:
@@ -114,11 +150,10 @@ def reduce_values(communicator: Communicator, op: ReduceOp, local: list[Any], ax
         return _reduce_elementwise(communicator, op, local, call)
 
     # Each rank reduces its own part first; only shares and counts travel.
-    def share() -> list[Any]:
-        tensors = [reduction.as_tensor(value, "reduce") for value in local]
-        return [reduction.sum_and_count(tensor, axis, op) for tensor in tensors]
+    def share(values: list[Any]) -> list[Any]:
+        return [reduction.sum_and_count(reduction.as_tensor(value, "reduce"), axis, op) for value in values]
 
-    pairs, _ = prepare(communicator, call, share)
+    pairs, _ = prepare(communicator, call, local, share, lambda all_of: reduction.reduce_components(op, all_of, axis))
     shares = gather_values(communicator, [share for share, _ in pairs], call)
     counts = gather_values(communicator, [torch.tensor(count) for _, count in pairs], call)
     total = reduction.combine(ReduceOp.SUM, shares)
@@ -126,9 +161,13 @@ def reduce_values(communicator: Communicator, op: ReduceOp, local: list[Any], ax
 
 
 def _reduce_elementwise(communicator: Communicator, op: ReduceOp, local: list[Any], call: str) -> Any:
-    tensors, alike = prepare(
-        communicator, call, lambda: [reduction.as_tensor(value, "reduce") for value in local], _kind_if_large
-    )
+    def convert(values: list[Any]) -> list[Any]:
+        return [reduction.as_tensor(value, "reduce") for value in values]
+
+    def in_one_process(components: list[Any]) -> Any:
+        return reduction.reduce_components(op, components, None)
+
+    tensors, alike = prepare(communicator, call, local, convert, in_one_process, _kind_if_large)
     if not alike:
         return reduction.combine(op, gather_values(communicator, tensors, call))
     mean = op is ReduceOp.MEAN

@@ -8,7 +8,6 @@ backward runs (`bucketed_gradients`), the optimizer's step is made equal everywh
 from __future__ import annotations
 
 import collections
-import gc
 import sys
 import warnings
 import weakref
@@ -127,7 +126,6 @@ class PerProcessReplica:
                 self._report(error, " in strategy.scope()")
             return
         self._world.forget_failure()
-        gc.collect()  # what an earlier scope made and the program dropped is then gone on every rank
         self._take_over_initial_values()
         self._watch_optimizers()
 
@@ -135,6 +133,9 @@ class PerProcessReplica:
         self._gradients.no_sync = active
 
     def close(self) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:  # the program is on its way out, by way of a finally
+            self._report(error)
         self._hooks.detach()
         self._owner_steps.stop()
         self._world.close()
@@ -314,14 +315,18 @@ class PerProcessReplica:
 
     def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         call = f"all_reduce({op.value.lower()})"
-        require_alike(self._communicator, call, [(tuple(one.shape), str(one.dtype)) for one in tensors])
-        results = []
-        for tensor in tensors:
-            mean = op is ReduceOp.MEAN
-            total = tensor.to(reduction.mean_dtype(tensor.dtype) if mean else tensor.dtype, copy=True).contiguous()
-            self._communicator.all_reduce(total, call).wait()
-            results.append(total.div_(self._communicator.size) if mean else total)
-        return results
+        kinds = [(tuple(one.shape), str(one.dtype), str(one.layout)) for one in tensors]
+        require_alike(self._communicator, call, kinds)
+        return [self._all_reduce_one(op, tensor, call) for tensor in tensors]
+
+    def _all_reduce_one(self, op: ReduceOp, tensor: torch.Tensor, call: str) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            components = gather_values(self._communicator, [tensor], call)
+            return reduction.combine(op, components, call).to(tensor.device)
+        mean = op is ReduceOp.MEAN
+        total = tensor.to(reduction.mean_dtype(tensor.dtype) if mean else tensor.dtype, copy=True).contiguous()
+        self._communicator.all_reduce(total, call).wait()
+        return total.div_(self._communicator.size) if mean else total
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return differentiable(AllGather, value, self._exchange_all_gather, axis, "all_gather")

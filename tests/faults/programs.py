@@ -1,0 +1,144 @@
+"""A training program in which one replica meets its fate at a chosen place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import torchstrat as ts
+from tests.faults.forked import Outcome, in_fork
+
+FATAL_STEP = 1
+STEPS = 3
+
+PLACES = (
+    "before backward",
+    "in backward",
+    "before the step",
+    "in the step",
+    "in reduce",
+    "in the data iterator",
+)
+
+
+class ReplicaGivesUpError(Exception):
+    """Raised by a replica; a class that no library knows."""
+
+
+class Fault(NamedTuple):
+    """Who does what, and where."""
+
+    act: str
+    """"kill" (SIGKILL), "stop" (SIGSTOP), "raise", "skip" (leave the call out), "leave" (end the program)."""
+    place: str
+    victim: int
+    strategy: str = "mirrored"
+    processes: int = 2
+    meets_by_tf_config: bool = False
+    """Then replica 0 hosts the store at which all have met."""
+
+    def __str__(self) -> str:
+        meeting = "-tf_config" if self.meets_by_tf_config else ""
+        return f"{self.act}-{self.victim}-of-{self.processes}-{self.place}-{self.strategy}{meeting}".replace(" ", "_")
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Batches of one process; that of the fatal step may never come."""
+
+    def __init__(self, act: Callable[[str, int], None]) -> None:
+        self._act = act
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        self._act("in the data iterator", step)
+        if step >= STEPS:
+            raise IndexError
+        return torch.ones(2, 3)
+
+
+def play(fault: Fault, timeout_seconds: float, limit_seconds: float, evidence: str, port: int) -> Outcome | None:
+    """Train in a fork. Called in every process of a group; those that the fault has no place for do nothing."""
+    me = int(os.environ["RANK"])
+    if me >= fault.processes:
+        return None
+    folder, others = Path(evidence).parent, [rank for rank in range(fault.processes) if rank != fault.victim]
+
+    def is_over() -> bool:
+        """A stopped process never ends by itself; it is of no more interest once the others have."""
+        return me == fault.victim and all((folder / f"{rank} has ended").exists() for rank in others)
+
+    outcome = in_fork(limit_seconds, is_over, _train, fault, timedelta(seconds=timeout_seconds), Path(evidence), port)
+    (folder / f"{me} has ended").touch()
+    return outcome
+
+
+def _train(fault: Fault, timeout: timedelta, evidence: Path, port: int) -> str:
+    me = int(os.environ["RANK"])
+    strategy = _make_strategy(fault, me, timeout, port)
+    now = {"step": 0}
+
+    def meet_fate(place: str, step: int | None = None) -> None:
+        if (me, place, now["step"] if step is None else step) == (fault.victim, fault.place, FATAL_STEP):
+            evidence.write_text(str(fault))
+            _do(fault.act)
+
+    try:
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: meet_fate("in the step"))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            hidden = model[1](model[0](x))
+            hidden.register_hook(lambda _: meet_fate("in backward"))
+            loss = model[2](hidden).square().mean()
+            optimizer.zero_grad()
+            meet_fate("before backward")
+            loss.backward()
+            meet_fate("before the step")
+            optimizer.step()
+            return loss.detach()
+
+        for batch in strategy.distribute_datasets_from_function(lambda _: Rows(meet_fate)):
+            loss = strategy.run(step, args=(batch,))
+            if (me, fault.place, now["step"]) == (fault.victim, "in reduce", FATAL_STEP):
+                _act_at_the_next_exchange(strategy, lambda: meet_fate("in reduce"))
+            strategy.reduce("mean", loss)
+            now["step"] += 1
+    finally:
+        strategy.close()
+    return "trained to the end"
+
+
+def _do(act: str) -> None:
+    if act == "raise":
+        raise ReplicaGivesUpError("no more")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[act])
+
+
+def _act_at_the_next_exchange(strategy: Any, act: Callable[[], None]) -> None:
+    exchange = strategy._engine._world.all_gather
+    strategy._engine._world.all_gather = lambda *args: (act(), exchange(*args))[1]
+
+
+def _make_strategy(fault: Fault, me: int, timeout: timedelta, port: int) -> Any:
+    if fault.meets_by_tf_config:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+        workers = [f"127.0.0.1:{port}", *(f"127.0.0.1:{port + other}" for other in range(1, fault.processes))]
+        task = {"type": "worker", "index": me}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+        return ts.MultiWorkerMirroredStrategy(timeout=timeout)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(fault.processes)
+    return {"mirrored": ts.MirroredStrategy, "central": ts.CentralStorageStrategy}[fault.strategy](timeout=timeout)

@@ -1,0 +1,100 @@
+"""A replica is killed, stopped or gives up in the middle of a job: what the others then say, and how soon."""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.faults.forked import Outcome
+from tests.faults.programs import PLACES, Fault, play
+from torchstrat.testing import Workers
+
+STOP_TIMEOUT_SECONDS = 4.0
+PATIENT_TIMEOUT_SECONDS = 60.0
+"""Not waited for: the connection to a process that has died breaks at once."""
+LIMIT_SECONDS = 25.0
+
+
+def calls_waited_in(fault: Fault) -> tuple[str, ...]:
+    """The calls in which the others may find out. Errors have to name one of them."""
+    if fault.place == "in the step":
+        owner_is_gone = fault.strategy == "central" and fault.victim == 0
+        return ("SGD.step()",) if owner_is_gone else ("SGD.step()", "the end of a run")
+    return {
+        "before backward": ("backward()",),
+        "in backward": ("backward()",),
+        "before the step": ("SGD.step()",),
+        "in reduce": ("reduce(mean",),
+        "in the data iterator": ("the rows of the next step",),
+    }[fault.place]
+
+
+def _drawn() -> list[Fault]:
+    """Every place, for processes that are killed and that raise, and some for those that are stopped, which takes as
+    long as the timeout; who, and under which strategy, is drawn."""
+    draw = random.Random(20)
+    faults = []
+    for act, places in {"kill": PLACES, "raise": PLACES, "stop": ("in backward", "in the step", "in reduce")}.items():
+        for place in places:
+            processes = draw.choice((2, 3))
+            victim, strategy = draw.randrange(processes), draw.choice(("mirrored", "central"))
+            faults.append(Fault(act, place, victim, strategy, processes))
+    return faults
+
+
+FAULTS = [
+    *_drawn(),
+    Fault("kill", "in the step", 0, "central", 3),
+    Fault("kill", "before backward", 0, processes=3, meets_by_tf_config=True),
+    Fault("stop", "before backward", 0, processes=3, meets_by_tf_config=True),
+]
+
+
+def free_port() -> int:
+    """Below the range from which the system gives out ports by itself, so that nobody else is given it."""
+    for port in random.Random().sample(range(20000, 30000, 4), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RuntimeError("no free port")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_the_others_name_it_and_the_call(fault: Fault, three_processes: Workers, tmp_path: Path) -> None:
+    evidence = tmp_path / "evidence"
+    timeout = STOP_TIMEOUT_SECONDS if fault.act == "stop" else PATIENT_TIMEOUT_SECONDS
+    outcomes = three_processes.run(play, fault, timeout, LIMIT_SECONDS, str(evidence), free_port())
+    assert evidence.read_text() == str(fault)
+    for rank, outcome in enumerate(outcomes[: fault.processes]):
+        if rank == fault.victim:
+            _check_victim(fault, outcome)
+        else:
+            _check_survivor(fault, outcome)
+
+
+def _check_victim(fault: Fault, outcome: Outcome) -> None:
+    if fault.act == "raise":
+        assert (outcome.how, outcome.text) == ("raised", "tests.faults.programs.ReplicaGivesUpError: no more")
+    else:
+        assert outcome.how == {"kill": "SIGKILL", "stop": "still running"}[fault.act], outcome
+
+
+def _check_survivor(fault: Fault, outcome: Outcome) -> None:
+    assert outcome.how == "raised", outcome
+    victim, error = f"replica {fault.victim}", outcome.text.partition(": ")[0]
+    if fault.act == "stop":
+        assert error == "torchstrat.errors.CommunicationTimeoutError", outcome
+        assert re.search(rf"{victim}(, replica \d)* did not come", outcome.text), outcome
+        assert STOP_TIMEOUT_SECONDS <= outcome.seconds, outcome
+    else:
+        assert error == "torchstrat.errors.CommunicationError", outcome
+        if fault.act == "raise" and fault.place == "in the data iterator":
+            assert outcome.text.endswith(f"rank {fault.victim} could not read its next batch: ReplicaGivesUpError: no more")
+            return
+        told = f"{victim} raised ReplicaGivesUpError" if fault.act == "raise" else f"nothing was heard from {victim}"
+        assert told in outcome.text, outcome
+    assert any(f" in {call}" in outcome.text for call in calls_waited_in(fault)), outcome
