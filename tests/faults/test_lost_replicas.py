@@ -89,11 +89,12 @@ def _check_survivor(fault: Fault, outcome: Outcome) -> None:
     if fault.act == "stop":
         assert error == "torchstrat.errors.CommunicationTimeoutError", outcome
         assert re.search(rf"{victim}(, replica \d)* did not come", outcome.text), outcome
-        assert STOP_TIMEOUT_SECONDS <= outcome.seconds, outcome
+        assert outcome.seconds >= STOP_TIMEOUT_SECONDS, outcome
     else:
         assert error == "torchstrat.errors.CommunicationError", outcome
         if fault.act == "raise" and fault.place == "in the data iterator":
-            assert outcome.text.endswith(f"rank {fault.victim} could not read its next batch: ReplicaGivesUpError: no more")
+            told = f"rank {fault.victim} could not read its next batch: ReplicaGivesUpError: no more"
+            assert outcome.text.endswith(told)
             return
         told = f"{victim} raised ReplicaGivesUpError" if fault.act == "raise" else f"nothing was heard from {victim}"
         assert told in outcome.text, outcome
