@@ -87,8 +87,8 @@ def require_alike(communicator: Communicator, call: str, kinds: list[tuple[tuple
         for rank, other in zip(communicator.ranks, communicator.all_gather_object(kinds, call), strict=True)
     )
     raise InvalidArgumentError(
-        f"{call} got {each}; shapes, dtypes and layouts must be equal (nothing is broadcast). To join tensors of different "
-        "length use all_gather. If these are of different calls, one replica has left a call out."
+        f"{call} got {each}; shapes, dtypes and layouts must be equal (nothing is broadcast). To join tensors of "
+        "different length use all_gather. If these are of different calls, one replica has left a call out."
     )
 
 
