@@ -31,6 +31,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LARGEST_SPREAD = 0.10
+FEWEST_ROUNDS = 3  # a spread of fewer says nothing
 DEADLINE_SECONDS = 300
 
 
@@ -163,10 +164,10 @@ def report(comparison: Comparison, results: dict[str, list[Measurement]]) -> boo
             row += f"{_ratio(walls, [entry.wall for entry in results['ddp']]):>12.2f}"
         print(row)
     spread = _spread([measurement.wall for measurement in base])
-    counts = spread < LARGEST_SPREAD
+    counts = spread < LARGEST_SPREAD and len(base) >= FEWEST_ROUNDS
     if is_step:
         verdict = "counts" if counts else "does NOT count"
-        print(f"spread of {base_name} {spread:.1%}: this run {verdict} (limit {LARGEST_SPREAD:.0%})")
+        print(f"spread of {base_name} {spread:.1%}: this run {verdict} (limit {LARGEST_SPREAD:.0%}, {FEWEST_ROUNDS} rounds)")
     return counts or not is_step
 
 
