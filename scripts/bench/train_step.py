@@ -167,7 +167,8 @@ def report(comparison: Comparison, results: dict[str, list[Measurement]]) -> boo
     counts = spread < LARGEST_SPREAD and len(base) >= FEWEST_ROUNDS
     if is_step:
         verdict = "counts" if counts else "does NOT count"
-        print(f"spread of {base_name} {spread:.1%}: this run {verdict} (limit {LARGEST_SPREAD:.0%}, {FEWEST_ROUNDS} rounds)")
+        rule = f"limit {LARGEST_SPREAD:.0%}, at least {FEWEST_ROUNDS} rounds"
+        print(f"spread of {base_name} {spread:.1%}: this run {verdict} ({rule})")
     return counts or not is_step
 
 
