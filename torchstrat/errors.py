@@ -15,7 +15,17 @@
     │   ├── ReplicaDivergenceError            they made different calls
     │   └── StructureMismatchError            they returned different structures
     ├── CommunicationError (RuntimeError)     another process could not be reached
-    │   └── CommunicationTimeoutError         it did not arrive in time; the message names who was waited for
+    │   ├── CommunicationTimeoutError         it did not arrive in time; the message names who was waited for
+    │   │   └── PeerTimeoutError              a message to one process of a cluster was not answered in time
+    │   ├── PeerUnavailableError              one process of a cluster is gone; ``.peer`` says which
+    │   ├── ParameterServerUnavailable        a parameter server is gone, and the variables it held; ``.task``
+    │   ├── FencedError                       this process was given up by its cluster; what it sends is refused
+    │   ├── AuthenticationError               a peer does not know the cluster's secret
+    │   └── VersionMismatchError              the processes of a cluster run different versions
+    ├── FunctionError (RuntimeError)          a scheduled function
+    │   ├── CancelledError                    was cancelled before it ran, because another one failed
+    │   └── ClosureInputError                 could not run: its dataset or resource could not be built on the worker
+    ├── NotSendableError (TypeError)          a function, an argument or a result that cannot travel between processes
     ├── OutOfRangeError (RuntimeError)        `get_next` past the end of the data
     └── UnsupportedError (NotImplementedError) a combination that has no meaning here
 
@@ -24,6 +34,8 @@ Errors that a user's own arguments can cause are also the builtin class that Pyt
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class TorchstratError(Exception):
@@ -90,3 +102,60 @@ class OutOfRangeError(TorchstratError, RuntimeError):
 
 class UnsupportedError(TorchstratError, NotImplementedError):
     """A combination of arguments that means nothing on this strategy."""
+
+
+class PeerTimeoutError(CommunicationTimeoutError):
+    """A message to one process of a cluster was not answered in time."""
+
+
+class PeerUnavailableError(CommunicationError):
+    """One process of a cluster is gone, or cannot be reached. ``peer``: which one."""
+
+    def __init__(self, message: str, peer: Any = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.peer)
+
+
+class ParameterServerUnavailable(CommunicationError):  # noqa: N818  # the name that users look for
+    """A parameter server is gone, and with it the variables it held. ``task``: which one.
+
+    Start it again (a launcher does) and bring the variables back with ``ts.Checkpoint(…).restore(path)``.
+    """
+
+    def __init__(self, message: str, task: Any = None) -> None:
+        super().__init__(message)
+        self.task = task
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.task)
+
+
+class FencedError(CommunicationError):
+    """The cluster has given this process up, or has finished the function it works for; what it sends is refused."""
+
+
+class AuthenticationError(CommunicationError):
+    """A peer does not know the cluster's secret, or a message was changed or sent twice."""
+
+
+class VersionMismatchError(CommunicationError):
+    """Processes of one cluster run different versions of torchstrat or torch."""
+
+
+class FunctionError(TorchstratError, RuntimeError):
+    """A scheduled function did not run."""
+
+
+class CancelledError(FunctionError):
+    """A scheduled function was cancelled before it ran, because an earlier one failed or a server was lost."""
+
+
+class ClosureInputError(FunctionError):
+    """A per-worker dataset or resource that a scheduled function needs could not be built on its worker."""
+
+
+class NotSendableError(WrongTypeError):
+    """A function, an argument or a result cannot travel between processes; the message names the part that cannot."""

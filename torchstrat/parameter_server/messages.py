@@ -1,0 +1,144 @@
+"""What workers and the coordinator tell the servers. Everything here is pickled; tensors travel beside the pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+ShardKey = tuple[int, int]
+"""(number of the variable, number of its shard)"""
+
+COORDINATOR = -1
+"""In place of a function's id: what the coordinator itself does. It is never repeated, hence always applied."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows ``[start, stop)`` of a variable's first dimension, on server number ``server``. A scalar has one row."""
+
+    server: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class VariableSpec:
+    """One variable of the job. ``shards`` are in order of rows and cover all of them.
+
+    ``kind``: a trained ``parameter``, a module's ``buffer``, or a `ts.Variable` (``variable``).
+    """
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Literal["parameter", "buffer", "variable"]
+    shards: tuple[Shard, ...]
+    requires_grad: bool = True
+
+    def shard_shape(self, number: int) -> tuple[int, ...]:
+        shard = self.shards[number]
+        return (shard.stop - shard.start, *self.shape[1:]) if self.shape else ()
+
+
+@dataclass(frozen=True)
+class InitialOp:
+    """One recorded initialiser: an in-place operator by its name in torch.ops.aten (``normal_``, ``uniform_``, …), and
+    its arguments after the tensor. ``row`` restricts it to one row of the whole variable (the padding index)."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    row: int | None = None
+
+
+@dataclass(frozen=True)
+class NewShard:
+    """A shard to create: with ``value``, or by replaying ``recipe`` under ``seed`` (then ``value`` is None)."""
+
+    spec: VariableSpec
+    shard: int
+    value: torch.Tensor | None
+    recipe: tuple[InitialOp, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class NewOptimizer:
+    """An optimizer of the job. ``blob``: the optimizer object without state and without parameters, pickled, one entry
+    in ``groups`` per parameter group: the numbers of its variables, in order."""
+
+    number: int
+    blob: bytes
+    groups: tuple[tuple[int, ...], ...]
+    rows_only: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One ``optimizer.step()`` on the shards of one server. Variables that got no gradient are left out.
+
+    ``options``: the hyperparameters of each parameter group, in force at this step (everything in the group but
+    ``params``). ``dense``: gradients of whole shards. ``rows``: (local row ids ``(n,)`` int64, sorted and unique;
+    gradients ``(n, …)``) of tables.
+    """
+
+    optimizer: int
+    options: tuple[Mapping[str, Any], ...]
+    dense: tuple[tuple[ShardKey, torch.Tensor], ...] = ()
+    rows: tuple[tuple[ShardKey, torch.Tensor, torch.Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardEdit:
+    """A change of a shard that no optimizer makes. ``value`` broadcasts to the shard, except for scatter edits.
+
+    ``rows``: local row ids ``(n,)``, with ``value`` of shape ``(n, …)``; None edits the whole shard. Repeated rows
+    accumulate for add, sub, mul, div, min and max.
+    """
+
+    key: ShardKey
+    op: Literal["assign", "add", "sub", "mul", "div", "min", "max"]
+    value: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Push:
+    """Everything that one worker's step changes on one server; applied whole, exactly once.
+
+    (``function``, ``index``) names it: ``index`` counts the pushes of one run of the function. A server that has
+    applied it already applies nothing and answers the same. ``wants``: the shards whose values the answer brings, read
+    after the change. ``incarnation``: the worker's, so that pushes of a process that was given up can be refused.
+    """
+
+    function: int
+    index: int
+    incarnation: str
+    steps: tuple[OptimizerStep, ...] = ()
+    edits: tuple[ShardEdit, ...] = ()
+    wants: tuple[ShardKey, ...] = ()
+
+
+@dataclass(frozen=True)
+class PushReply:
+    """``values``: of the shards that the push wanted, in that order. ``applied``: False for a repetition."""
+
+    values: tuple[torch.Tensor, ...]
+    applied: bool
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """Rows of one shard: local ids ``(n,)`` int64."""
+
+    key: ShardKey
+    ids: torch.Tensor
+
+
+StateOfShard = dict[str, Any]
+"""An optimizer's state of one shard, as the optimizer keeps it: name → tensor (of the shard's shape, or a scalar) or
+Python value."""
