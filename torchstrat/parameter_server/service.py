@@ -1,4 +1,4 @@
-"""What a role does, as seen by the process that hosts it: `VariableServer` for ``ps``, `FunctionWorker` for ``worker``."""
+"""What a role does, as seen by the process that hosts it. Roles: ``ps`` holds variables, ``worker`` runs functions."""
 
 from __future__ import annotations
 
