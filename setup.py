@@ -25,6 +25,7 @@ DEV = [
     "pytest>=8.0",  # the tests; 8.0 is where assertion and importlib behaviour the suite relies on settled
     "ruff>=0.9",  # lint
     "mypy>=1.14",  # types, strict
+    "hypothesis>=6.100",  # generated histories for the state machine that schedules functions
 ]
 
 setup(
@@ -42,7 +43,9 @@ setup(
     install_requires=[
         "torch>=2.9",
         "numpy>=1.26",  # torch does not require it; arrays are accepted as data, and strings travel as object arrays
+        "cloudpickle>=3.0",  # sends functions of a script or a notebook to workers; a well-kept library beats our own
     ],
+    entry_points={"console_scripts": ["torchstrat = torchstrat.cli:main"]},
     extras_require={
         "experiments": EXPERIMENTS,  # scripts/train.py and scripts/demo
         "tpu": TPU,  # TPUStrategy

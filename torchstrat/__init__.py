@@ -3,7 +3,7 @@
 Importing this package touches no device, reads no environment and starts nothing.
 """
 
-from torchstrat import cluster_resolver, data, errors, registry
+from torchstrat import cluster_resolver, data, errors, partitioners, registry
 from torchstrat.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -13,14 +13,21 @@ from torchstrat.context import (
     in_cross_replica_context,
 )
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
 from torchstrat.errors import OutOfRangeError
+from torchstrat.ftrl import Ftrl
 from torchstrat.losses import compute_average_loss, scale_regularization_loss
+from torchstrat.parameter_server.coordinator import ClusterCoordinator
+from torchstrat.parameter_server.per_worker import PerWorkerValues
+from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.run_options import RunOptions
 from torchstrat.strategies.central_storage import CentralStorageStrategy
 from torchstrat.strategies.mirrored import MirroredStrategy
 from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from torchstrat.strategies.one_device import OneDeviceStrategy
+from torchstrat.strategies.parameter_server import ParameterServerStrategy
 from torchstrat.strategy import Strategy
 from torchstrat.sync_batchnorm import convert_sync_batchnorm
 from torchstrat.value_functions import ValueContext
@@ -32,7 +39,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
+    "ClusterCoordinator",
     "DistributedValues",
+    "Ftrl",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -41,10 +50,14 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "OutOfRangeError",
+    "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerValues",
     "ReduceOp",
+    "RemoteValue",
     "ReplicaContext",
     "RunOptions",
+    "ShardedVariable",
     "Strategy",
     "ValueContext",
     "Variable",
@@ -54,12 +67,16 @@ __all__ = [
     "compute_average_loss",
     "convert_sync_batchnorm",
     "data",
+    "embedding_lookup",
+    "embedding_lookup_sparse",
     "errors",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "partitioners",
     "registry",
+    "safe_embedding_lookup_sparse",
     "scale_regularization_loss",
 ]

@@ -1,19 +1,18 @@
 """How a process finds out which job it belongs to and which task of it it is; public as ``ts.cluster_resolver``.
 
 A resolver describes; it contacts nobody. `SimpleClusterResolver` says what it is given, `TFConfigClusterResolver` what
-``TF_CONFIG`` holds at that moment, `TorchrunClusterResolver` what ``torchrun`` set when it was built.
+``TF_CONFIG`` holds at that moment, `TorchrunClusterResolver`, `SlurmClusterResolver` and `KubernetesClusterResolver`
+what their launcher had set when they were built; `UnionResolver` puts several together.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from torchstrat.cluster import (
     Environment,
     ProcessPlan,
     TFConfig,
-    process_plan_from_cluster,
     process_plan_from_torchrun,
     read_tf_config,
     torchrun_address,
@@ -21,55 +20,23 @@ from torchstrat.cluster import (
 from torchstrat.cluster_spec import WORKER, ClusterSpec, id_in_cluster, is_chief, worker_count
 from torchstrat.devices import local_devices
 from torchstrat.errors import ClusterConfigError, WrongTypeError
+from torchstrat.launcher_resolvers import KubernetesClusterResolver, SlurmClusterResolver
+from torchstrat.resolver_interface import ClusterResolver, with_layer
+from torchstrat.union_resolver import UnionResolver
 
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
+    "KubernetesClusterResolver",
     "SimpleClusterResolver",
+    "SlurmClusterResolver",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
+    "UnionResolver",
     "id_in_cluster",
     "is_chief",
     "worker_count",
 ]
-
-
-class ClusterResolver(ABC):
-    """Describes a cluster and this process's task in it.
-
-    ``task_type`` and ``task_id`` are None where nothing says them; ``rpc_layer`` is the scheme that `master` puts
-    before an address; ``environment`` is a free text ("" or None: nothing special).
-    """
-
-    task_type: str | None = None
-    task_id: int | None = None
-    rpc_layer: str | None = None
-    environment: str | None = None
-
-    @abstractmethod
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster as it is now; empty when this process is alone."""
-
-    @abstractmethod
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address to connect to, ``rpc_layer://host:port``; "" means this process."""
-
-    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """How many accelerators of each kind a task has. By default every task has as many GPUs as this machine."""
-        gpus = len(local_devices())
-        return {"GPU": gpus} if gpus else {}
-
-    def process_plan(self) -> ProcessPlan | None:
-        """This task's place in synchronous training; None when the cluster is empty.
-
-        Raises:
-            ClusterConfigError: this task cannot take part; see `torchstrat.cluster.process_plan_from_cluster`.
-        """
-        return process_plan_from_cluster(self.cluster_spec(), self.task_type, self.task_id)
-
-
-def _with_layer(address: str, rpc_layer: str | None) -> str:
-    return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -127,7 +94,7 @@ class SimpleClusterResolver(ClusterResolver):
             address = self._cluster_spec.task_address(task_type, task_id)
         else:
             address = self._master
-        return _with_layer(address, rpc_layer or self.rpc_layer)
+        return with_layer(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         return dict(self._num_accelerators)
@@ -214,7 +181,7 @@ class TFConfigClusterResolver(ClusterResolver):
                 f"master() needs a task: TF_CONFIG has task.type={job!r} and task.index={index!r}; give both, there or "
                 "as arguments."
             )
-        return _with_layer(config.cluster.task_address(job, index), rpc_layer or self.rpc_layer)
+        return with_layer(config.cluster.task_address(job, index), rpc_layer or self.rpc_layer)
 
 
 class TorchrunClusterResolver(ClusterResolver):
@@ -240,7 +207,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address where the ranks meet, whichever task is asked for; "" when this process is alone."""
-        return _with_layer(self._address, rpc_layer or self.rpc_layer) if self._address else ""
+        return with_layer(self._address, rpc_layer or self.rpc_layer) if self._address else ""
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """One GPU for each rank of a machine that has them: torchrun starts one process per device."""

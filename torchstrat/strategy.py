@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
 import torch
+from torch import nn
 
 from torchstrat import context, data, nest
 from torchstrat.compat import SeedNames
@@ -21,7 +22,7 @@ from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.run_options import RunOptions, require_run_options
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
 from torchstrat.values import DistributedValues, require_callable, require_list_or_tuple
-from torchstrat.variable.storage import VariablePlacement
+from torchstrat.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.variable.variable import Variable
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -191,6 +192,28 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     _wraps_values = True
     _per_replica_input: Literal["honoured", "ignored", "refused"] = "honoured"
     _variable_placement = VariablePlacement.MIRRORED
+
+    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        """Where a component of a new `Variable` is kept."""
+        return Cell(initial, device)
+
+    def _variable_made(self, variable: Variable) -> None:
+        """A `Variable` of this strategy is complete."""
+
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any) -> Any:
+        """What to make instead of a `Variable`; None where this strategy does not split variables."""
+        return None
+
+    def _place_of(self, variable: Any) -> str | None:
+        """Where a parameter lives, for `StrategyExtended.device_of`; None where the replicas' devices tell."""
+        return None
+
+    def _colocating(self, variable: Any) -> AbstractContextManager[None]:
+        """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
+        return nullcontext()
+
+    def _pull(self, modules: list[nn.Module] | None) -> None:
+        """Bring values into this process's tensors; here the tensors are the variables."""
 
     # -- input ------------------------------------------------------------------------------------------------------
 

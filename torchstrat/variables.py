@@ -33,7 +33,7 @@ class BufferSlot:
         return self.module._buffers.get(self.name)
 
 
-class _WeakOrdered:
+class WeakOrdered:
     """Objects in order of arrival, compared by identity (tensors and modules define ``==`` otherwise), held weakly."""
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class VariableRegistry:
     """
 
     def __init__(self, is_current: Callable[[], bool] = lambda: True) -> None:
-        self._modules = _WeakOrdered()
-        self._tensors = _WeakOrdered()
-        self._helpers = _WeakOrdered()
+        self._modules = WeakOrdered()
+        self._tensors = WeakOrdered()
+        self._helpers = WeakOrdered()
         self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
         self._opened: list[list[Callable[[], None]]] = []
         self._walked: dict[Any, Start] = {}
@@ -256,6 +256,10 @@ class VariableRegistry:
     def helpers(self) -> list[Any]:
         """Optimizers, schedulers and gradient scalers."""
         return list(self._helpers)
+
+    def helper_number_of(self, helper: Any) -> int:
+        """A number that no other optimizer, scheduler or scaler has or had; -1 for one that is not recorded."""
+        return self._helpers.number_of(helper)
 
     def optimizers(self) -> list[Optimizer]:
         return [helper for helper in self._helpers if isinstance(helper, Optimizer)]

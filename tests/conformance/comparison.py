@@ -62,7 +62,7 @@ def _compare_mapping(recorded: dict[str, Any], actual: Any, tolerance: float, pa
         raise AssertionError(f"{path}: TensorFlow returned a value; torchstrat raised {actual!r}") from actual
     elif {"dtype", "shape", "data"} <= recorded.keys():
         _compare_tensor(recorded, actual, tolerance, path)
-    elif {"dtype", "shape"} <= recorded.keys():
+    elif {"dtype", "shape"} <= recorded.keys() <= {"dtype", "shape", "spec"}:
         _compare_spec(recorded, actual, path)
     elif recorded.keys() == {"python", "type"}:
         _expect(type(actual).__name__ == recorded["type"], path, f"a Python {recorded['type']}", actual)

@@ -16,7 +16,8 @@ AREAS = (
     "input_options", "values", "values_from_function", "local_results", "merge_call", "all_reduce", "all_gather",
     "extended", "variable_aggregation", "central_storage", "central_train", "multi_worker", "tf_config",
     "cluster_spec", "simple_resolver", "cluster_roles", "cluster_resolver_property", "v1", "replica_context",
-    "value_context",
+    "value_context", "partitioner", "sharded_variable", "sharded_assign", "sharded_ops", "sharded_scatter",
+    "sharded_slicing", "embedding_lookup", "union_resolver",
 )  # fmt: skip
 """The areas that are replayed. Those of parameter servers and TPUs have no adapter yet."""
 

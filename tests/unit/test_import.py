@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-FORBIDDEN = ["torch.distributed.rpc", "torch_xla", "hydra", "omegaconf", "sklearn", "matplotlib", "tensorboard", "tqdm"]
+FORBIDDEN = ["torch.distributed.rpc", "cloudpickle", "torch_xla", "hydra", "omegaconf", "sklearn", "matplotlib", "tensorboard", "tqdm"]
 
 PROBE = textwrap.dedent(
     """

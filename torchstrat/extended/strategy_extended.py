@@ -190,7 +190,16 @@ class StrategyExtended:
                 "colocate_vars_with needs a variable created in this strategy's scope; got "
                 f"{type(colocate_with_variable).__name__} {colocate_with_variable!r:.80}."
             )
-        yield
+        with self._strategy._colocating(colocate_with_variable):
+            yield
+
+    def pull(self, model: nn.Module | None = None) -> None:
+        """Bring the current values of ``model`` (None: of every variable) into this process's tensors.
+
+        For parameter servers, whose workers change variables while the coordinator's tensors keep what was last pulled.
+        On all other strategies the tensors are the variables, and nothing is done. Local.
+        """
+        self._strategy._pull(None if model is None else [model])
 
     def _require_scope(self, call: str) -> None:
         context.require_cross(self._strategy, call)
@@ -223,6 +232,9 @@ class StrategyExtended:
             return variable._cell().device
         if not self.variable_created_in_scope(variable):
             raise InvalidArgumentError(f"device_of needs a variable of this strategy; got {variable!r:.80}.")
+        place = self._strategy._place_of(variable)
+        if place is not None:
+            return place
         replica = context.replica_of(self._strategy, "device_of")
         if replica is None or self._strategy._variable_placement is not VariablePlacement.MIRRORED:
             return self._parameter_devices[0]

@@ -28,7 +28,8 @@ class Shard:
 class VariableSpec:
     """One variable of the job. ``shards`` are in order of rows and cover all of them.
 
-    ``kind``: a trained ``parameter``, a module's ``buffer``, or a `ts.Variable` (``variable``).
+    ``kind``: a trained ``parameter``, a module's ``buffer``, or a `ts.Variable` (``variable``). ``by_rows``: workers
+    look rows up instead of holding a copy, as long as the step uses it as an embedding table only.
     """
 
     number: int
@@ -38,6 +39,7 @@ class VariableSpec:
     kind: Literal["parameter", "buffer", "variable"]
     shards: tuple[Shard, ...]
     requires_grad: bool = True
+    by_rows: bool = False
 
     def shard_shape(self, number: int) -> tuple[int, ...]:
         shard = self.shards[number]
@@ -142,3 +144,26 @@ class RowsRequest:
 StateOfShard = dict[str, Any]
 """An optimizer's state of one shard, as the optimizer keeps it: name → tensor (of the shard's shape, or a scalar) or
 Python value."""
+
+
+@dataclass(frozen=True)
+class AppliedPushes:
+    """A server's records of applied pushes. ``masks``: function → an integer with bit ``i`` set where push ``i`` was
+    applied. Functions below ``below`` are finished and have no record; none has reached ``next_function``."""
+
+    below: int
+    next_function: int
+    masks: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One server at one moment: no push is half in it.
+
+    ``values``: a tensor per shard. ``states``: optimizer → shard → state, of the shards that have any. ``applied``:
+    None when restored into a job that counts its functions anew; the records are then cleared.
+    """
+
+    values: Mapping[ShardKey, torch.Tensor]
+    states: Mapping[int, Mapping[ShardKey, StateOfShard]]
+    applied: AppliedPushes | None

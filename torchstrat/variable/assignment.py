@@ -17,7 +17,7 @@ from torchstrat.reduction import VariableAggregation
 from torchstrat.values import PerReplica, select_replica
 from torchstrat.variable.aggregation import Given, exchange_values, merge_values
 from torchstrat.variable.creation import from_first_replica, spans_processes
-from torchstrat.variable.storage import Cell, Edit, VariablePlacement, check_edit, to_tensor
+from torchstrat.variable.storage import Edit, Storage, VariablePlacement, check_edit, to_tensor
 
 if TYPE_CHECKING:
     from torchstrat.variable.variable import Variable
@@ -55,7 +55,7 @@ def apply(variable: Variable, edit: Edit, value: Any) -> Variable:
     return _in_replica(variable, edit, select_replica(replica, value), replica)
 
 
-def _write(variable: Variable, cells: Sequence[Cell], edit: Edit, value: torch.Tensor) -> None:
+def _write(variable: Variable, cells: Sequence[Storage], edit: Edit, value: torch.Tensor) -> None:
     for cell in cells:
         check_edit(edit, value, cell.shape, variable._declared)
     for cell in cells:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,31 @@ class Edit(enum.Enum):
         return current - value if self is Edit.SUB else current + value
 
 
+class Storage(Protocol):
+    """Where one component is kept. `Cell` keeps it in this process; parameter servers have their own."""
+
+    @property
+    def device(self) -> str:
+        """Where the component lives, for `StrategyExtended.device_of`."""
+
+    @property
+    def value_device(self) -> torch.device:
+        """Where a value that is read here lives."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def lend(self) -> torch.Tensor:
+        """The current value to compute with; whoever gets it must not write to it."""
+
+    def copy(self) -> torch.Tensor:
+        """The current value as a tensor of the caller's own."""
+
+    def write(self, edit: Edit, value: torch.Tensor) -> None:
+        """``value``: of this component's dtype and, but for broadcasting in sums, of its shape; any device."""
+
+
 class Cell:
     """One component: a tensor and the canonical device it lives on.
 
@@ -60,9 +85,12 @@ class Cell:
         self.device = device
 
     def lend(self) -> torch.Tensor:
-        """The tensor itself, to compute with; whoever gets it must not write to it."""
         self._lent = True
         return self._tensor
+
+    @property
+    def value_device(self) -> torch.device:
+        return torch_device(self.device)
 
     @property
     def shape(self) -> torch.Size:
@@ -76,7 +104,6 @@ class Cell:
         return self._tensor.clone()
 
     def write(self, edit: Edit, value: torch.Tensor) -> None:
-        """``value``: of this cell's dtype and, but for broadcasting in sums, of its shape; any device."""
         # Inference mode would make tensors that no later code outside of it may edit.
         with torch.inference_mode(False), torch.no_grad():
             value = value.to(self._tensor.device)

@@ -25,7 +25,7 @@ from torchstrat.variable.creation import (
     placement_of,
     spans_processes,
 )
-from torchstrat.variable.storage import Cell, DeclaredShape, Edit, VariablePlacement, parse_shape
+from torchstrat.variable.storage import Cell, DeclaredShape, Edit, Storage, VariablePlacement, parse_shape
 from torchstrat.variable.tensor_like import TensorLike
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Variable(TensorLike):
 
     _strategy: Strategy
     _kind: VariablePlacement
-    _cells: tuple[Cell, ...]
+    _cells: tuple[Storage, ...]
     _replicas: tuple[int, ...]  # of the cells, where mirrored; else those of this process
     _declared: DeclaredShape
     _container: Variable | None
@@ -84,6 +84,9 @@ class Variable(TensorLike):
                 "a Variable is not trained: no optimizer sees it. Use torch.nn.Parameter for trained state."
             )
         strategy = context.get_strategy()
+        sharded = strategy._make_sharded_variable(initial_value, name, shape, dtype)
+        if sharded is not None:
+            return sharded  # type: ignore[no-any-return]  # parameter servers with a partitioner; documented there
 
         def create(_: Any, given: Any) -> Variable:
             first = given.values[0] if isinstance(given, PerReplica) else given
@@ -120,27 +123,44 @@ class Variable(TensorLike):
         initial = agreed_initial(strategy, initial)
         self._declared = parse_shape(shape, initial)
         devices = strategy.extended._parameter_devices
-        self._cells = tuple(Cell(initial, device) for device in (devices if mirrored else devices[:1]))
+        places = devices if mirrored else devices[:1]
+        self._cells = tuple(strategy._make_storage(initial, device, self.name) for device in places)
         self._replicas = strategy._engine.local_replicas
         self._container, self._components = None, ()
         if mirrored:
             self._components = tuple(self._view(cell) for cell in self._cells)
         strategy.extended._remember(self)
+        strategy._variable_made(self)
 
-    def _view(self, cell: Cell) -> Variable:
+    def _view(self, cell: Storage) -> Variable:
         """One component as a variable of its own, which shares the cell."""
-        view = object.__new__(type(self))
-        view._strategy, view._kind, view._replicas = self._strategy, VariablePlacement.ONE, self._replicas
-        view.name, view.aggregation, view.synchronization = self.name, self.aggregation, self.synchronization
-        view._declared, view._cells, view._container, view._components = self._declared, (cell,), self, ()
+        view = self._over(cell, self._strategy, self.name, self.aggregation, self.synchronization, self._declared)
+        view._container = self
         return view
+
+    @classmethod
+    def _over(
+        cls,
+        cell: Storage,
+        strategy: Strategy,
+        name: str,
+        aggregation: VariableAggregation,
+        synchronization: VariableSynchronization,
+        declared: DeclaredShape,
+    ) -> Variable:
+        """A variable with one component, which is there already."""
+        made = object.__new__(cls)
+        made._strategy, made._kind, made._replicas = strategy, VariablePlacement.ONE, strategy._engine.local_replicas
+        made.name, made.aggregation, made.synchronization = name, aggregation, synchronization
+        made._declared, made._cells, made._container, made._components = declared, (cell,), None, ()
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A variable of its own with the same values, of the same strategy."""
-        copy = self._view(Cell(self._cells[0].lend(), self._cells[0].device))
+        copy = self._view(_local_copy(self._cells[0]))
         copy._kind, copy._container = self._kind, None
         if self._components:
-            copy._cells = tuple(Cell(cell.lend(), cell.device) for cell in self._cells)
+            copy._cells = tuple(_local_copy(cell) for cell in self._cells)
             copy._components = tuple(copy._view(cell) for cell in copy._cells)
         memo[id(self)] = copy
         self._strategy.extended._remember(copy)
@@ -189,7 +209,7 @@ class Variable(TensorLike):
         replica = self._own_replica()
         if replica is not None and self._kind is VariablePlacement.CENTRAL:
             return torch_device(self._strategy._engine.device_of_replica(replica))
-        return torch_device(self._cell().device)
+        return self._cell().value_device
 
     @property
     def trainable(self) -> bool:
@@ -205,7 +225,7 @@ class Variable(TensorLike):
             replica = updated_replica()
         return replica if replica in self._replicas else None
 
-    def _cell(self) -> Cell:
+    def _cell(self) -> Storage:
         replica = self._own_replica()
         if replica is None or len(self._cells) == 1:
             return self._cells[0]
@@ -233,7 +253,7 @@ class Variable(TensorLike):
             return from_first_replica(self._strategy, self._cells[0].copy())
         op = ReduceOp.from_variable_aggregation(self.aggregation)
         total: torch.Tensor = self._strategy._engine.reduce(op, self._per_replica(), None)
-        return total.to(torch_device(self._cells[0].device))
+        return total.to(self._cells[0].value_device)
 
     def _per_replica(self) -> PerReplica:
         """What each replica of this process reads."""
@@ -287,3 +307,8 @@ class Variable(TensorLike):
             shown = "{" + ", ".join(f"{r}: {v!r}" for r, v in zip(self._replicas, values, strict=True)) + "}"
         facts = f"shape={tuple(self._cells[0].shape)}, dtype={self.dtype}, aggregation={self.aggregation.name}"
         return f"<Variable {self.name!r} {facts} on {', '.join(cell.device for cell in self._cells)}: {shown}>"
+
+
+def _local_copy(cell: Storage) -> Cell:
+    """Of a component that another process keeps: on the CPU of this one."""
+    return Cell(cell.lend(), cell.device if isinstance(cell, Cell) else "cpu:0")

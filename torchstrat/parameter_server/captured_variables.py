@@ -1,0 +1,155 @@
+"""The coordinator's variables: which tensor of the user's model is which variable on the servers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.parameter_server.elementwise import is_elementwise
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.placement import Placement
+from torchstrat.variables import BufferSlot, VariableRegistry
+
+
+class CapturedVariables:
+    """Parameters, buffers and leaf tensors of the registry, by the variables they became. Held weakly."""
+
+    def __init__(self, registry: VariableRegistry, placement: Placement) -> None:
+        self._registry = registry
+        self._placement = placement
+        self._specs: dict[int, VariableSpec] = {}
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._numbers: dict[int, int] = {}  # by id of the tensor
+        self._buffers: dict[int, BufferSlot] = {}
+        self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
+        self._beside: dict[int, VariableSpec] = {}
+        self._versions: dict[int, int] = {}
+        self._seen_changes = -1
+
+    # -- who is who -------------------------------------------------------------------------------------------------
+
+    def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
+        number = self._numbers.get(id(tensor))
+        return None if number is None else self._specs[number]
+
+    def tensor(self, number: int) -> torch.Tensor | None:
+        """The coordinator's copy; None when the program has dropped it."""
+        if number in self._buffers:
+            return self._buffers[number].tensor
+        reference = self._parameters.get(number)
+        return None if reference is None else reference()
+
+    def specs(self) -> list[VariableSpec]:
+        return list(self._specs.values())
+
+    def specs_under(self, modules: Iterable[nn.Module]) -> list[VariableSpec]:
+        """The variables of these modules and their children, each once."""
+        found: dict[int, VariableSpec] = {}
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                spec = self.spec_of(tensor)
+                if spec is not None:
+                    found[spec.number] = spec
+        return list(found.values())
+
+    # -- new ones ---------------------------------------------------------------------------------------------------
+
+    def put_beside(self, tensor: torch.Tensor, spec: VariableSpec) -> None:
+        """``tensor`` is to live with ``spec``; said before it is placed."""
+        self._beside[id(tensor)] = spec
+
+    def place_new(self) -> list[VariableSpec]:
+        """Give every variable that has none yet its place, in order of creation."""
+        new: list[VariableSpec] = []
+        tables = {
+            id(module.weight)
+            for module in self._registry.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        }
+        for name, tensor in self._registry.named_tensors().items():
+            if id(tensor) not in self._numbers:
+                new.append(self._place(name, tensor, is_table=id(tensor) in tables))
+        for name, slot in self._registry.named_buffer_slots().items():
+            if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
+                new.append(self._place_buffer(name, slot))
+        self._follow_buffers()
+        return new
+
+    def place_now(self, tensor: torch.Tensor) -> None:
+        """Do not wait for the others: somebody asks where ``tensor`` lives."""
+        if id(tensor) not in self._numbers:
+            self.place_new()
+
+    def _place(self, name: str, tensor: torch.Tensor, *, is_table: bool) -> VariableSpec:
+        spec = self._placement.place(
+            name,
+            tensor.shape,
+            tensor.dtype,
+            "parameter",
+            requires_grad=tensor.requires_grad,
+            with_variable=self._beside.pop(id(tensor), None),
+            may_split=self._may_split(tensor),
+            is_table=is_table,
+        )
+        number, key = spec.number, id(tensor)
+        numbers = self._numbers
+        self._parameters[number] = weakref.ref(tensor, lambda _: numbers.pop(key, None))
+        self._register(spec, tensor)
+        return spec
+
+    def _place_buffer(self, name: str, slot: BufferSlot) -> VariableSpec:
+        assert slot.tensor is not None
+        spec = self._placement.place(name, slot.tensor.shape, slot.tensor.dtype, "buffer", may_split=False)
+        self._buffers[spec.number] = slot
+        self._slots[id(slot.module), slot.name] = spec.number
+        self._register(spec, slot.tensor)
+        return spec
+
+    def _register(self, spec: VariableSpec, tensor: torch.Tensor) -> None:
+        self._specs[spec.number] = spec
+        self._numbers[id(tensor)] = spec.number
+        self._versions[spec.number] = tensor._version
+
+    def _may_split(self, tensor: torch.Tensor) -> bool:
+        """Optimizers that look at a whole tensor (Adafactor, Muon) keep it whole."""
+        return all(
+            is_elementwise(optimizer, tuple(tensor.shape))
+            for optimizer in self._registry.optimizers()
+            if any(tensor is own for own in _tensors(optimizer))
+        )
+
+    def _follow_buffers(self) -> None:
+        """Modules may have put another tensor in a buffer's place."""
+        for number, slot in self._buffers.items():
+            if slot.tensor is not None:
+                self._numbers[id(slot.tensor)] = number
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def store(self, spec: VariableSpec, value: torch.Tensor) -> None:
+        """``value`` has just been read from the servers. Nothing where the program dropped it, or holds none (meta)."""
+        tensor = self.tensor(spec.number)
+        if tensor is None or tensor.is_meta:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            tensor.copy_(value)
+        self._versions[spec.number] = tensor._version
+
+    def take_changed(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
+        """Variables that the coordinator's program has written since they were last equal to the servers'."""
+        for number, spec in self._specs.items():
+            tensor = self.tensor(number)
+            if tensor is None or tensor.is_meta:
+                continue
+            if tensor._version != self._versions[number]:
+                self._versions[number] = tensor._version
+                yield spec, tensor
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

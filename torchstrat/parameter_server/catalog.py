@@ -1,0 +1,308 @@
+"""The coordinator's list of captured objects: what workers know by a token, and how they get their copies.
+
+Captured are the modules, optimizers, schedulers and gradient scalers that the strategy's registry knows, the tensors
+that live on the servers, and what is registered by hand (the strategy, the coordinator, per-worker values). Functions
+refer to them by token. A worker gets a skeleton of each once, in numbered *increments*, with all its Python state and
+without values: parameters and buffers in it are descriptions, of which the worker makes tensors of its own.
+
+Python state that changes after its increment was made (``model.eval()``, a new child, an attribute) does not follow.
+Do such things inside the scheduled function.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.outgoing import Described, Outgoing, Recipe, Token, culprit_of, token_of_spec
+from torchstrat.parameter_server.reach import Reach
+from torchstrat.parameter_server.sendable import not_sendable, path_to, training_state_refusal
+from torchstrat.reachable import HELPER_TYPES
+from torchstrat.variables import VariableRegistry
+
+SpecOf = Callable[[torch.Tensor], VariableSpec | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Increment:
+    """Captured objects for a world of version ``since`` or later, which then has version ``number``.
+
+    ``blob``, ``tensors``, ``buffers``: as in `Packed`. ``gone``: tokens of objects that the coordinator dropped.
+    """
+
+    number: int
+    since: int
+    blob: bytes = field(repr=False)
+    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    buffers: int = 0
+    gone: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    token: Token
+    get: Callable[[], Any]  # a weak reference, where that is possible
+    recipe: Recipe | None = None
+
+
+class Catalog:
+    """Captured objects and their tokens. Thread-safe.
+
+    Args:
+        registry: of the strategy. Everything in it is captured; what it forgets disappears here too.
+        spec_of: the variable of the job that a tensor is; None for an ordinary tensor.
+    """
+
+    def __init__(self, registry: VariableRegistry, spec_of: SpecOf) -> None:
+        self._registry = registry
+        self.spec_of = spec_of
+        self._lock = threading.RLock()
+        self._by_id: dict[int, _Entry] = {}
+        self._numbers: collections.Counter[str] = collections.Counter()
+        self._seen_counts: tuple[int, int, int] | None = None
+        self._pending: list[_Entry] = []
+        self._pending_specs: dict[Token, VariableSpec] = {}
+        self._described: set[Token] = set()  # variables that are in some increment
+        self._referenced: weakref.WeakValueDictionary[Token, torch.Tensor] = weakref.WeakValueDictionary()
+        self._gone: collections.deque[Token] = collections.deque()  # appended to by weak references' callbacks
+        self._increments: list[Increment] = []
+        self._number = 0
+        self._whole: Increment | None = None
+        self._has_dead = False
+        self._has_looked = False  # at everything, since the last `begin`
+        self.reach = Reach(self._matters, self._holds_captured)
+        self.warned: set[Any] = set()
+        """What has been warned about, so that each warning appears once."""
+
+    # -- tokens -----------------------------------------------------------------------------------------------------
+
+    def register(self, value: Any, token: Token, recipe: Recipe | None = None) -> None:
+        """Give an object, of any class but the builtin containers, a token of its own. It is held weakly, where its
+        class allows that.
+
+        ``recipe`` builds each worker's object from its `World`. It is pickled with the next increment and may refer
+        to captured objects. Without it, a worker registers its object itself (`World.register`), or makes it when it
+        is first asked for.
+        """
+        with self._lock:
+            if any(entry.token == token and entry.get() is not value for entry in self._live()):
+                raise InvalidArgumentError(f"token {token!r} belongs to another object.")
+            entry = self._add(value, token, recipe)
+            if recipe is not None:
+                self._pending.append(entry)
+
+    def token_of(self, value: Any) -> Token | None:
+        """The token of a captured object; None for any other."""
+        entry = self._by_id.get(id(value))
+        if entry is not None:
+            return entry.token
+        if isinstance(value, torch.Tensor):
+            return self._token_of_tensor(value)
+        if isinstance(value, (nn.Module, *HELPER_TYPES)):
+            with self._lock:
+                if not self._has_looked:
+                    self._has_looked = True
+                    self._look_around(again=True)
+                entry = self._by_id.get(id(value))
+            return entry.token if entry is not None else None
+        return None
+
+    def recipe_of(self, value: Any) -> tuple[Token, Recipe] | None:
+        """The token and the recipe of an object that was registered with one."""
+        entry = self._by_id.get(id(value))
+        return (entry.token, entry.recipe) if entry is not None and entry.recipe is not None else None
+
+    def _token_of_tensor(self, tensor: torch.Tensor) -> Token | None:
+        spec = self.spec_of(tensor)
+        if spec is None:
+            return None
+        token = token_of_spec(spec)
+        if token not in self._referenced or token not in self._described:
+            with self._lock:
+                self._referenced[token] = tensor
+                if token not in self._described:
+                    self._pending_specs[token] = spec
+        return token
+
+    def _add(self, value: Any, token: Token, recipe: Recipe | None = None) -> _Entry:
+        key, by_id, gone = id(value), self._by_id, self._gone
+
+        def forget(_: Any) -> None:
+            by_id.pop(key, None)
+            gone.append(token)
+
+        try:
+            entry = _Entry(token, weakref.ref(value, forget), recipe)
+        except TypeError:
+            entry = _Entry(token, lambda: value, recipe)
+        by_id[key] = entry
+        return entry
+
+    def _live(self) -> Iterator[_Entry]:
+        return iter(list(self._by_id.values()))
+
+    def begin(self) -> None:
+        """Something is about to be pickled, and the registry may know more than it did."""
+        with self._lock:
+            self._has_looked = False
+            self._look_around()
+
+    def _look_around(self, *, again: bool = False) -> None:
+        """Take in what the registry has found since. ``again``: look at all modules' children too, which may be put
+        there while the registry does not watch."""
+        counts = self._registry.counts
+        if counts == self._seen_counts and not again:
+            return
+        self._seen_counts = counts
+        seen: set[int] = set()
+        for module in self._registry.modules():
+            self._take_in_tree(module, seen)
+        for helper in self._registry.helpers():
+            self._take_in(helper, "helper")
+
+    def _take_in_tree(self, module: nn.Module, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        self._take_in(module, "module")
+        for child in module._modules.values():
+            if child is not None:
+                self._take_in_tree(child, seen)
+
+    def _take_in(self, value: Any, kind: str) -> None:
+        if id(value) not in self._by_id:
+            self._pending.append(self._add(value, (kind, self._numbers[kind])))
+            self._numbers[kind] += 1
+
+    def _matters(self, value: Any) -> bool:
+        """Whether a function that reaches ``value`` must travel by value: it is captured, or ought to be."""
+        if id(value) in self._by_id or training_state_refusal(value) is not None:
+            return True
+        return isinstance(value, (torch.Tensor, nn.Module, *HELPER_TYPES)) and self.token_of(value) is not None
+
+    def _holds_captured(self, namespace: dict[str, Any]) -> bool:
+        by_id = self._by_id
+        return any(id(value) in by_id for value in list(namespace.values()))
+
+    # -- increments -------------------------------------------------------------------------------------------------
+
+    def increments(self, after: int, *, new: bool = True) -> list[Increment]:
+        """What a world of version ``after`` (0: a new one) has yet to load, in order.
+
+        Call it after `pack` and before the packed function is sent, in the call that schedules it: what the function
+        refers to is in these increments, and what is captured and cannot travel is an error here.
+
+        ``new=False``: no increment is made of what has been captured since the last call. For threads other than the
+        user's, in which a model may be half built.
+
+        Raises:
+            NotSendableError: part of a captured object cannot travel; the message names it.
+        """
+        with self._lock:
+            if new:
+                self.begin()
+                self._advance()
+            first = self._number - len(self._increments)
+            if after == 0 and self._number > 0 and (self._has_dead or self._gone or first > 0):
+                try:
+                    return [self._made_anew()]
+                except Exception:  # the user may be changing a model in this moment
+                    if first > 0:
+                        raise
+            if after < first:
+                raise InvalidArgumentError(
+                    f"increments up to {first} have been trimmed, and a world of version {after} needs some of them."
+                )
+            return [increment for increment in self._increments if increment.number > after]
+
+    def _advance(self) -> None:
+        """Make an increment of what has been captured since the last one."""
+        if not self._pending_specs and all(entry.get() is None for entry in self._pending):
+            return
+        self._number += 1
+        try:
+            self._increments.append(self._make_next())
+        except BaseException:
+            self._number -= 1
+            raise
+        self._pending, self._pending_specs, self._whole = [], {}, None
+
+    @property
+    def version(self) -> int:
+        """The number of the newest increment: what a world has loaded that lacks nothing known so far."""
+        return self._number
+
+    def trim(self, oldest: int) -> None:
+        """Forget increments that all present worlds have loaded; ``oldest`` is the lowest of their versions.
+
+        Worlds that begin later get one increment made of what is alive then.
+        """
+        with self._lock:
+            self._increments = [increment for increment in self._increments if increment.number > oldest]
+
+    def _make_next(self) -> Increment:
+        gone = []
+        while self._gone:
+            gone.append(self._gone.popleft())
+        self._has_dead = self._has_dead or bool(gone)
+        try:
+            specs = list(self._pending_specs.values())
+            return self._made_of(self._pending, specs, self._number - 1, tuple(gone))[0]
+        except BaseException:
+            self._gone.extendleft(reversed(gone))
+            raise
+
+    def _made_anew(self) -> Increment:
+        """One increment in place of all so far, with what is alive."""
+        if self._whole is None or self._gone:
+            pending = {entry.token for entry in self._pending}
+            own = [entry for entry in self._live() if entry.token not in pending and _is_sent(entry)]
+            self._has_dead = self._has_dead or bool(self._gone)
+            specs = [self.spec_of(tensor) for token, tensor in self._referenced.items() if token in self._described]
+            whole, tokens = self._made_of(own, [spec for spec in specs if spec is not None], 0, ())
+            if not pending.isdisjoint(tokens):  # something new has been put into something old
+                self._advance()
+                return self._made_anew()
+            self._whole = whole
+        return self._whole
+
+    def _made_of(
+        self, entries: list[_Entry], specs: list[VariableSpec], since: int, gone: tuple[Token, ...]
+    ) -> tuple[Increment, set[Token]]:
+        """The increment, and the tokens of other captured objects that it refers to."""
+        from torchstrat.parameter_server.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+
+        objects = [(entry.token, value) for entry in entries if (value := entry.get()) is not None]
+        values = [value for _, value in objects]
+        by_token = {entry.token: entry for entry in entries}
+        fresh = frozenset(id(value) for token, value in objects if by_token[token].recipe is None)
+        references = Outgoing(self, values, fresh)
+        pickler = ObjectPickler(references)
+        try:
+            blob = pickler.pickle((objects, [Described(spec) for spec in specs]))
+        except Exception as error:
+            culprit, reason = culprit_of(error, pickler.last)
+            paths = [
+                path_to(value, type(value).__name__, lambda found: found is culprit, references.enters)
+                for value in values
+            ]
+            # Children are captured too; the longest path begins at the model.
+            where = max((path for path in paths if path is not None), key=len, default="a captured object")
+            raise not_sendable(where, culprit, reason, "a worker") from error
+        self._described.update(references.described)
+        increment = Increment(self._number, since, blob, pickler.tensors, pickler.buffers, gone)
+        return increment, set(references.tokens)
+
+
+def _is_sent(entry: _Entry) -> bool:
+    """Whether its object is part of increments; the others are registered by each worker itself."""
+    return entry.token[0] in ("module", "helper") or entry.recipe is not None

@@ -1,0 +1,210 @@
+"""How functions, their arguments and their results travel between the coordinator and its workers.
+
+A function travels with its closure, its globals, its defaults. What of these is captured (`Catalog`) goes as a
+reference, and the worker's function finds the worker's own objects in its place; everything else goes as a copy.
+**Python state is therefore a copy per worker**: a counter that a function keeps in its closure or in a global counts
+that worker's calls, and the coordinator's stays as it is. Return what the coordinator should see, or keep it in a
+`torchstrat.Variable`. The same function sent again unchanged (equal `Packed.digest`) is meant to be sent once per
+worker, so such state lives on between calls; a function whose closure has changed is another function.
+
+Tensors among the arguments and in closures are copied when packed, so changing them afterwards does no harm. The same
+tensor twice is the same tensor there, while views of one storage no longer share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.parameter_server.catalog import Catalog
+from torchstrat.parameter_server.outgoing import Outgoing, Token, culprit_of
+from torchstrat.parameter_server.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
+from torchstrat.parameter_server.world import World
+from torchstrat.variable.tensor_like import TensorLike
+
+LARGE_BYTES = 64 * 2**20
+"""More data than this in a closure is worth a warning: it travels to every worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Something on its way: ``blob``, a pickle, and ``tensors`` beside it, contiguous and on the CPU.
+
+    The last ``buffers`` of the tensors are bytes of arrays. ``tokens``: the captured objects that it refers to;
+    ``alive`` holds these, so that they exist as long as it may still be sent, and does not travel itself.
+    """
+
+    blob: bytes = field(repr=False)
+    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    buffers: int = 0
+    tokens: frozenset[Token] = frozenset()
+    what: str = "the function"
+    alive: tuple[Any, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal for equal contents only, tensors included: a name for what a worker already has.
+
+        Reads all the tensors, about 1 ms per MiB; without tensors some microseconds.
+        """
+        digest = hashlib.blake2b(self.blob, digest_size=16)
+        for tensor in self.tensors:
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.blob) + sum(tensor.nbytes for tensor in self.tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "alive": ()}
+
+
+def pack(value: Any, catalog: Catalog, what: str = "fn") -> Packed:
+    """Make a function (``what="fn"``) or its arguments (``what="args"``, say) ready for a worker. On the coordinator.
+
+    ``what`` begins the paths in error messages; a function is called by its own name there. Call
+    `Catalog.increments` afterwards, for what the references stand for.
+
+    Raises:
+        NotSendableError: a part cannot travel; the message names it and how it is reached.
+    """
+    from torchstrat.parameter_server.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+
+    catalog.begin()
+    references = Outgoing(catalog, value)
+    pickler = ObjectPickler(references)
+    name = name_of(value, what)
+    try:
+        blob = pickler.pickle(value)
+    except Exception as error:
+        culprit, reason = culprit_of(error, pickler.last)
+        where = path_to(value, name, lambda found: found is culprit, references.enters)
+        raise not_sendable(where or f"{name} → something in it", culprit, reason, "a worker") from error
+    packed = Packed(
+        blob,
+        pickler.tensors,
+        pickler.buffers,
+        frozenset(references.tokens),
+        name,
+        tuple(references.tokens.values()),
+    )
+    if what == "fn" and packed.nbytes > LARGE_BYTES:
+        _warn_of_size(value, name, packed, catalog, references)
+    return packed
+
+
+def unpack(packed: Packed, world: World) -> Any:
+    """The function or the arguments, on a worker, over that worker's copies of the captured objects.
+
+    Raises:
+        FunctionError: it refers to what this worker lacks: an increment not loaded, a module not installed.
+    """
+    return world.unpickle(packed.blob, packed.tensors, packed.buffers, packed.what)
+
+
+def pack_result(value: Any, world: World, what: str = "result") -> Packed:
+    """Make what a function returned ready for the coordinator. On the worker.
+
+    All tensors, captured parameters among them, go as plain copies of their values on the CPU, without history; so does
+    a `torchstrat.Variable`.
+
+    Raises:
+        NotSendableError: a part cannot travel, such as a captured module; the message names the path to it.
+    """
+    from torchstrat.parameter_server.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+
+    pickler = ObjectPickler(_Returning(world))
+    try:
+        blob = pickler.pickle(value)
+    except Exception as error:
+        culprit, reason = culprit_of(error, pickler.last)
+        where = path_to(value, what, lambda found: found is culprit)
+        raise not_sendable(where or f"{what}: something in it", culprit, reason, "the coordinator") from error
+    return Packed(blob, pickler.tensors, pickler.buffers, what=what)
+
+
+def unpack_result(packed: Packed) -> Any:
+    """What a function returned, on the coordinator."""
+    from torchstrat.parameter_server.pickling import ResultUnpickler
+
+    return ResultUnpickler(packed.blob, packed.tensors, packed.buffers, _unknown, torch.device("cpu")).load()
+
+
+def _unknown(reference: Any) -> Any:
+    raise pickle.UnpicklingError(f"a result holds a reference, {reference!r}, and results hold none.")
+
+
+class _Returning:
+    """What goes as a reference in a result: nothing. Tensors are made plain."""
+
+    makes_plain = True
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def reference_to(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, torch.Tensor | TensorLike):
+            return None
+        token = self._world.token_of(value)
+        if token is None:
+            reason = refusal(value)
+        elif isinstance(value, nn.Module):
+            reason = "it is captured, and the coordinator has its own. Return its state_dict(), or numbers made of it."
+        elif isinstance(value, Optimizer):
+            reason = "it is captured, and the coordinator has its own. Return what is wanted of it, such as its rate."
+        else:
+            reason = "it belongs to this worker. Return values, not what they come from."
+        if reason is not None:
+            raise Refused(value, reason)
+        return None
+
+    def by_value(self, value: Any) -> bool:
+        return False
+
+    def names_used(self) -> frozenset[str]:
+        return frozenset()
+
+
+def _warn_of_size(value: Any, name: str, packed: Packed, catalog: Catalog, references: Outgoing) -> None:
+    code = getattr(value, "__code__", None)
+    key = code if isinstance(code, types.CodeType) else name
+    if key in catalog.warned:
+        return
+    catalog.warned.add(key)
+    path, size = max(_data_in(value, name, references), key=lambda found: found[1], default=(name, packed.nbytes))
+    warnings.warn(
+        f"{name} takes {packed.nbytes / 2**20:.0f} MiB of data along to every worker, most of it as {path} "
+        f"({size / 2**20:.0f} MiB). Let each worker read its own data with coordinator.create_per_worker_dataset, or "
+        "create what is part of the model inside `with strategy.scope():`.",
+        stacklevel=3,
+    )
+
+
+def _data_in(value: Any, name: str, references: Outgoing) -> Iterator[tuple[str, int]]:
+    """Tensors, arrays and frozen modules that are sent by value: the path to each, and its bytes."""
+
+    def enters(part: Any) -> bool:
+        return not isinstance(part, nn.Module) and references.enters(part)
+
+    for path, part in paths(value, name, enters):
+        if not references.enters(part):
+            continue
+        if isinstance(part, nn.Module):
+            yield path, sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers()))
+        elif isinstance(part, bytes | bytearray):
+            yield path, len(part)
+        elif isinstance(part, torch.Tensor | np.ndarray):
+            yield path, part.nbytes

@@ -1,0 +1,246 @@
+"""Control connections: framed, authenticated messages of plain data between two processes of a cluster.
+
+A connection is plain TCP, begun with the handshake of `torchstrat.parameter_server.handshake`. Everything after it is a
+frame: length, HMAC, JSON. Each direction has a key of its own, made from the secret and fresh random bytes of both
+sides, and the HMAC covers the frame's number, which is not sent. So a frame that was changed, repeated, left out,
+reordered, or recorded on another connection ends the connection. Nothing is encrypted, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchstrat.errors import (
+    AuthenticationError,
+    ClusterConfigError,
+    CommunicationTimeoutError,
+    InvalidArgumentError,
+    PeerUnavailableError,
+)
+from torchstrat.parameter_server.cluster_checks import split_address
+from torchstrat.parameter_server.tasks import Task
+
+MAXIMAL_FRAME_BYTES = 16 << 20
+CONNECT_SECONDS = 2.0
+FRAME_SECONDS = 10.0
+"""For the rest of a frame whose first byte has come, and for sending one."""
+
+_MAC_BYTES = 32
+_FRAME = struct.Struct(f"!I{_MAC_BYTES}s")
+_NUMBERED = struct.Struct("!QI")
+
+
+@dataclass(frozen=True)
+class FrameKeys:
+    """Of one connection: for what this side sends, and for what the other does."""
+
+    sending: bytes
+    receiving: bytes
+
+
+class ControlChannel:
+    """One authenticated connection; made by `torchstrat.parameter_server.handshake.shake_hands`.
+
+    Any thread may `send` and `hang_up`; one thread receives, and closes it when it is done.
+
+    Args:
+        sock: Connected, with the handshake done; owned from now on.
+        keys: Of this connection.
+        name: How error messages call the other side.
+    """
+
+    def __init__(self, sock: socket.socket, keys: FrameKeys, name: str) -> None:
+        self.name = name
+        self._sock = sock
+        self._keys = keys
+        self._sent = 0
+        self._received = 0
+        self._sending = threading.Lock()
+        keep_out_of_children(sock)
+        sock.settimeout(FRAME_SECONDS)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message of plain data (what JSON holds).
+
+        Raises:
+            PeerUnavailableError: the connection is closed.
+            CommunicationTimeoutError: the other side has stopped reading.
+            InvalidArgumentError: the message is larger than `MAXIMAL_FRAME_BYTES`.
+        """
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        if len(payload) > MAXIMAL_FRAME_BYTES:
+            raise InvalidArgumentError(
+                f"a message of {len(payload)} bytes to {self.name} is larger than {MAXIMAL_FRAME_BYTES} bytes allow."
+            )
+        with self._sending, failures_named(self.name):
+            mac = _frame_mac(self._keys.sending, self._sent, payload)
+            self._sent += 1
+            self._sock.sendall(_FRAME.pack(len(payload), mac) + payload)
+
+    def receive(self, timeout_seconds: float | None = None) -> dict[str, Any]:
+        """The next message; waits for it for ``timeout_seconds`` (None: until the connection ends).
+
+        Raises:
+            PeerUnavailableError: the connection was closed, by either side.
+            CommunicationTimeoutError: nothing came, or a frame stopped half-way.
+            AuthenticationError: a frame was changed, repeated or left out. The connection is of no more use.
+        """
+        with failures_named(self.name):
+            _wait_readable(self._sock, deadline_after(timeout_seconds))
+            deadline = deadline_after(FRAME_SECONDS)
+            length, mac = _FRAME.unpack(read_exactly(self._sock, _FRAME.size, deadline))
+            if length > MAXIMAL_FRAME_BYTES:
+                raise AuthenticationError(
+                    f"{self.name} announced a message of {length} bytes; no process of ours does."
+                )
+            payload = read_exactly(self._sock, length, deadline)
+        if not hmac.compare_digest(mac, _frame_mac(self._keys.receiving, self._received, payload)):
+            raise AuthenticationError(
+                f"a control message from {self.name} was changed, repeated or left out on its way; the connection ends."
+            )
+        self._received += 1
+        message: dict[str, Any] = json.loads(payload)
+        return message
+
+    def hang_up(self) -> None:
+        """End the connection from any thread: whoever receives on it, here or there, gets `PeerUnavailableError`."""
+        shut_down(self._sock)
+
+    def close(self) -> None:
+        """End the connection and give its descriptor back; for the thread that receives, when it is done."""
+        self.hang_up()
+        self._sock.close()
+
+
+def connect(address: str, whose: Task | str, timeout_seconds: float = CONNECT_SECONDS) -> socket.socket:
+    """A connection to ``address``, nothing said yet.
+
+    Raises:
+        PeerUnavailableError: nobody listens there, or the host is unknown or out of reach.
+    """
+    host, port = split_address(address, whose)
+    try:
+        sock = socket.create_connection((host, port), timeout_seconds)
+    except OSError as error:
+        reason = "nothing listens there" if isinstance(error, ConnectionRefusedError) else error.strerror or error
+        raise PeerUnavailableError(f"{whose} at {address}: {reason}.") from None
+    keep_out_of_children(sock)
+    if sock.getsockname() == sock.getpeername():
+        # TCP lets a socket connect to itself when the port that the system picks for it is the one that it dials. Then
+        # it would keep the task that it waits for from listening; aborted rather than closed, so that no TIME_WAIT is
+        # left on the port either.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+        raise PeerUnavailableError(f"{whose} at {address}: nothing listens there.")
+    return sock
+
+
+def local_host_towards(host: str, port: int) -> str:
+    """The address of this machine's interface that leads to ``host``; nothing is sent.
+
+    Raises:
+        ClusterConfigError: the host is unknown or out of reach.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ClusterConfigError(f"there is no way from this machine to {host!r}: {error.strerror or error}.") from None
+
+
+def shut_down(sock: socket.socket) -> None:
+    """Wake whoever reads ``sock``, in this process or the other; its descriptor is closed by who owns it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _frame_mac(key: bytes, number: int, payload: bytes) -> bytes:
+    return hmac.digest(key, _NUMBERED.pack(number, len(payload)) + payload, hashlib.sha256)
+
+
+def deadline_after(seconds: float | None) -> float:
+    """On the clock of `time.monotonic`; None is never."""
+    return float("inf") if seconds is None else time.monotonic() + seconds
+
+
+def read_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """Exactly ``count`` bytes. TimeoutError past the deadline, however slowly they trickle in; EOFError at the end."""
+    parts: list[bytes] = []
+    while count:
+        _wait_readable(sock, deadline)
+        part = sock.recv(min(count, 1 << 16))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _wait_readable(sock: socket.socket, deadline: float) -> None:
+    # Not the socket's own timeout: another thread may be sending under it.
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(None if left == float("inf") else left * 1000):
+        raise TimeoutError
+
+
+@contextlib.contextmanager
+def failures_named(other: str) -> Iterator[None]:
+    """What a socket raises, as errors that say who was on the other side."""
+    try:
+        yield
+    except TimeoutError:
+        raise CommunicationTimeoutError(f"{other} did not answer on its control connection in time.") from None
+    except (OSError, EOFError, ValueError) as error:  # ValueError: the socket is closed on this side
+        detail = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+        raise PeerUnavailableError(f"the control connection to {other} is closed{detail}.") from None
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Notice a host that vanished without a word: after about 15 s the connection breaks by itself."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 6), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 15000)):
+        if hasattr(socket, name):  # macOS lacks some
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_closes_after_fork = False
+
+
+def keep_out_of_children(sock: socket.socket) -> None:
+    """Close ``sock`` in forked children of this process, such as a DataLoader's workers.
+
+    A child that outlived this process by seconds would keep the connection open for as long, and nobody would notice
+    the death; or keep the port, and the task could not be started again.
+    """
+    global _closes_after_fork
+    _open_sockets.add(sock)
+    if not _closes_after_fork:
+        _closes_after_fork = True
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for sock in list(_open_sockets):
+        with contextlib.suppress(OSError):
+            sock.close()

@@ -1,0 +1,385 @@
+"""The thin shell around the scheduler: one thread that feeds it events and carries its actions out."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchstrat.cluster_spec import PARAMETER_SERVER
+from torchstrat.errors import (
+    CancelledError,
+    CommunicationError,
+    CommunicationTimeoutError,
+    ContextError,
+    ParameterServerUnavailable,
+    TorchstratError,
+)
+from torchstrat.parameter_server.closures import Packed
+from torchstrat.parameter_server.dispatch import (
+    KEPT_CODES,
+    Dispatch,
+    NotRun,
+    Options,
+    Raised,
+    Recent,
+    Returned,
+    ServerGone,
+)
+from torchstrat.parameter_server.job import Job
+from torchstrat.parameter_server.per_worker import ResourceTable
+from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.scheduler import Scheduler
+from torchstrat.parameter_server.scheduler_events import (
+    Action,
+    Cancel,
+    Complete,
+    ErrorTaken,
+    Event,
+    Fail,
+    Failed,
+    Finished,
+    Forget,
+    HandedBack,
+    Release,
+    ServersLost,
+    ServersRestored,
+    Submitted,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+)
+from torchstrat.parameter_server.scheduler_events import Dispatch as Send
+from torchstrat.parameter_server.tasks import Peer, Task
+
+_UNLIMITED_SECONDS = 1e8  # functions take as long as they take; a worker that is gone ends the call
+
+
+@dataclass(frozen=True)
+class Work:
+    """One scheduled function, as it will be sent."""
+
+    code: bytes
+    packed_code: Packed
+    arguments: Packed
+    options: Options
+    training: Mapping[Any, bool]
+    seed: int
+    value: RemoteValue
+
+
+@dataclass
+class _KnownWorker:
+    """What one incarnation of a worker has been sent."""
+
+    peer: Peer
+    codes: Recent = field(default_factory=lambda: Recent(KEPT_CODES))
+    version: int = 0
+    resources: set[int] = field(default_factory=set)
+    options: Options | None = None
+    training: Mapping[Any, bool] | None = None
+    servers: Mapping[int, Peer] | None = None
+
+
+class Dispatcher:
+    """Queues functions, runs them on workers, keeps results and errors. Thread-safe.
+
+    ``unpack`` opens what a worker returned.
+    """
+
+    def __init__(
+        self, job: Job, resources: ResourceTable, unpack: Callable[[Any], Any], *, queue_size: int, name: str
+    ) -> None:
+        self._job = job
+        self._resources = resources
+        self._unpack = unpack
+        self.queue_size = queue_size
+        self._scheduler = Scheduler(first_function=job.first_function)
+        self._next_function = job.first_function
+        self._works: dict[int, Work] = {}
+        self._results: dict[tuple[int, str], Any] = {}  # of (function, incarnation), on their way to the scheduler
+        self._finished: Any = None  # the result of the function whose end is being handled
+        self._places: dict[int, int] = {}
+        self._workers: dict[str, _KnownWorker] = {}
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._changed = threading.Condition(threading.RLock())
+        self._loss: ParameterServerUnavailable | None = None  # the last one
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    # -- for the user's thread --------------------------------------------------------------------------------------
+
+    def submit(self, make: Callable[[int], Work]) -> RemoteValue:
+        """Queue ``make(number)``; waits while the queue is full."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unfinished < self.queue_size or self._is_stuck())
+            self._require_running()
+            if self._scheduler.pending_error is None and not self._scheduler.servers_lost:
+                work = make(self._next_function)
+                self._works[self._next_function] = work
+                self._put_now(Submitted(self._next_function))
+                self._next_function += 1
+                return work.value
+        self.raise_pending()
+        assert self._loss is not None
+        raise ParameterServerUnavailable(f"{self._loss} Until then nothing can be scheduled.", self._loss.task)
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._works)
+
+    def _is_stuck(self) -> bool:
+        """Whether waiting for functions to end is in vain: they wait for the user to take an error."""
+        return self._broken is not None or self._closed or self._is_quiet()
+
+    def _is_quiet(self) -> bool:
+        return self._scheduler.pending_error is not None and self._scheduler.in_flight == 0
+
+    @property
+    def is_done(self) -> bool:
+        with self._changed:
+            return self._unfinished == 0
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Until everything has run, or an error is there to be taken and nothing runs any more."""
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: self._unfinished == 0 or self._is_quiet() or self._broken is not None, timeout_seconds
+            )
+            if not ended:
+                raise CommunicationTimeoutError(self._waiting_for(timeout_seconds))
+
+    def raise_pending(self) -> None:
+        """Raise the pending error once, and cancel what is queued. Waits for what still runs."""
+        with self._changed:
+            self._require_running()
+            if self._scheduler.pending_error is None:
+                return
+            self._changed.wait_for(lambda: self._is_quiet() or self._broken is not None)
+            self._require_running()
+            error = self._scheduler.pending_error
+            if error is None:
+                return
+            self._put_now(ErrorTaken())
+        raise error
+
+    def _require_running(self) -> None:
+        if self._broken is not None:
+            raise TorchstratError(
+                "the coordinator's scheduler has failed; this is a bug of torchstrat."
+            ) from self._broken
+        if self._closed:
+            raise ContextError("this coordinator's strategy was closed.")
+
+    def where(self, function: int) -> str:
+        """For messages: what a function waits for."""
+        with self._changed:
+            worker = self._places.get(function)
+            if worker is not None:
+                return f"it runs on worker {worker}"
+            if not self._workers:
+                return "it waits for a worker, and none has joined"
+            return f"it waits for one of workers {sorted(w.peer.task.index for w in self._workers.values())}"
+
+    def _waiting_for(self, seconds: float | None) -> str:
+        running = [f"function {function} on worker {worker}" for function, worker in sorted(self._places.items())]
+        queued = self._unfinished - len(running)
+        present = sorted(known.peer.task.index for known in self._workers.values())
+        return (
+            f"join waited {seconds} s: {', '.join(running) if running else 'nothing'} is running, {queued} functions "
+            f"are queued, workers {present} are there. Give it more time, or look at those workers."
+        )
+
+    def drain(self, worker: int) -> None:
+        self.put(WorkerDraining(worker))
+
+    def wait_released(self, worker: int, timeout_seconds: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(known.peer.task.index != worker for known in self._workers.values()), timeout_seconds
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def put(self, event: Event) -> None:
+        """Tell the scheduler, from any thread."""
+        self._events.put(event)
+
+    def worker_joined(self, peer: Peer, *, readmit: bool = False) -> None:
+        with self._changed:
+            for known in list(self._workers.values()):
+                if known.peer.task == peer.task:
+                    del self._workers[known.peer.incarnation]
+            self._workers[peer.incarnation] = _KnownWorker(peer)
+        self.put(WorkerJoined(peer.task.index, peer.incarnation, readmit))
+
+    def worker_lost(self, peer: Peer, reason: str) -> None:
+        self._job.fence(peer)
+        self.put(WorkerLost(peer.task.index, peer.incarnation))
+
+    def worker_leaves(self, peer: Peer) -> None:
+        self.put(HandedBack(peer.task.index, peer.incarnation, None))
+
+    def servers_lost(self, error: ParameterServerUnavailable) -> None:
+        self._loss = error
+        self.put(ServersLost(error))
+
+    def servers_restored(self) -> None:
+        with self._changed:
+            self._put_now(ServersRestored())
+
+    def _put_now(self, event: Event) -> None:
+        """For callers that hold the lock and go on from the result."""
+        self._carry_out(self._scheduler.handle(event))
+        self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                with self._changed:
+                    self._before(event)
+                    self._carry_out(self._scheduler.handle(event))
+                    self._after(event)
+                    self._changed.notify_all()
+            except BaseException as error:
+                with self._changed:
+                    self._broken = error
+                    for work in self._works.values():
+                        work.value._set_error(error)
+                    self._changed.notify_all()
+                return
+
+    def _before(self, event: Event) -> None:
+        if isinstance(event, WorkerLost):
+            self._workers.pop(event.incarnation, None)
+            for index, worker in list(self._places.items()):
+                if worker == event.worker:
+                    self._places.pop(index)
+        elif isinstance(event, Finished):
+            self._finished = self._results.pop((event.function, event.incarnation))
+
+    def _after(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            self._finished = None
+
+    # -- actions ----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action)
+            elif isinstance(action, Complete):
+                self._end(action.function)._set_result(self._finished)
+            elif isinstance(action, Fail):
+                self._end(action.function)._set_error(action.error)
+            elif isinstance(action, Cancel):
+                self._end(action.function)._set_error(_cancelled(action))
+            elif isinstance(action, Release):
+                self._workers.pop(action.incarnation, None)
+            elif isinstance(action, Forget):
+                self._forget(action.below)
+
+    def _end(self, function: int) -> RemoteValue:
+        self._places.pop(function, None)
+        return self._works.pop(function).value
+
+    def _send(self, action: Send) -> None:
+        known = self._workers.get(action.incarnation)
+        if known is None:  # lost; the event that says so is on its way
+            return
+        work = self._works[action.function]
+        self._places[action.function] = action.worker
+        message = self._message(action, work, known)
+        future = self._job.endpoint.call(known.peer, "worker.run", message, timeout_seconds=_UNLIMITED_SECONDS)
+        future.add_done_callback(lambda done: self._answered(action, known.peer, done))
+
+    def _message(self, action: Send, work: Work, known: _KnownWorker) -> Dispatch:
+        new_code = work.code not in known.codes
+        known.codes.add(work.code)
+        catalog = self._job.catalog
+        # Only what `schedule` has made ready: the user's thread may be half-way through building the next model.
+        increments = tuple(catalog.increments(known.version, new=False))
+        if increments:
+            known.version = increments[-1].number
+            catalog.trim(min(worker.version for worker in self._workers.values()))
+        tokens = work.packed_code.tokens | work.arguments.tokens
+        needed = self._resources.needed_for({token[1] for token in tokens if token[0] == "per_worker"})
+        resources = tuple(spec for spec in needed if spec.number not in known.resources)
+        known.resources.update(spec.number for spec in resources)
+        options = None if known.options == work.options else work.options
+        known.options = work.options
+        training = None if known.training == work.training else work.training
+        known.training = work.training
+        peers = self._job.server_peers()
+        servers = None if known.servers == peers else peers
+        known.servers = peers
+        return Dispatch(
+            action.function,
+            work.code,
+            work.packed_code if new_code else None,
+            work.arguments,
+            increments,
+            resources,
+            options,
+            servers,
+            action.rested,
+            work.seed,
+            training,
+        )
+
+    def _answered(self, action: Send, peer: Peer, done: Future[Any]) -> None:
+        """On a thread of the transport: only note what came."""
+        worker, incarnation, function = action.worker, action.incarnation, action.function
+        error = done.exception()
+        if isinstance(error, CommunicationError):
+            self.put(WorkerLost(worker, incarnation))
+            return
+        outcome = Raised(error) if error is not None else done.result()
+        if isinstance(outcome, Returned):
+            try:
+                self._results[function, incarnation] = self._unpack(outcome.result)
+            except Exception as problem:
+                self.put(Failed(worker, incarnation, function, problem))
+            else:
+                self.put(Finished(worker, incarnation, function))
+        elif isinstance(outcome, Raised):
+            self.put(Failed(worker, incarnation, function, outcome.error))
+        elif isinstance(outcome, NotRun):
+            self.put(HandedBack(worker, incarnation, function))
+        elif isinstance(outcome, ServerGone):
+            self._server_gone(action, outcome)
+
+    def _server_gone(self, action: Send, outcome: ServerGone) -> None:
+        self._job.report_server_gone(outcome.index, outcome.peer, outcome.reason)
+        error = ParameterServerUnavailable(outcome.reason, Task(PARAMETER_SERVER, outcome.index))
+        self.put(Failed(action.worker, action.incarnation, action.function, error))
+
+    def _forget(self, below: int) -> None:
+        for index in self._job.server_peers():
+            self._job.servers.send(index, "ps.forget_below", below)
+
+
+def _cancelled(action: Cancel) -> BaseException:
+    if isinstance(action.because, ParameterServerUnavailable):
+        error: BaseException = ParameterServerUnavailable(
+            f"function {action.function} was cancelled: {action.because}", action.because.task
+        )
+    else:
+        error = CancelledError(
+            f"function {action.function} was cancelled before it ran, because of an earlier error: {action.because}"
+        )
+    error.__cause__ = action.because
+    return error

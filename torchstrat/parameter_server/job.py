@@ -1,0 +1,361 @@
+"""The coordinator's hold on one job: its servers, what they were given, and when the two sides are made equal."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.cluster_spec import PARAMETER_SERVER
+from torchstrat.errors import ParameterServerUnavailable
+from torchstrat.parameter_server.captured_variables import CapturedVariables
+from torchstrat.parameter_server.catalog import Catalog
+from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.initial_values import recipe_of
+from torchstrat.parameter_server.membership import Membership
+from torchstrat.parameter_server.messages import (
+    InitialOp,
+    NewOptimizer,
+    NewShard,
+    ShardEdit,
+    ShardKey,
+    StateOfShard,
+    VariableSpec,
+)
+from torchstrat.parameter_server.placement import Partitioner, Placement, pieces
+from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.server_group import ServerGroup
+from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.variable_access import CoordinatorSender, VariableAccess, shard_edits, shard_keys
+from torchstrat.variables import VariableRegistry
+
+
+class Job:
+    """One strategy's variables on one cluster's servers. Methods are for the coordinator's own thread, but for the
+    callbacks of the membership."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        registry: VariableRegistry,
+        num_servers: int,
+        partitioner: Partitioner | None,
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        self.membership = membership
+        self.endpoint = membership.endpoint
+        self.num_servers = num_servers
+        self.servers = ServerGroup(self.endpoint, timeout_seconds=timeout_seconds)
+        sender = CoordinatorSender(self.endpoint.peer.incarnation)
+        self.access = VariableAccess(self.servers, lambda: sender)
+        self.placement = Placement(num_servers, partitioner)
+        self.variables = CapturedVariables(registry, self.placement)
+        self.catalog = Catalog(registry, self.variables.spec_of)
+        self.first_function = 0
+        """Function numbers below were used by an earlier coordinator of the same servers."""
+        self.on_worker_lost: Callable[[Peer, str], None] = lambda peer, reason: None
+        self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
+        self.on_worker_leaves: Callable[[Peer], None] = lambda peer: None
+        self._registry = registry
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._joined: dict[int, Peer] = {}
+        self._in_use: dict[int, Peer] = {}
+        self._holds_values = False
+        self._lost_servers: set[int] = set()
+        self._on_worker_joined: Callable[[Peer], None] | None = None
+        self._early_workers: list[Peer] = []
+        self._optimizers: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._standalone: dict[int, VariableSpec] = {}
+
+    # -- the cluster ------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Find all servers. Raises `CommunicationTimeoutError` naming those that are missing."""
+        self.endpoint.serve({"coordinator.worker_leaves": Handler(self._worker_leaves)})
+        self.membership.start(self._process_joined, self._process_lost)
+        self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
+        self._use_joined_servers()
+
+    def _server_tasks(self) -> list[Task]:
+        return [Task(PARAMETER_SERVER, index) for index in range(self.num_servers)]
+
+    def readmit_servers(self) -> set[int]:
+        """Wait until every server is there, and use the processes that they are now; those that were started again hold
+        nothing. Returns which ones were. Raises `CommunicationTimeoutError` naming those that are missing."""
+        self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
+        before = self.server_peers()
+        self._use_joined_servers()
+        return {index for index, peer in self.server_peers().items() if before.get(index) != peer}
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long to wait for servers, and for their answers."""
+        return self._timeout_seconds
+
+    def _use_joined_servers(self) -> None:
+        with self._lock:
+            self._in_use = {index: self._joined[index] for index in range(self.num_servers)}
+            self._lost_servers.clear()
+        self.servers.use(self._in_use)
+
+    def server_peers(self) -> Mapping[int, Peer]:
+        return self.servers.peers()
+
+    def _process_joined(self, peer: Peer, status: Mapping[str, Any]) -> None:
+        if peer.task.job != PARAMETER_SERVER:
+            self._worker_joined(peer)
+            return
+        with self._lock:
+            self.first_function = max(self.first_function, int(status.get("next_function", 0)))
+            self._joined[peer.task.index] = peer
+            replaced = self._in_use.get(peer.task.index)
+        if replaced is not None and replaced.incarnation != peer.incarnation:
+            self._server_lost(replaced, "it was started again")
+
+    def start_workers(self, on_joined: Callable[[Peer], None]) -> None:
+        """Tell ``on_joined`` of every worker, also of those that were there before."""
+        with self._lock:
+            self._on_worker_joined = on_joined
+            early, self._early_workers = self._early_workers, []
+        for peer in early:
+            on_joined(peer)
+
+    def _worker_joined(self, peer: Peer) -> None:
+        with self._lock:
+            on_joined = self._on_worker_joined
+            if on_joined is None:
+                self._early_workers.append(peer)
+        if on_joined is not None:
+            on_joined(peer)
+
+    def _worker_leaves(self, sender: Peer, _: Any) -> None:
+        self.on_worker_leaves(sender)
+
+    def _process_lost(self, peer: Peer, reason: str) -> None:
+        if peer.task.job != PARAMETER_SERVER:
+            self.on_worker_lost(peer, reason)
+        else:
+            self._server_lost(peer, reason)
+
+    def _server_lost(self, peer: Peer, reason: str) -> None:
+        index = peer.task.index
+        with self._lock:
+            if self._in_use.get(index) != peer or index in self._lost_servers:
+                return
+            self._lost_servers.add(index)
+        self.servers.mark_lost(index, f"{peer} was lost: {reason}")
+        self.on_server_lost(
+            ParameterServerUnavailable(
+                f"parameter server {index} ({peer}) was lost: {reason}. The variables it held are gone. Start it again "
+                "(a launcher does that by itself) and restore a checkpoint with ts.Checkpoint(…).restore.",
+                peer.task,
+            )
+        )
+
+    def fence(self, peer: Peer) -> None:
+        """Let the servers refuse what a worker that was given up may still send. Does not wait."""
+        for index in self.servers.peers():
+            self.servers.send(index, "ps.fence", peer.incarnation)
+
+    def report_server_gone(self, index: int, peer: Peer | None, reason: str) -> bool:
+        """A worker could not reach a server. Whether it is one that is in use; an old one was replaced meanwhile."""
+        with self._lock:
+            current = self._in_use.get(index)
+        if current is None or peer != current:
+            return False
+        self._server_lost(current, f"a worker could not reach it ({reason})")
+        return True
+
+    def close(self, *, finished: bool) -> None:
+        self.membership.close(finished=finished)
+
+    # -- giving the servers what is new -----------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
+        new = self.variables.place_new()
+        if new:
+            self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
+        self._add_optimizers()
+        by_server: dict[int, list[ShardEdit]] = defaultdict(list)
+        for spec, value in self.variables.take_changed():
+            for server, edit in shard_edits(spec, "assign", value, None):
+                by_server[server].append(edit)
+        self.access.send_push({server: {"edits": tuple(edits)} for server, edits in by_server.items()})
+
+    def _new_shard(self, spec: VariableSpec, number: int) -> NewShard:
+        tensor = self.variables.tensor(spec.number)
+        assert tensor is not None
+        if tensor.is_meta:
+            seed = hash((torch.initial_seed(), spec.number)) % 2**63  # of the variable: shards draw parts of one table
+            return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed)
+        return NewShard(spec, number, pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous())
+
+    def _create(self, shards: Iterable[NewShard]) -> None:
+        by_server: dict[int, list[NewShard]] = {index: [] for index in self.server_peers()}
+        for new in shards:
+            by_server[new.spec.shards[new.shard].server].append(new)
+        self.servers.ask("ps.create", {index: of_server for index, of_server in by_server.items() if of_server})
+        self._holds_values = True
+
+    def add_variable(self, spec: VariableSpec, value: torch.Tensor) -> None:
+        """A `ts.Variable`: on the servers from the moment it is made."""
+        self._standalone[spec.number] = spec
+        parts = pieces(spec, value.detach())
+        self._create([NewShard(spec, number, part.cpu().contiguous()) for number, part in enumerate(parts)])
+
+    def _add_optimizers(self) -> None:
+        self.catalog.begin()
+        for optimizer in self._registry.optimizers():
+            number = self._number_of(optimizer)
+            groups = tuple(tuple(self._numbers(group["params"])) for group in optimizer.param_groups)
+            if self._optimizers.get(number) == groups:
+                continue
+            # Its step is made on the servers, which schedulers here do not see.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            self.servers.ask_all("ps.add_optimizer", NewOptimizer(number, pack_optimizer(optimizer), groups))
+            self._optimizers[number] = groups
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        token = self.catalog.token_of(optimizer)
+        assert token is not None
+        number: int = token[1]
+        return number
+
+    def _numbers(self, tensors: Iterable[torch.Tensor]) -> Iterable[int]:
+        for tensor in tensors:
+            spec = self.variables.spec_of(tensor)
+            if spec is not None:
+                yield spec.number
+
+    def options(self) -> dict[int, tuple[dict[str, Any], ...]]:
+        """The hyperparameters of all optimizers as they are now."""
+        return {
+            self._number_of(optimizer): tuple(
+                {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+            )
+            for optimizer in self._registry.optimizers()
+        }
+
+    # -- giving servers that were started again what they had ---------------------------------------------------------
+
+    def create_missing(self, to_be_restored: Collection[int], started_again: Collection[int]) -> list[str]:
+        """Make every server know all variables and optimizers again. One that still does keeps what it has.
+
+        Args:
+            to_be_restored: numbers of variables that get their values afterwards; until then they are zeros.
+            started_again: servers.
+
+        Returns the names of other variables that were lost: parameters and buffers have the coordinator's values now,
+        what it has none of is zeros. Modules' buffers are not named.
+        """
+        catalogs = self.servers.ask_all("ps.catalog")
+        held = {
+            (described["number"], shard)
+            for catalog in catalogs.values()
+            for described in catalog["variables"]
+            for shard in described["held"]
+        }
+        new, lost = [], []
+        for spec in (*self.variables.specs(), *self._standalone.values()):
+            missing = [number for number in range(len(spec.shards)) if (spec.number, number) not in held]
+            has_value = spec.number not in to_be_restored and self.variables.tensor(spec.number) is not None
+            zeros = (InitialOp("zero_", ()),)
+            new += [self._new_shard(spec, n) if has_value else NewShard(spec, n, None, zeros) for n in missing]
+            if spec.number not in to_be_restored and spec.kind != "buffer":
+                lost += [spec.name] if any(spec.shards[n].server in started_again for n in missing) else []
+        self._create(new)
+        self._optimizers.clear()
+        self._add_optimizers()
+        return lost
+
+    def holds(self, spec: VariableSpec) -> bool:
+        """Whether a `ts.Variable`'s spec is one of this job's."""
+        return self._standalone.get(spec.number) is spec
+
+    def optimizer_number(self, optimizer: Optimizer) -> int | None:
+        """What the servers know an optimizer by; None for one that they do not step."""
+        known = self.catalog.token_of(optimizer) is not None and self._specs_of(optimizer)
+        return self._number_of(optimizer) if known else None
+
+    def training_flags(self) -> dict[Any, bool]:
+        """Which modules are in training mode, by their tokens."""
+        return {self.catalog.token_of(module): module.training for module in self._registry.modules()}
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def pull(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Bring the servers' values into the coordinator's copies; of all variables for None."""
+        self.pull_variables(self.variables.specs() if modules is None else self.variables.specs_under(modules))
+
+    def pull_variables(self, specs: Iterable[VariableSpec]) -> None:
+        """The same for single variables. What the coordinator holds no copy of is left out."""
+        held = [spec for spec in specs if not _is_meta(self.variables.tensor(spec.number))]
+        for spec, value in zip(held, self.access.read(held), strict=True):
+            self.variables.store(spec, value)
+
+    # -- optimizer state --------------------------------------------------------------------------------------------
+
+    def pull_optimizer(self, optimizer: Optimizer) -> None:
+        """Bring the state that the servers keep into the coordinator's object, as if it had stepped here."""
+        number = self._number_of(optimizer)
+        specs = self._specs_of(optimizer)
+        wanted = shard_keys(specs.values())
+        answers = self.servers.ask("ps.optimizer_state", {server: (number, keys) for server, keys in wanted.items()})
+        states = {key: state for of_server in answers.values() for key, state in of_server.items()}
+        for tensor, spec in specs.items():
+            parts = [states.get((spec.number, shard)) for shard in range(len(spec.shards))]
+            if parts[0]:
+                optimizer.state[tensor] = join_state(spec, parts)
+
+    def push_optimizer(self, optimizer: Optimizer) -> None:
+        """Give the servers the state that the coordinator's object holds."""
+        number = self._number_of(optimizer)
+        by_server: dict[int, dict[ShardKey, StateOfShard]] = defaultdict(dict)
+        for tensor, spec in self._specs_of(optimizer).items():
+            state = optimizer.state.get(tensor)
+            if state:
+                for shard, part in enumerate(split_state(spec, state)):
+                    by_server[spec.shards[shard].server][spec.number, shard] = part
+        self.servers.ask("ps.load_optimizer_state", {server: (number, states) for server, states in by_server.items()})
+
+    def _specs_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
+        found = {}
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                spec = self.variables.spec_of(tensor)
+                if spec is not None:
+                    found[tensor] = spec
+        return found
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or tensor.is_meta
+
+
+def split_state(spec: VariableSpec, state: StateOfShard) -> list[StateOfShard]:
+    """An optimizer's state of a whole variable, for each of its shards: what has its shape is cut, the rest copied."""
+    parts: list[StateOfShard] = [{} for _ in spec.shards]
+    for name, value in state.items():
+        cut = isinstance(value, torch.Tensor) and spec.shape and value.shape == torch.Size(spec.shape)
+        values = [part.contiguous() for part in pieces(spec, value)] if cut else [value] * len(parts)
+        for part, own in zip(parts, values, strict=True):
+            part[name] = own
+    return parts
+
+
+def join_state(spec: VariableSpec, parts: Sequence[StateOfShard | None]) -> StateOfShard:
+    """The reverse of `split_state`."""
+    first = parts[0] or {}
+    joined: StateOfShard = {}
+    for name, value in first.items():
+        is_cut = len(parts) > 1 and isinstance(value, torch.Tensor) and value.shape == torch.Size(spec.shard_shape(0))
+        joined[name] = torch.cat([(part or first)[name] for part in parts]) if is_cut else value
+    return joined

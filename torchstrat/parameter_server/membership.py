@@ -1,0 +1,94 @@
+"""Who is there: the coordinator's view of the cluster's processes, as they come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torchstrat.cluster_spec import CHIEF, ClusterSpec
+from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.rendezvous import Rendezvous
+from torchstrat.parameter_server.tasks import Peer, Task
+
+OnJoined = Callable[[Peer, Mapping[str, Any]], None]
+OnLost = Callable[[Peer, str], None]
+
+
+class Membership(Protocol):
+    """Finds the tasks of a cluster, tells of every process that joins or is lost. Tests have one made of threads."""
+
+    endpoint: Endpoint
+
+    def start(self, on_joined: OnJoined, on_lost: OnLost) -> None:
+        """Begin to look for tasks. The callbacks come from any thread, each process is told of once in each."""
+
+    def wait_for(self, tasks: Iterable[Task], timeout_seconds: float) -> None:
+        """Raises `CommunicationTimeoutError` naming the tasks that have not joined by then."""
+
+    def add_task(self, task: Task, address: str) -> None: ...
+    def remove_task(self, task: Task) -> None: ...
+
+    def close(self, *, finished: bool) -> None:
+        """``finished``: tell everybody that the job is over, so that they let go of its state."""
+
+
+class ClusterMembership:
+    """Processes found by `Rendezvous`, watched by the transport."""
+
+    def __init__(self, spec: ClusterSpec, secret: bytes, *, timeout_seconds: float) -> None:
+        from torchstrat.parameter_server.transport import RpcEndpoint
+
+        self._lock = threading.Lock()
+        self._present: set[str] = set()
+        self._gone: set[str] = set()
+        self._tell_joined: OnJoined = lambda peer, status: None
+        self._tell_lost: OnLost = lambda peer, reason: None
+        address = spec.task_address(CHIEF, 0) if CHIEF in spec.jobs else None
+        host = address.rpartition(":")[0] if address else "127.0.0.1"
+        self.endpoint: Endpoint = RpcEndpoint(Task(CHIEF, 0), secret=secret, host=host, timeout_seconds=timeout_seconds)
+        self._rendezvous = Rendezvous(
+            spec,
+            self.endpoint.peer,
+            secret,
+            on_joined=self._joined,
+            on_left=self._lost,
+            add_peer=self.endpoint.add_peer,
+        )
+
+    def start(self, on_joined: OnJoined, on_lost: OnLost) -> None:
+        self._tell_joined, self._tell_lost = on_joined, on_lost
+        self._rendezvous.start()
+
+    def wait_for(self, tasks: Iterable[Task], timeout_seconds: float) -> None:
+        self._rendezvous.wait_for(tasks, timeout_seconds)
+
+    def add_task(self, task: Task, address: str) -> None:
+        self._rendezvous.add_task(task, address)
+
+    def remove_task(self, task: Task) -> None:
+        self._rendezvous.remove_task(task)
+
+    def close(self, *, finished: bool) -> None:
+        self._rendezvous.close(finished)
+        self.endpoint.close()
+
+    def _joined(self, peer: Peer, status: Mapping[str, Any]) -> None:
+        with self._lock:
+            returned = peer.incarnation in self._gone
+            self._present.add(peer.incarnation)
+        if returned:  # its connection broke, not the process; its functions run elsewhere by now
+            self._rendezvous.give_up(peer, "its connection to the coordinator was lost")
+            return
+        self._tell_joined(peer, status)
+        self.endpoint.watch(peer, self._lost)
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            if peer.incarnation not in self._present:
+                return
+            self._present.discard(peer.incarnation)
+            self._gone.add(peer.incarnation)
+        self._rendezvous.give_up(peer, reason)
+        self._tell_lost(peer, reason)
+        self.endpoint.remove_peer(peer)

@@ -1,0 +1,249 @@
+"""How objects are turned into bytes for another process: cloudpickle, with references and with tensors apart.
+
+The only importer of cloudpickle, which pickles what Python's own pickle does not: functions and classes defined in a
+script, a notebook or another function. Three kinds of things leave the pickle:
+
+* what the other process has, as a reference (a *persistent id* of pickle): ``("ref", token)``,
+  ``("tensor", VariableSpec)``;
+* plain tensors, as ``("data", index, on an accelerator)``: they travel beside the pickle, which would copy them;
+* big buffers of arrays, likewise, as tensors of bytes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib
+import io
+import pickle
+import types
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from torchstrat.parameter_server.reach import members_used
+from torchstrat.parameter_server.scheduler_guard import StepsOnCoordinator
+from torchstrat.parameter_server.sendable import StaysHere
+
+_PLAIN = frozenset(
+    {str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset, types.CodeType}
+)
+_BIG_BUFFER_BYTES = 64 * 1024  # below, a message of its own costs more than the copy
+
+
+class References(Protocol):
+    """What goes as a reference, from the view of the process that sends."""
+
+    makes_plain: bool
+    """Whether parameters become plain tensors."""
+
+    def reference_to(self, value: Any) -> tuple[Any, ...] | None:
+        """The persistent id of ``value``; None sends it by value. Raises `Refused` where neither may be."""
+
+    def by_value(self, value: Any) -> bool:
+        """Whether a function, class or module must be sent by value although it can be imported."""
+
+    def names_used(self) -> frozenset[str]:
+        """The names that the functions use which are sent: the part of a module that goes by value."""
+
+
+class ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """One pickle. Afterwards ``tensors`` has what travels beside it; the last ``buffers`` of these are bytes."""
+
+    def __init__(self, references: References) -> None:
+        self._bytes = io.BytesIO()
+        super().__init__(self._bytes, protocol=5, buffer_callback=self._on_buffer)
+        self._references = references
+        self._indices: dict[int, int] = {}
+        self._keep: list[torch.Tensor] = []  # temporaries must outlive the pickle, or others could get their ids
+        self._data: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self.last: Any = None
+        """What was looked at last: the culprit, when pickling fails."""
+
+    def pickle(self, value: Any) -> bytes:
+        self.dump(value)
+        return self._bytes.getvalue()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self._data, *self._buffers)
+
+    @property
+    def buffers(self) -> int:
+        return len(self._buffers)
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if type(value) in _PLAIN:
+            return None
+        self.last = value
+        reference = self._references.reference_to(value)
+        if reference is None and isinstance(value, torch.Tensor) and self._goes_beside(value):
+            return self._beside(value)
+        return reference
+
+    def _goes_beside(self, tensor: torch.Tensor) -> bool:
+        is_plain = type(tensor) is torch.Tensor or (self._references.makes_plain and isinstance(tensor, nn.Parameter))
+        return is_plain and _is_dense(tensor)
+
+    def _beside(self, tensor: torch.Tensor) -> tuple[str, int, bool]:
+        index = self._indices.get(id(tensor))
+        if index is None:
+            index = self._indices[id(tensor)] = len(self._data)
+            self._keep.append(tensor)
+            self._data.append(snapshot(tensor))
+        return "data", index, tensor.device.type != "cpu"
+
+    def _on_buffer(self, buffer: Any) -> bool:
+        """Whether the buffer stays in the pickle."""
+        with buffer.raw() as view:
+            if view.nbytes < _BIG_BUFFER_BYTES:
+                return True
+            self._buffers.append(torch.frombuffer(bytearray(view), dtype=torch.uint8))
+            return False
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType | type | types.ModuleType):
+            if not self._references.by_value(value):
+                return super().reducer_override(value)
+            if isinstance(value, types.FunctionType):
+                return self._dynamic_function_reduce(value)
+            if isinstance(value, type):
+                # cloudpickle's own way to force it is to name whole modules, for the whole process.
+                return cloudpickle.cloudpickle._dynamic_class_reduce(value)
+            return PartOfModule, (value.__name__,), members_used(value, self._references.names_used())
+        if isinstance(value, Optimizer):
+            return _reduce_optimizer(value)
+        if isinstance(value, LRScheduler | ReduceLROnPlateau):
+            return _reduce_scheduler(value)
+        if isinstance(value, nn.Module) and is_parametrized(value):
+            # Its class refuses to be pickled, since it is made on the fly. It travels as any class of a user's does.
+            return copyreg.__newobj__, (type(value),), vars(value)  # type: ignore[attr-defined]
+        return NotImplemented
+
+
+class ObjectUnpickler(pickle.Unpickler):
+    """Undoes `ObjectPickler`. ``resolve`` gives what the references stand for.
+
+    Tensors that were on an accelerator arrive on ``device``.
+    """
+
+    def __init__(
+        self,
+        blob: bytes,
+        tensors: Sequence[torch.Tensor],
+        buffers: int,
+        resolve: Callable[[tuple[Any, ...]], Any],
+        device: torch.device,
+    ) -> None:
+        data = len(tensors) - buffers
+        super().__init__(io.BytesIO(blob), buffers=[tensor.numpy() for tensor in tensors[data:]])
+        self._data = list(tensors[:data])
+        self._resolve = resolve
+        self._device = device
+
+    def persistent_load(self, reference: Any) -> Any:
+        if reference[0] != "data":
+            return self._resolve(reference)
+        _, index, on_accelerator = reference
+        if on_accelerator and self._data[index].device != self._device:
+            self._data[index] = self._data[index].to(self._device)
+        return self._data[index]
+
+
+class ResultUnpickler(ObjectUnpickler):
+    """For what comes back. A class of the user's program comes home: it is the one that is here, as it is here.
+
+    cloudpickle would find the same class, and then replace its methods by the copies that travelled.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._at_home: set[type] = set()
+
+    def find_class(self, module_name: str, name: str) -> Any:
+        found = super().find_class(module_name, name)
+        if module_name == "cloudpickle.cloudpickle":
+            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+                return functools.partial(self._make_class, found)
+            if name == "_class_setstate":
+                return functools.partial(self._set_state, found)
+        return found
+
+    def _make_class(self, make: Callable[..., type], *args: Any) -> type:
+        *_, tracker_id, _ = args
+        own: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+        if own is None:
+            return make(*args)
+        self._at_home.add(own)
+        return own
+
+    def _set_state(self, set_state: Callable[[type, Any], type], made: type, state: Any) -> type:
+        return made if made in self._at_home else set_state(made, state)
+
+
+class PartOfModule(types.ModuleType):
+    """The part of an importable module that the functions use which travel with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"module {self.__name__!r} holds captured objects, so the functions that use it travelled with the part "
+            f"of it that they name, and {name!r} is not in that part. Name it in the function as "
+            f"{self.__name__}.{name}, or import it inside the function."
+        )
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.__name__,)
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as they are now: contiguous, on the CPU, without history, of no shared storage."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        if plain.device.type != "cpu":
+            return plain.cpu().contiguous()
+        return plain.clone(memory_format=torch.contiguous_format)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and tensor.device.type != "meta"
+    )
+
+
+def _reduce_optimizer(optimizer: Optimizer) -> Any:
+    """Its class and all that is set on it, without state: that is made where the variables are."""
+    get_state = getattr(optimizer, "__getstate__", None)
+    state = dict(get_state() if get_state is not None else vars(optimizer))
+    state["state"] = defaultdict(dict)
+    # torch leaves out what subclasses set on themselves. Schedulers wrap `step`, in a way that cannot be pickled.
+    own = {name: value for name, value in vars(optimizer).items() if name not in state}
+    step = own.get("step")
+    if isinstance(step, StaysHere) or hasattr(step, "_wrapped_by_lr_sched"):
+        del own["step"]
+    return copyreg.__newobj__, (type(optimizer),), (state, own), None, None, _set_optimizer_state  # type: ignore[attr-defined]
+
+
+def _set_optimizer_state(optimizer: Optimizer, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    state, own = states
+    optimizer.__setstate__(state)
+    vars(optimizer).update(own)
+
+
+def _reduce_scheduler(scheduler: Any) -> Any:
+    """As it is; its ``step`` raises in the other process."""
+    reduced = scheduler.__reduce_ex__(2)
+    if len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    guarded = {**reduced[2], "step": StepsOnCoordinator(type(scheduler).__name__)}
+    return (*reduced[:2], guarded, *reduced[3:])

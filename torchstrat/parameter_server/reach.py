@@ -1,0 +1,284 @@
+"""Which functions, classes and modules must travel by value, because they reach captured objects.
+
+A function of an importable module is normally sent as its name: the worker imports the module. If the function reaches
+the user's model, directly or through other functions, that goes wrong without a word: the import runs the module anew,
+builds another model, and the function trains that one. So such functions are sent by value, and what they reach by
+reference. The same goes for all functions of a module that holds captured objects itself: importing it would build
+them again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchstrat.parameter_server.code_names import names_in
+
+_LIBRARIES = frozenset({"torch", "torchstrat", "numpy", "cloudpickle", "pytest", "_pytest"})
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    types.BuiltinFunctionType,
+    types.CodeType,
+)
+_CODE = (types.FunctionType, types.ModuleType, type)
+_MAX_OBJECTS = 20_000
+_MAX_KNOWN = 4_096
+_MAX_MEMBERS = 1_000  # of one container: longer ones hold data
+
+
+@dataclass(frozen=True)
+class _Footprint:
+    """What a negative answer rests on: as long as it is the same, so is the answer."""
+
+    names: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = field(default_factory=list)
+    """Namespaces, the names used of them, and what these meant."""
+    spaces: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Namespaces of all modules that were passed through, by id."""
+
+    def is_same(self) -> bool:
+        return all(all(map(operator.is_, map(space.get, names), values)) for space, names, values in self.names)
+
+
+class Reach:
+    """Looks for captured objects behind functions, classes and modules.
+
+    ``is_captured`` tells what is looked for; ``holds_captured`` whether one of a namespace's values is (the same, but
+    only directly and fast).
+
+    A negative answer is remembered per code and globals, and used again while every name that the analysis went
+    through means the same object. Analyses that went through cells, containers, classes or objects of the user's are
+    made again each time, since their contents may have changed unseen.
+    """
+
+    def __init__(self, is_captured: Callable[[Any], bool], holds_captured: Callable[[dict[str, Any]], bool]) -> None:
+        self._is_captured = is_captured
+        self._holds_captured = holds_captured
+        self._known: dict[tuple[Any, int], _Footprint] = {}
+
+    def by_value(self, value: Any, root: Any, memo: dict[int, bool]) -> bool:
+        """Whether a function, a class or a module that could be imported must be sent by value.
+
+        ``root``: what is being sent, for the names that its functions use of a module. ``memo``: answers found while
+        the same root is sent, by id of functions, classes, modules and namespaces.
+        """
+        answer = memo.get(id(value))
+        if answer is None:
+            answer = memo[id(value)] = self._by_value(value, root, memo)
+            module = sys.modules.get(_module_of(value))
+            if answer and module is not None:
+                # Its module imports what it reaches, so nothing else of that module may be sent by name.
+                memo[id(vars(module))] = True
+        return answer
+
+    def _by_value(self, value: Any, root: Any, memo: dict[int, bool]) -> bool:
+        if is_library(_module_of(value)):
+            # A decorator's wrapper may be a library's code in the name of the user's function, never the reverse.
+            return False
+        if isinstance(value, types.ModuleType):
+            return self._holds(vars(value), memo) or any(
+                self._reaches(member, memo) for member in members_used(value, self.names_from(root)).values()
+            )
+        return self._reaches(value, memo)
+
+    def names_from(self, root: Any) -> frozenset[str]:
+        """All names that functions reached from ``root`` use."""
+        names: set[str] = set()
+        for value in _walk(root, None):
+            if isinstance(value, types.FunctionType):
+                names.update(names_in(value.__code__))
+        return frozenset(names)
+
+    def _reaches(self, root: Any, memo: dict[int, bool]) -> bool:
+        key = _key_of(root)
+        known = self._known.get(key) if key is not None else None
+        if (
+            known is not None
+            and known.is_same()
+            and not any(self._holds(space, memo) for space in known.spaces.values())
+        ):
+            return False
+        footprint, is_closed = _Footprint(), True
+        for value in _walk(root, footprint):
+            if isinstance(value, _CODE):
+                if self._enters(value, footprint, memo):
+                    return True
+                is_closed = is_closed and _is_constant(value)
+            elif self._is_captured(value):
+                return True
+            else:
+                is_closed = False
+        if key is not None and (is_closed or is_installed(root.__module__)):
+            if len(self._known) >= _MAX_KNOWN:  # notebooks define functions again and again
+                self._known.clear()
+            self._known[key] = footprint
+        return False
+
+    def _enters(self, value: Any, footprint: _Footprint, memo: dict[int, bool]) -> bool:
+        """Whether importing the module of ``value`` would build captured objects again."""
+        module = sys.modules.get(_module_of(value))
+        if module is None or module.__name__ == "__main__" or id(vars(module)) in footprint.spaces:
+            return False
+        footprint.spaces[id(vars(module))] = vars(module)
+        return self._holds(vars(module), memo)
+
+    def _holds(self, space: dict[str, Any], memo: dict[int, bool]) -> bool:
+        """Whether a module's globals are captured objects, or hold some: in containers, in objects of its own."""
+        answer = memo.get(id(space))
+        if answer is None:
+            answer = memo[id(space)] = self._looks_into(space)
+        return answer
+
+    def _looks_into(self, space: dict[str, Any]) -> bool:
+        if self._holds_captured(space):
+            return True
+        name = space.get("__name__", "")
+        if is_library(name) or is_installed(name):
+            return False
+        data = [value for value in list(space.values()) if not isinstance(value, (*_ATOMS, *_CODE))]
+        return any(map(self._is_captured, _walk(data, None, only_data=True)))
+
+
+def members_used(module: types.ModuleType, names: frozenset[str]) -> dict[str, Any]:
+    """The part of a module that functions use which use these names."""
+    return {name: value for name, value in list(vars(module).items()) if name in names}
+
+
+def _walk(root: Any, footprint: _Footprint | None, *, only_data: bool = False) -> Iterator[Any]:
+    """Everything that ``root`` reaches, each once, ``root`` first. Libraries are left out; installed packages are
+    looked at from within, but not entered from outside: they do not know the user's program. ``only_data``: not what
+    functions, classes and modules reach."""
+    package = _package_of(root)
+    seen: set[tuple[int, frozenset[str]]] = set()
+    keep: list[Any] = []  # temporaries must outlive the walk, or others could get their ids
+    pending = [(root, frozenset[str]())]
+    while pending and len(seen) < _MAX_OBJECTS:
+        value, names = pending.pop()
+        if isinstance(value, _ATOMS) or (only_data and isinstance(value, _CODE)):
+            continue
+        key = (id(value), names if isinstance(value, types.ModuleType) else frozenset[str]())
+        if key in seen:
+            continue
+        seen.add(key)
+        keep.append(value)
+        if isinstance(value, _CODE):
+            module = _module_of(value)
+            if is_library(module) and not getattr(value, "__closure__", None):
+                continue
+            yield value
+            if is_installed(module) and _package_of(value) != package:
+                continue
+        else:
+            yield value
+        if isinstance(value, types.FunctionType):
+            pending.extend(_from_function(value, footprint))
+        elif isinstance(value, types.ModuleType):
+            pending.extend((member, names) for member in members_used(value, names).values())
+        else:
+            pending.extend((part, frozenset[str]()) for part in _parts(value))
+
+
+def _from_function(fn: types.FunctionType, footprint: _Footprint | None) -> Iterator[tuple[Any, frozenset[str]]]:
+    nothing: frozenset[str] = frozenset()
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents, nothing
+        except ValueError:  # a name that is assigned later
+            continue
+    for part in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *vars(fn).values()):
+        yield part, nothing
+    space = fn.__globals__
+    if is_library(space.get("__name__", "")):
+        return
+    names = names_in(fn.__code__)
+    values = tuple(map(space.get, names))
+    if footprint is not None and not is_installed(fn.__module__):  # installed code stays as it is
+        footprint.names.append((space, names, values))
+    used = frozenset(names)
+    for value in values:
+        if value is not None:
+            yield value, used
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, type):
+        if not is_library(value.__module__):
+            yield from value.__bases__
+            for part in list(vars(value).values()):
+                yield from _functions_of(part)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, Mapping):
+        yield from itertools.islice(list(value.values()), _MAX_MEMBERS)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from itertools.islice(list(value), _MAX_MEMBERS)
+    elif not is_library(type(value).__module__) or isinstance(value, types.SimpleNamespace):
+        yield type(value)
+        yield from itertools.islice(list(getattr(value, "__dict__", {}).values()), _MAX_MEMBERS)
+
+
+def _functions_of(member: Any) -> Iterator[Any]:
+    """What stands in a class's body: behind descriptors there are functions."""
+    if isinstance(member, staticmethod | classmethod):
+        yield member.__func__
+    elif isinstance(member, property):
+        yield from (part for part in (member.fget, member.fset, member.fdel) if part is not None)
+    else:
+        yield member
+
+
+def _module_of(value: Any) -> str:
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether what it reaches changes only with the globals that it names."""
+    return is_installed(_module_of(value)) or (isinstance(value, types.FunctionType) and not value.__closure__)
+
+
+def _key_of(value: Any) -> tuple[Any, int] | None:
+    """What an answer is remembered by; None where it is not."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__, id(value.__globals__)
+    if isinstance(value, type) and is_installed(value.__module__):
+        return value, 0
+    return None
+
+
+def _package_of(value: Any) -> str:
+    return _module_of(value).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(module_name: str) -> bool:
+    """Whether it lies where packages are installed, unlike a program's own files."""
+    origin = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    import sysconfig  # reads the environment when it is imported
+
+    return origin.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(module_name: str | None) -> bool:
+    """Whether it belongs to what every process has, and nobody's program changes: Python, torch, torchstrat."""
+    root = (module_name or "").partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names

@@ -1,0 +1,114 @@
+"""A `ts.Variable`'s component that a server keeps: every read is a pull, every assignment a push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.shard_edits import EditOp
+from torchstrat.parameter_server.variable_access import EditName, VariableAccess
+from torchstrat.reduction import VariableAggregation, VariableSynchronization
+from torchstrat.variable.storage import DeclaredShape, Edit
+from torchstrat.variable.variable import Variable
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.world import World
+
+_OPERATIONS: dict[Edit, EditName] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
+
+
+class RemoteStorage:
+    """``access()`` reaches the servers from the calling thread: as the coordinator, or for the function it runs.
+
+    Additions are exact whatever other workers do meanwhile; of several plain assignments the last one stays.
+    """
+
+    def __init__(self, spec: VariableSpec, access: Callable[[], VariableAccess]) -> None:
+        self.spec = spec
+        self._access = access
+
+    @property
+    def device(self) -> str:
+        return f"ps:{self.spec.shards[0].server}"
+
+    @property
+    def value_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    def lend(self) -> torch.Tensor:
+        return self.copy()
+
+    def copy(self) -> torch.Tensor:
+        return self._access().read([self.spec])[0]
+
+    # -- as a shard of a `ShardedVariable` ----------------------------------------------------------------------------
+
+    def read(self) -> torch.Tensor:
+        return self.copy()
+
+    def read_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        ids, places = torch.unique(rows, return_inverse=True)
+        return self._access().read_rows(self.spec, ids)[places]
+
+    def edit(self, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        self._access().edit(self.spec, op, value, rows)
+
+    # -- as a component of a `Variable` -------------------------------------------------------------------------------
+
+    def write(self, edit: Edit, value: torch.Tensor) -> None:
+        access = self._access()
+        if edit is Edit.SCATTER_ADD:
+            access.edit(self.spec, "add", *_rows_of(self.spec, value))
+            return
+        if edit is Edit.ASSIGN and value.shape != self.shape:
+            raise InvalidArgumentError(
+                f"assign got shape {tuple(value.shape)}; variable {self.spec.name!r} on a parameter server has shape "
+                f"{self.spec.shape} for good."
+            )
+        access.edit(self.spec, _OPERATIONS[edit], value)
+
+
+@dataclass(frozen=True)
+class _VariableRecipe:
+    """Builds a worker's object for a `Variable` that the coordinator has made."""
+
+    spec: VariableSpec
+    name: str
+    aggregation: VariableAggregation
+    synchronization: VariableSynchronization
+    declared: DeclaredShape
+
+    def __call__(self, world: World) -> Variable:
+        storage = RemoteStorage(self.spec, lambda: world.resolve(("access",)))
+        strategy = world.resolve(("strategy",))
+        return Variable._over(storage, strategy, self.name, self.aggregation, self.synchronization, self.declared)
+
+
+def recipe_of_variable(variable: Variable, storage: RemoteStorage) -> Callable[[World], Variable]:
+    return _VariableRecipe(
+        storage.spec, variable.name, variable.aggregation, variable.synchronization, variable._declared
+    )
+
+
+def _rows_of(spec: VariableSpec, sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (values, ids) of a sparse COO tensor; one that is sparse in further dimensions has these filled up."""
+    if sparse.sparse_dim() == 1:
+        return sparse._values(), sparse._indices()[0]
+    coalesced = sparse.coalesce()
+    ids, inverse = torch.unique(coalesced.indices()[0], return_inverse=True)
+    rows = torch.zeros((len(ids), *spec.shape[1:]), dtype=spec.dtype)
+    rows.index_put_((inverse, *coalesced.indices()[1:]), coalesced.values(), accumulate=True)
+    return rows, ids

@@ -1,0 +1,77 @@
+"""What `ClusterCoordinator.schedule` returns: the place where a function's result will be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from torchstrat import nest
+from torchstrat.errors import CommunicationTimeoutError
+
+
+class RemoteValue:
+    """The result of a scheduled function. Made by `ClusterCoordinator.schedule` only.
+
+    `get` and `fetch` wait until the function has run, on whichever worker, and raise what it raised.
+    """
+
+    def __init__(self, function: int, name: str, who: Callable[[int], str]) -> None:
+        self._function = function
+        self._name = name
+        self._who = who
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def get(self, timeout: timedelta | float | None = None) -> Any:
+        """The result, with tensors on the CPU of the coordinator. ``timeout`` in seconds; None waits.
+
+        Raises the function's own error, `CancelledError` if it was cancelled, `CommunicationTimeoutError`.
+        """
+        if not self._ended.wait(_seconds(timeout)):
+            raise CommunicationTimeoutError(
+                f"{self._describe()} is not there after {timeout} s: {self._who(self._function)}."
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def fetch(self, timeout: timedelta | float | None = None) -> Any:
+        """The result with every tensor as a NumPy array. Otherwise as `get`."""
+        return nest.map_structure(_to_numpy, self.get(timeout))
+
+    def _set_result(self, result: Any) -> None:
+        self._result = result
+        self._ended.set()
+
+    def _set_error(self, error: BaseException) -> None:
+        self._error = error
+        self._ended.set()
+
+    def _describe(self) -> str:
+        return f"the result of function {self._function} ({self._name})"
+
+    def __repr__(self) -> str:
+        if not self._ended.is_set():
+            state = f"pending: {self._who(self._function)}"
+        elif self._error is not None:
+            state = f"failed: {self._error!r:.200}"
+        else:
+            state = f"{self._result!r:.200}"
+        return f"<RemoteValue of function {self._function} ({self._name}), {state}>"
+
+
+def _to_numpy(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.dtype == torch.bfloat16:
+        leaf = leaf.float()  # NumPy has no bfloat16
+    return leaf.detach().cpu().numpy()
+
+
+def _seconds(timeout: timedelta | float | None) -> float | None:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

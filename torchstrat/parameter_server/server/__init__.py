@@ -1,0 +1,15 @@
+"""The role ``ps``: what a parameter server holds, and what it does when it is told to. No sockets, no rpc.
+
+From the inside out::
+
+    host_memory.py      how much this machine can still give
+    applied.py          which pushes were applied: exactly once, fencing
+    shard_optimizer.py  the user's own optimizer class, stepping tensors that are handed to it
+    row_optimizer.py    the same on a few rows of a table
+    edits.py            changes that no optimizer makes
+    held.py             a variable's shards here, its lock, its optimizers' state
+    steps.py            one `OptimizerStep` of a push: checked first, then made
+    catalog.py          what is here, as plain data with a digest
+    store.py            all of it together, behind locks
+    service.py          the store's methods as messages
+"""

@@ -1,0 +1,149 @@
+"""Which pushes were applied, so that a function that runs again changes nothing twice.
+
+A push is named by its function's id and its own index within one run of the function. Per function one integer holds a
+bit per applied push; functions below the watermark are finished for good, and their records are gone. The records of
+unfinished functions alone are kept, so memory is bounded by how far the coordinator lets the queue of its workers run
+ahead of its slowest function, not by the length of the training.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from torchstrat.errors import CommunicationTimeoutError, FencedError
+from torchstrat.parameter_server.messages import COORDINATOR, AppliedPushes
+
+
+class AppliedRecords:
+    """Thread-safe. A push is applied between `begin` and `finish` (or `abandon`, if it could not be).
+
+    ``owner``: the server, for error messages.
+    """
+
+    def __init__(self, owner: str = "this server") -> None:
+        self.owner = owner
+        self._changed = threading.Condition()
+        self._masks: dict[int, int] = {}
+        self._below = 0
+        self._next_function = 0
+        self._fenced: set[str] = set()
+        self._under_way: dict[tuple[int, int], str] = {}
+        self._by_incarnation: Counter[str] = Counter()
+
+    def begin(self, function: int, index: int, incarnation: str) -> bool:
+        """Whether the push is to be applied now; False if it was applied before.
+
+        Waits for a repetition of the same push that is being applied by another thread: only its end tells. Raises
+        `FencedError` when the worker was given up, or the function is finished and forgotten.
+        """
+        with self._changed:
+            while True:
+                self._refuse_fenced(function, index, incarnation)
+                if self._is_applied(function, index):
+                    return False
+                if (function, index) not in self._under_way or function == COORDINATOR:
+                    break
+                self._wait_for_end(
+                    lambda: (function, index) not in self._under_way, f"push {index} of function {function}"
+                )
+            if function != COORDINATOR:
+                self._under_way[function, index] = incarnation
+                self._next_function = max(self._next_function, function + 1)
+            self._by_incarnation[incarnation] += 1
+            return True
+
+    def finish(self, function: int, index: int, incarnation: str) -> None:
+        """The push is applied; from now on its repetitions are dropped."""
+        with self._changed:
+            if function != COORDINATOR and function >= self._below:
+                self._masks[function] = self._masks.get(function, 0) | (1 << index)
+            self._end(function, index, incarnation)
+
+    def abandon(self, function: int, index: int, incarnation: str) -> None:
+        """The push was not applied; a repetition may be."""
+        with self._changed:
+            self._end(function, index, incarnation)
+
+    def fence(self, incarnation: str, timeout_seconds: float = 60.0) -> None:
+        """Refuse this process's pushes from now on. When this returns, none of them is being applied any more."""
+        with self._changed:
+            self._fenced.add(incarnation)
+            self._wait_for_end(
+                lambda: self._by_incarnation[incarnation] == 0, f"a push of {incarnation}", timeout_seconds
+            )
+
+    def forget_below(self, function: int) -> None:
+        """Functions below this id are finished: drop their records, refuse what a late repetition pushes."""
+        with self._changed:
+            self._below = max(self._below, function)
+            self._next_function = max(self._next_function, function)
+            for old in [known for known in self._masks if known < self._below]:
+                del self._masks[old]
+
+    def wait_until_idle(self, timeout_seconds: float) -> None:
+        """Wait until no push is being applied."""
+        with self._changed:
+            self._wait_for_end(lambda: self._by_incarnation.total() == 0, "the pushes under way", timeout_seconds)
+
+    @property
+    def next_function(self) -> int:
+        """An id that no function pushed under so far has reached: where another coordinator may begin to count."""
+        with self._changed:
+            return self._next_function
+
+    @property
+    def number_of_functions(self) -> int:
+        """How many functions have records at the moment."""
+        with self._changed:
+            return len(self._masks)
+
+    def state(self) -> AppliedPushes:
+        with self._changed:
+            return AppliedPushes(self._below, self._next_function, dict(self._masks))
+
+    def load_state(self, state: AppliedPushes) -> None:
+        """Replace the records. Who is fenced stays fenced."""
+        with self._changed:
+            self._below, self._next_function = state.below, state.next_function
+            self._masks = dict(state.masks)
+            self._changed.notify_all()
+
+    def forget_functions(self) -> None:
+        """Another job counts its functions from zero. Who is fenced stays fenced."""
+        self.load_state(AppliedPushes(0, 0, {}))
+
+    def clear(self) -> None:
+        """As new: the next coordinator counts its functions from zero."""
+        with self._changed:
+            self._masks.clear()
+            self._fenced.clear()
+            self._below = self._next_function = 0
+            self._changed.notify_all()
+
+    def _is_applied(self, function: int, index: int) -> bool:
+        return function != COORDINATOR and bool(self._masks.get(function, 0) >> index & 1)
+
+    def _refuse_fenced(self, function: int, index: int, incarnation: str) -> None:
+        if incarnation in self._fenced:
+            raise FencedError(
+                f"{self.owner} refuses push {index} of function {function}: the process that sent it (incarnation "
+                f"{incarnation}) was given up by the coordinator, and its function runs elsewhere."
+            )
+        if COORDINATOR < function < self._below:
+            raise FencedError(
+                f"{self.owner} refuses push {index} of function {function}: the coordinator has finished all functions "
+                f"below {self._below}. The process that sent it was given up, or went on after its function had ended."
+            )
+
+    def _end(self, function: int, index: int, incarnation: str) -> None:
+        self._under_way.pop((function, index), None)
+        self._by_incarnation[incarnation] -= 1
+        if not self._by_incarnation[incarnation]:
+            del self._by_incarnation[incarnation]
+        self._changed.notify_all()
+
+    def _wait_for_end(self, is_over: Callable[[], bool], what: str, timeout_seconds: float = 60.0) -> None:
+        if not self._changed.wait_for(is_over, timeout_seconds):
+            raise CommunicationTimeoutError(f"{self.owner} was still busy with {what} after {timeout_seconds:g} s.")

@@ -1,0 +1,129 @@
+"""A server writes its own shards into a checkpoint, and reads them from one. Tables never pass through the coordinator.
+
+Restoring has two steps, so that a damaged file changes no server: all of them read, and hold what they have read ready;
+then all adopt it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path as Folder
+from typing import Any
+
+import torch
+
+from torchstrat.checkpoint.files import read, write_part
+from torchstrat.checkpoint.pieces import Piece, goes_by_rows
+from torchstrat.checkpoint.stored import open_checkpoint
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.checkpoint_orders import AdoptOrder, ReadOrder, StatePiece, WriteOrder, WriteReport
+from torchstrat.parameter_server.messages import AppliedPushes, ShardKey, Snapshot, StateOfShard
+from torchstrat.parameter_server.server.store import VariableStore
+
+
+class CheckpointShards:
+    """Thread-safe."""
+
+    def __init__(self, store: VariableStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._ready: tuple[str, Snapshot] | None = None
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, order: WriteOrder) -> WriteReport:
+        """Write what the order names. The values, states and records are of one moment, between two pushes.
+
+        Takes memory for a copy of what this server holds; pushes wait while it is made, not while it is written.
+        Raises `InvalidArgumentError` where the folder cannot be seen or written to from here.
+        """
+        folder = self._visible(order.folder)
+        snapshot = self._store.snapshot()
+        tensors = [(one.piece, _held(snapshot, one.key, self._store.owner)) for one in order.values]
+        values: list[tuple[tuple[str | int, ...], Any]] = []
+        whole: list[tuple[tuple[str | int, ...], Any]] = []
+        without: list[StatePiece] = []
+        for one in order.states:
+            shard = _held(snapshot, one.key, self._store.owner)
+            state = snapshot.states.get(one.optimizer, {}).get(one.key)
+            if order.fill:
+                state = self._store.untouched_state(one.optimizer, one.key)
+            if not state:
+                without.append(one)
+                continue
+            for name, value in state.items():
+                if one.cut and goes_by_rows(value, len(shard), tuple(shard.shape)):
+                    tensors.append((one.piece.entry(name, (one.piece.shape[0], *value.shape[1:])), value))
+                elif one.cut:
+                    whole.append(((*one.piece.path, name), value))
+                elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                    tensors.append((one.piece.entry(name, tuple(value.shape)), value))
+                else:
+                    values.append(((*one.piece.path, name), value))
+        try:
+            part = write_part(folder, order.number, tensors, values)
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"{self._store.owner} cannot write its part of a checkpoint to {folder}: {error}"
+            ) from error
+        assert snapshot.applied is not None
+        return WriteReport(part, tuple(whole), tuple(without), snapshot.applied)
+
+    def _visible(self, name: str) -> Folder:
+        folder = Folder(name)
+        if not folder.is_dir():
+            raise InvalidArgumentError(
+                f"{self._store.owner} does not see {folder}. The path of a checkpoint must be on a file system that the "
+                "coordinator and all parameter servers share, under the same name."
+            )
+        return folder
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, order: ReadOrder) -> None:
+        """Read what the order names, and hold it ready. Nothing changes.
+
+        Raises `InvalidArgumentError` where the folder cannot be seen from here, or a file is damaged.
+        """
+        stored = open_checkpoint(self._visible(order.folder))
+        wanted: list[tuple[Piece, int | None]] = [
+            (one.piece, self._rows(one.key) if one.piece.shape else None) for one in order.values
+        ]
+        wanted += [(one.piece, one.rows) for one in order.states]
+        found = read(stored, wanted)
+        states: dict[int, dict[ShardKey, StateOfShard]] = {number: defaultdict(dict) for number in order.optimizers}
+        for entry, value in zip(order.states, found[len(order.values) :], strict=True):
+            states[entry.optimizer][entry.key][entry.name] = value
+        values = {one.key: value for one, value in zip(order.values, found, strict=False)}
+        ready = Snapshot(values, {number: dict(of_shards) for number, of_shards in states.items()}, None)
+        with self._lock:
+            self._ready = order.token, ready
+
+    def _rows(self, key: ShardKey) -> int:
+        return self._store.shard_rows(key)
+
+    def adopt(self, order: AdoptOrder) -> None:
+        """Replace values, states and records by what was read, in one cut.
+
+        Records of the job that wrote the checkpoint are not put back: functions are numbered by the coordinator that
+        schedules them, none of this one's is under way, and none will be repeated.
+        """
+        with self._lock:
+            ready, self._ready = self._ready, None
+        if ready is None or ready[0] != order.token:
+            raise InvalidArgumentError(
+                f"{self._store.owner} has not read the checkpoint that it is to adopt; restore it again."
+            )
+        applied = AppliedPushes(order.next_function, order.next_function, {})
+        self._store.restore(replace(ready[1], applied=applied))
+
+
+def _held(snapshot: Snapshot, key: ShardKey, owner: str) -> torch.Tensor:
+    if key not in snapshot.values:
+        raise InvalidArgumentError(
+            f"{owner} does not hold shard {key[1]} of variable number {key[0]}, which is to be saved; after a restart, "
+            "restore a checkpoint first."
+        )
+    return snapshot.values[key]

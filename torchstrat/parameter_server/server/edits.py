@@ -1,0 +1,54 @@
+"""Changes that no optimizer makes: a variable's ``assign*`` and ``scatter_*``, and modules' buffers.
+
+`check_edit` raises for whatever `apply_edit` could not do, so that a push is applied whole or not at all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server import shard_edits
+from torchstrat.parameter_server.messages import ShardEdit
+from torchstrat.parameter_server.server.held import HeldShards, check_rows
+
+_OPS = ("assign", "add", "sub", "mul", "div", "min", "max")
+
+
+def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
+    shard, name = shards.tensor(edit.key), shards.name(edit.key)
+    if edit.op not in _OPS:
+        raise InvalidArgumentError(f"{edit.op!r} is no edit of {name}; there are {', '.join(_OPS)}.")
+    if (
+        not isinstance(edit.value, torch.Tensor)
+        or edit.value.layout != torch.strided
+        or edit.value.device.type != "cpu"
+    ):
+        raise InvalidArgumentError(f"the value of an edit of {name} must be a dense tensor on the CPU.")
+    if not torch.can_cast(edit.value.dtype, shard.dtype):
+        raise InvalidArgumentError(f"{name} is {shard.dtype}; {edit.op} with {edit.value.dtype} would lose its value.")
+    if shard.dtype == torch.bool and edit.op != "assign":
+        raise InvalidArgumentError(f"{name} is {shard.dtype}, which can only be assigned; got {edit.op}.")
+    if shard.is_complex() and edit.op in ("min", "max"):
+        raise InvalidArgumentError(f"{name} is {shard.dtype}, which has no order; got {edit.op}.")
+    if edit.rows is None:
+        target = tuple(shard.shape)
+    else:
+        if shard.dim() == 0:
+            raise InvalidArgumentError(f"{name} is a scalar and has no rows to {edit.op}.")
+        check_rows(edit.rows, shard.shape[0], name, sorted_and_unique=False)
+        target = (edit.rows.shape[0], *shard.shape[1:])
+    try:
+        fits = torch.broadcast_shapes(edit.value.shape, target) == target
+    except RuntimeError:
+        fits = False
+    if not fits or (edit.rows is not None and tuple(edit.value.shape) != target):
+        how = "broadcast to" if edit.rows is None else "have"
+        raise InvalidArgumentError(
+            f"{edit.op} of {name}: the value has shape {tuple(edit.value.shape)}, but must {how} {target}."
+        )
+
+
+def apply_edit(edit: ShardEdit, shards: HeldShards) -> None:
+    shard = shards.tensor(edit.key)
+    shard_edits.apply_edit(shard, edit.op, edit.value.to(shard.dtype), edit.rows)

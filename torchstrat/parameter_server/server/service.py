@@ -1,0 +1,155 @@
+"""The role ``ps`` as its process hosts it: the store's methods, as messages."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from torchstrat.errors import CommunicationTimeoutError
+from torchstrat.parameter_server.endpoint import Endpoint, Handler
+from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.tasks import Peer
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
+
+_SWITCH_INTERVAL_SECONDS = 5e-4
+"""Of the interpreter, while a server runs. Its threads spend their time in torch, without the interpreter's lock; with
+Python's 5 ms a thread that comes back from there waits that long, per call, for one that is busy in Python."""
+
+_switches_lock = threading.Lock()
+_before: list[float] = []
+
+
+@contextlib.contextmanager
+def _quick_switches() -> Iterator[None]:
+    """A setting of the whole process: the first server in it sets it, the last one puts it back."""
+    with _switches_lock:
+        _before.append(_before[0] if _before else sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+    try:
+        yield
+    finally:
+        with _switches_lock:
+            before = _before.pop()
+            if not _before:
+                sys.setswitchinterval(before)
+
+
+class VariableServer:
+    """A `Service`. Messages and their payloads are those of `VariableStore`'s methods:
+
+    ==========================  =========================================  ===================================
+    ``ps.create``               sequence of `NewShard`                     None
+    ``ps.add_optimizer``        `NewOptimizer`                             None
+    ``ps.read``                 sequence of `ShardKey`                     list of tensors
+    ``ps.read_rows``            sequence of `RowsRequest`                  list of tensors
+    ``ps.push``                 `Push`                                     `PushReply`
+    ``ps.fence``                a worker's incarnation                     None, when none of its pushes is at work
+    ``ps.forget_below``         id of a function                           None
+    ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
+    ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
+    ``ps.snapshot``             None                                       `Snapshot`
+    ``ps.restore``              `Snapshot`                                 None
+    ``ps.write_checkpoint``     `WriteOrder`                               `WriteReport`
+    ``ps.read_checkpoint``      `ReadOrder`                                None
+    ``ps.adopt_checkpoint``     `AdoptOrder`                               None
+    ``ps.reset``                None                                       None
+    ``ps.catalog``              None                                       plain data, see `VariableStore.catalog`
+    ``ps.add_peer``             `Peer` that will call                      None
+    ==========================  =========================================  ===================================
+
+    Reads, pushes and checkpoints run on ``threads`` threads, so that several fused optimizers step at once. Short
+    orders of the coordinator (fence, forget, catalog, peers) have a thread of their own and never queue behind those.
+    """
+
+    def __init__(self, threads: int = 4) -> None:
+        self.store = VariableStore()
+        self._work = ThreadPoolExecutor(threads, thread_name_prefix="torchstrat-ps")
+        self._orders = ThreadPoolExecutor(1, thread_name_prefix="torchstrat-ps-orders")
+        self._making = threading.Lock()
+        self._checkpoints: CheckpointShards | None = None
+        self._endpoint: Endpoint | None = None
+        self._switching: contextlib.ExitStack = contextlib.ExitStack()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        store = self.store
+        work: dict[str, Callable[[Any], Any]] = {
+            "ps.create": store.create,
+            "ps.add_optimizer": store.add_optimizer,
+            "ps.read": store.read,
+            "ps.read_rows": store.read_rows,
+            "ps.push": store.push,
+            "ps.optimizer_state": lambda payload: store.optimizer_state(*payload),
+            "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),
+            "ps.snapshot": lambda _: store.snapshot(),
+            "ps.restore": store.restore,
+            "ps.write_checkpoint": lambda order: self._checkpoint_shards().write(order),
+            "ps.read_checkpoint": lambda order: self._checkpoint_shards().read(order),
+            "ps.adopt_checkpoint": lambda order: self._checkpoint_shards().adopt(order),
+            "ps.reset": lambda _: store.reset(),
+        }
+        orders: dict[str, Callable[[Any], Any]] = {
+            "ps.fence": store.fence,
+            "ps.forget_below": store.forget_below,
+            "ps.catalog": lambda _: store.catalog(),
+            "ps.add_peer": self._add_peer,
+        }
+        return {name: Handler(_without_sender(answer), self._work) for name, answer in work.items()} | {
+            name: Handler(_without_sender(answer), self._orders) for name, answer in orders.items()
+        }
+
+    def attach(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self.store.owner = str(endpoint.peer)
+        self._switching.enter_context(_quick_switches())
+
+    def status(self) -> Mapping[str, Any]:
+        """``digest`` of the catalog, ``variables``: how many, ``next_function``: see `VariableStore.catalog`."""
+        catalog = self.store.catalog()
+        return {
+            "digest": catalog["digest"],
+            "variables": len(catalog["variables"]),
+            "next_function": catalog["next_function"],
+        }
+
+    def coordinator_arrived(self, coordinator: Peer) -> None:
+        """Nothing to do: it asks for the catalog, and creates what it misses."""
+
+    def coordinator_left(self, *, finished: bool) -> None:
+        """After a job that has finished the server is as new; one that was lost finds everything as it was."""
+        if finished:
+            self.store.reset()
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Let the pushes that have begun end, as far as the time allows."""
+        try:
+            self.store.wait_until_idle(timeout_seconds)
+        except CommunicationTimeoutError:
+            return  # the process ends all the same; who waits for an answer learns it from that
+
+    def close(self) -> None:
+        self._work.shutdown(wait=False, cancel_futures=True)
+        self._orders.shutdown(wait=False, cancel_futures=True)
+        self._switching.close()
+
+    def _checkpoint_shards(self) -> CheckpointShards:
+        # Imported when it is needed: torch.distributed.checkpoint takes a while to load.
+        from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
+
+        with self._making:
+            if self._checkpoints is None:
+                self._checkpoints = CheckpointShards(self.store)
+            return self._checkpoints
+
+    def _add_peer(self, peer: Peer) -> None:
+        assert self._endpoint is not None, "a message arrived before the endpoint was attached"
+        self._endpoint.add_peer(peer)
+
+
+def _without_sender(answer: Callable[[Any], Any]) -> Callable[[Peer, Any], Any]:
+    return lambda _sender, payload: answer(payload)

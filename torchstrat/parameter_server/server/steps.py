@@ -1,0 +1,197 @@
+"""One `OptimizerStep` of a push, on the shards that a server holds: checked first, then made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.parameter_server.elementwise import steps_rows_alone
+from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
+from torchstrat.parameter_server.server.catalog import describe_optimizer
+from torchstrat.parameter_server.server.held import HeldShards, check_rows
+from torchstrat.parameter_server.server.host_memory import check_fits
+from torchstrat.parameter_server.server.row_optimizer import gather_state, learn_state, scatter_state
+from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, sparse_rows
+
+
+class HeldOptimizer:
+    """An optimizer of the job as one server runs it. Its state lies with the variables, behind their locks."""
+
+    def __init__(self, new: NewOptimizer) -> None:
+        self.number = new.number
+        self.groups = tuple(tuple(group) for group in new.groups)
+        self.rows_only = new.rows_only
+        self.optimizer = ShardOptimizer.from_bytes(new.blob)
+        if len(self.optimizer.options) != len(new.groups):
+            raise InvalidArgumentError(
+                f"optimizer {new.number} has {len(self.optimizer.options)} parameter groups; got variables for "
+                f"{len(new.groups)}."
+            )
+        self._place_of = {v: (group, place) for group, vs in enumerate(new.groups) for place, v in enumerate(vs)}
+        self._by_rows: dict[tuple[int, ...], bool] = {}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What makes it the same optimizer as before, for a coordinator that is started again."""
+        return describe_optimizer(self.number, self.optimizer.name, self.groups, self.rows_only)
+
+    def continues(self, earlier: HeldOptimizer) -> bool:
+        """Whether this is the same optimizer, perhaps with parameters added since."""
+        same = (self.optimizer.name, self.rows_only) == (earlier.optimizer.name, earlier.rows_only)
+        grown = len(self.groups) >= len(earlier.groups)
+        return (
+            same
+            and grown
+            and all(own[: len(old)] == old for own, old in zip(self.groups, earlier.groups, strict=False))
+        )
+
+    def check(self, step: OptimizerStep, shards: HeldShards) -> None:
+        """Raise for what `make` could not do, before anything has changed."""
+        name = self.optimizer.name
+        if len(step.options) != len(self.groups):
+            raise InvalidArgumentError(
+                f"a step of {name} on {shards.owner} came with hyperparameters of {len(step.options)} parameter "
+                f"groups; it has {len(self.groups)}."
+            )
+        check_supported(self.optimizer.cls, step.options)
+        keys = [*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidArgumentError(
+                f"a step of {name} has two gradients of {shards.name(twice)}; add them up first."
+            )
+        for key in keys:
+            if key[0] not in self._place_of:
+                raise InvalidArgumentError(f"{shards.name(key)} is in no parameter group of optimizer {name}.")
+        for key, gradient in step.dense:
+            if self.optimizer.needs_sparse:
+                raise UnsupportedError(
+                    f"{name} steps on sparse gradients alone, and that of {shards.name(key)} is dense. Use it for "
+                    "embedding tables, and a second optimizer (Adam) for the rest."
+                )
+            _check_gradient(gradient, shards, key, tuple(shards.tensor(key).shape))
+        for key, ids, gradient in step.rows:
+            shard = shards.tensor(key)
+            if shard.dim() == 0:
+                raise InvalidArgumentError(f"{shards.name(key)} is a scalar and has no rows to step.")
+            check_rows(ids, shard.shape[0], shards.name(key), sorted_and_unique=True)
+            _check_gradient(gradient, shards, key, (ids.shape[0], *shard.shape[1:]))
+            if self._goes_by_rows(shard):
+                self._learn_rows(key, step, shards)
+
+    def make(self, step: OptimizerStep, shards: HeldShards) -> None:
+        """Step all of it in one call of the optimizer. The caller holds the variables' locks, and has checked."""
+        parts = [self._whole(key, gradient, step, shards) for key, gradient in step.dense]
+        for key, ids, gradient in step.rows:
+            if self._goes_by_rows(shards.tensor(key)):
+                parts.append(self._rows(key, ids, gradient, step, shards))
+            else:
+                parts.append(self._whole(key, self._spread(ids, gradient, shards.tensor(key)), step, shards))
+        parameters: list[list[torch.Tensor]] = [[] for _ in self.groups]
+        for part in sorted(parts, key=lambda part: self._place_of[part.key[0]] + part.key):
+            parameters[self._group(part.key)].append(part.parameter)
+        try:
+            states = self.optimizer.step(step.options, parameters, {part.parameter: part.state for part in parts})
+        except Exception as error:  # a class of the user's own
+            names = ", ".join(shards.name(part.key) for part in parts)
+            raise TorchstratError(
+                f"{self.optimizer.name}.step raised {type(error).__name__}: {error}. It may have changed some of "
+                f"{names} already; restore a checkpoint before training goes on."
+            ) from error
+        for part in parts:
+            self._keep(part, states.get(part.parameter, {}), step, shards)
+
+    def _group(self, key: ShardKey) -> int:
+        return self._place_of[key[0]][0]
+
+    def _goes_by_rows(self, shard: torch.Tensor) -> bool:
+        """Otherwise the rows make a dense gradient, and the dense rule applies: as asked for (``rows_only=False``), or
+        because the optimizer looks at the whole variable (Adafactor) and has no meaning on a few of its rows."""
+        shape = tuple(shard.shape)
+        if shape not in self._by_rows:
+            self._by_rows[shape] = self.rows_only and steps_rows_alone(self.optimizer, shape)
+        return self._by_rows[shape]
+
+    def _spread(self, ids: torch.Tensor, gradient: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        if self.optimizer.needs_sparse:
+            return sparse_rows(ids, gradient, shard.shape[0])
+        return torch.zeros_like(shard).index_copy_(0, ids, gradient)
+
+    def _learn_rows(self, key: ShardKey, step: OptimizerStep, shards: HeldShards) -> None:
+        """Find out what the state of untouched rows is, and whether there is room for it."""
+        variable, table = shards.variable(key), shards.tensor(key)
+        slot = (self.number, key[1])
+        group = self._group(key)
+        if slot not in variable.row_states:
+            variable.row_states[slot] = learn_state(self.optimizer, step.options[group], group, table)
+        for name in variable.row_states[slot]:
+            held = variable.states.get(slot, {}).get(name)
+            if isinstance(held, torch.Tensor) and held.shape[:1] != table.shape[:1]:
+                raise InvalidArgumentError(
+                    f"state[{name!r}] of {self.optimizer.name} for {shards.name(key)}, as it was loaded, has shape "
+                    f"{tuple(held.shape)}; it needs {table.shape[0]} rows."
+                )
+        if slot not in variable.states:
+            needed = sum(entry.bytes_for(table.shape[0]) for entry in variable.row_states[slot].values())
+            check_fits(needed, f"the state of {self.optimizer.name} for {shards.name(key)}")
+
+    def _whole(self, key: ShardKey, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards) -> _Part:
+        parameter = torch.nn.Parameter(shards.tensor(key))
+        parameter.grad = gradient
+        state = shards.variable(key).states.get((self.number, key[1]))
+        if state is None:
+            state = self.optimizer.initial_state(step.options[self._group(key)], parameter)
+        return _Part(key, parameter, state)
+
+    def _rows(
+        self, key: ShardKey, ids: torch.Tensor, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards
+    ) -> _Part:
+        variable, slot = shards.variable(key), (self.number, key[1])
+        parameter = torch.nn.Parameter(shards.tensor(key).index_select(0, ids))
+        sparse = self.optimizer.needs_sparse
+        parameter.grad = sparse_rows(torch.arange(len(ids)), gradient, len(ids)) if sparse else gradient
+        if slot in variable.states:
+            state = gather_state(variable.states[slot], ids, variable.row_states[slot])
+        else:
+            state = self.optimizer.initial_state(step.options[self._group(key)], parameter)
+        return _Part(key, parameter, state, ids)
+
+    def _keep(self, part: _Part, state: StateOfShard, step: OptimizerStep, shards: HeldShards) -> None:
+        variable, slot = shards.variable(part.key), (self.number, part.key[1])
+        if part.ids is None:
+            variable.states[slot] = state
+            return
+        table, learned = shards.tensor(part.key), variable.row_states[slot]
+        held = variable.states.setdefault(slot, {})
+        if any(name not in held and name not in learned for name in state):
+            # The hyperparameters have changed since: a scheduler has switched momentum on.
+            group = self._group(part.key)
+            learned.update(learn_state(self.optimizer, step.options[group], group, table))
+        scatter_state(held, state, part.ids, table, learned)
+        table.index_copy_(0, part.ids, part.parameter.detach())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One parameter of a step: a whole shard, or some rows of one (``ids``) that were copied out."""
+
+    key: ShardKey
+    parameter: torch.Tensor
+    state: StateOfShard
+    ids: torch.Tensor | None = None
+
+
+def _check_gradient(gradient: Any, shards: HeldShards, key: ShardKey, shape: tuple[int, ...]) -> None:
+    dtype = shards.tensor(key).dtype
+    if not isinstance(gradient, torch.Tensor) or gradient.layout != torch.strided or gradient.device.type != "cpu":
+        raise InvalidArgumentError(f"the gradient of {shards.name(key)} must be a dense tensor on the CPU.")
+    if tuple(gradient.shape) != shape or gradient.dtype != dtype:
+        raise InvalidArgumentError(
+            f"the gradient of {shards.name(key)} must be {dtype} of shape {shape}; got {gradient.dtype} of shape "
+            f"{tuple(gradient.shape)}."
+        )
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise InvalidArgumentError(f"{shards.name(key)} is {dtype}, which no optimizer steps.")

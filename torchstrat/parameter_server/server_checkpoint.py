@@ -1,0 +1,245 @@
+"""The coordinator's part in checkpoints of what lives on parameter servers: it gives orders, and checks the outcome.
+
+Saving: every server writes its own shards, as they are at one moment between two pushes. Functions may go on meanwhile;
+then the servers' moments differ, and a push that changes several may be in what one of them writes and not in what
+another does. For one cut across all servers, join first.
+
+Restoring: nothing runs, then all servers read, then all adopt. Servers that were started again and hold nothing get
+their variables and optimizers first. Only when all of them have adopted do functions run again, on the same workers.
+
+Records of applied pushes are saved, each server's in one cut with its values. They are not put back: they are keyed by
+the numbers of functions of the job that wrote them. In another job these numbers mean other functions. In the same job
+all functions that were scheduled before have ended, or were cancelled because a server was lost, and their numbers are
+not used again; what a late process would still push under them is refused.
+"""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path as Folder
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat.checkpoint.items import RemoteSlot, RemoteState
+from torchstrat.checkpoint.optimizer_item import want_of_entry
+from torchstrat.checkpoint.pieces import Path, Piece
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.checkpoint_orders import (
+    AdoptOrder,
+    ReadOrder,
+    ShardPiece,
+    StateEntry,
+    StatePiece,
+    WriteOrder,
+    WriteReport,
+)
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.remote_storage import RemoteStorage
+from torchstrat.variable.variable import Variable
+
+if TYPE_CHECKING:
+    from torchstrat.checkpoint.files import Stored, WrittenPart
+    from torchstrat.parameter_server.job import Job
+    from torchstrat.strategies.parameter_server import ParameterServerStrategy
+
+
+class ServerCheckpoint:
+    """The servers of one open strategy, as a checkpoint sees them."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self._strategy = weakref.proxy(strategy)
+        self._job: Job = strategy._job
+
+    # -- what is where ----------------------------------------------------------------------------------------------
+
+    def spec_of(self, value: Any) -> VariableSpec | None:
+        if isinstance(value, Variable):
+            storage = value._cells[0]
+            is_ours = isinstance(storage, RemoteStorage) and self._job.holds(storage.spec)
+            return storage.spec if isinstance(storage, RemoteStorage) and is_ours else None
+        return self._job.variables.spec_of(value) if isinstance(value, torch.Tensor) else None
+
+    def number_of(self, optimizer: Optimizer) -> int | None:
+        return self._job.optimizer_number(optimizer)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def prepare_to_save(self) -> None:
+        """The servers get what the program has made or written since. Raises `ParameterServerUnavailable`."""
+        self._job.commit()
+
+    def write(
+        self, folder: Folder, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
+    ) -> ServersWritten:
+        """Let every server write its part into ``folder``. Raises `ParameterServerUnavailable`, and
+        `InvalidArgumentError` naming the server that cannot write there."""
+        orders = {
+            server: WriteOrder(str(folder), first_number + server, tuple(values), tuple(of_server))
+            for server, (values, of_server) in self._by_server(slots, states).items()
+        }
+        reports: dict[int, WriteReport] = self._job.servers.ask("ps.write_checkpoint", orders)
+        parts = [report.part for report in reports.values()]
+        wrote = {(one.optimizer, one.key) for order in orders.values() for one in order.states} - {
+            (one.optimizer, one.key) for report in reports.values() for one in report.without_state
+        }
+        stepped = {(optimizer, key[0]) for optimizer, key in wrote}
+        fills = {
+            server: WriteOrder(str(folder), first_number + self._job.num_servers + server, (), missing, fill=True)
+            for server, report in reports.items()
+            if (missing := tuple(one for one in report.without_state if (one.optimizer, one.key[0]) in stepped))
+        }
+        filled: dict[int, WriteReport] = self._job.servers.ask("ps.write_checkpoint", fills)
+        parts += [report.part for report in filled.values()]
+        whole: dict[Path, Any] = {}
+        for report in reports.values():
+            for path, value in report.whole:
+                whole.setdefault(path, value)
+        for part in parts:
+            _require_visible(folder, part, self._job)
+        tensors = {path: value for path, value in whole.items() if isinstance(value, torch.Tensor)}
+        return ServersWritten(
+            parts,
+            [(Piece(path, tuple(value.shape)), value) for path, value in tensors.items()],
+            [(path, value) for path, value in whole.items() if path not in tensors],
+            {str(server): asdict(report.applied) for server, report in reports.items()},
+        )
+
+    def _by_server(
+        self, slots: Iterable[RemoteSlot], states: Iterable[RemoteState]
+    ) -> dict[int, tuple[list[ShardPiece], list[StatePiece]]]:
+        orders: dict[int, tuple[list[ShardPiece], list[StatePiece]]] = defaultdict(lambda: ([], []))
+        for slot in slots:
+            for number, shard in enumerate(slot.spec.shards):
+                piece = slot.piece.part(shard.start)
+                orders[shard.server][0].append(ShardPiece((slot.spec.number, number), piece))
+        for state in states:
+            cut = state.spec.shape != state.piece.shape or len(state.spec.shards) > 1
+            for number, shard in enumerate(state.spec.shards):
+                piece = state.piece.part(shard.start)
+                orders[shard.server][1].append(StatePiece(state.optimizer, (state.spec.number, number), piece, cut))
+        return orders
+
+    # -- restoring --------------------------------------------------------------------------------------------------
+
+    def prepare_to_restore(self) -> None:
+        """Give variables that are new their places. Nobody is asked: a server may be gone."""
+        self._job.variables.place_new()
+
+    def restore(
+        self,
+        stored: Stored,
+        slots: Sequence[RemoteSlot],
+        states: Sequence[tuple[RemoteState, tuple[Path, ...]]],
+    ) -> Restoring:
+        """Wait until nothing runs and all servers are there, and let them read. No value has changed yet."""
+        dispatcher = self._strategy._coordinator._dispatcher
+        dispatcher.wait(self._job.timeout_seconds)
+        started_again = self._job.readmit_servers()
+        covered = {slot.spec.number for slot in slots}
+        optimizers = {state.optimizer for state, _ in states}
+        lost = self._job.create_missing(covered, started_again)
+        _warn_of_lost(lost, stored.folder)
+        token = uuid.uuid4().hex
+        orders = self._read_orders(stored, token, slots, states, tuple(sorted(optimizers)))
+        self._job.servers.ask("ps.read_checkpoint", orders)
+        return Restoring(self._job, dispatcher, token, [slot.spec for slot in slots])
+
+    def _read_orders(
+        self,
+        stored: Stored,
+        token: str,
+        slots: Sequence[RemoteSlot],
+        states: Sequence[tuple[RemoteState, tuple[Path, ...]]],
+        optimizers: tuple[int, ...],
+    ) -> dict[int, ReadOrder]:
+        values = {server: of_server for server, (of_server, _) in self._by_server(slots, ()).items()}
+        entries: dict[int, list[StateEntry]] = defaultdict(list)
+        for state, paths in states:
+            for number, shard in enumerate(state.spec.shards):
+                rows = shard.stop - shard.start if state.spec.shape else None
+                for path in paths:
+                    piece, wanted = want_of_entry(stored, path, state.piece.part(shard.start), rows)
+                    key = state.spec.number, number
+                    entries[shard.server].append(StateEntry(state.optimizer, key, str(path[-1]), piece, wanted))
+        folder = str(stored.folder)
+        return {
+            server: ReadOrder(folder, token, tuple(values.get(server, ())), tuple(entries[server]), optimizers)
+            for server in self._job.server_peers()
+        }
+
+
+@dataclass(frozen=True)
+class ServersWritten:
+    """``whole_…``: small entries of optimizer state that the coordinator is to write, once for all shards of a
+    variable. ``applied``: each server's records of applied pushes."""
+
+    parts: list[WrittenPart]
+    whole_tensors: list[tuple[Piece, torch.Tensor]]
+    whole_values: list[tuple[Path, Any]]
+    applied: Mapping[str, Any]
+
+
+class Restoring:
+    """All servers have read and hold it ready."""
+
+    def __init__(self, job: Job, dispatcher: Any, token: str, specs: Sequence[VariableSpec]) -> None:
+        self._job = job
+        self._dispatcher = dispatcher
+        self._token = token
+        self._specs = specs
+
+    def adopt(self) -> None:
+        """All servers take over; the coordinator's copies follow; functions may run again."""
+        self._job.servers.ask_all("ps.adopt_checkpoint", AdoptOrder(self._token, self._dispatcher._next_function))
+        self._job.pull_variables(self._specs)
+        self._dispatcher.servers_restored()
+
+
+def server_checkpoint_of(tensors: Iterable[Any]) -> ServerCheckpoint | None:
+    """Of the open strategy on whose servers any of these live; None where all are in this process.
+
+    Raises `InvalidArgumentError` where they live on servers of several.
+    """
+    from torchstrat.strategies.parameter_server import _open
+
+    tensors = list(tensors)
+    found = [
+        servers
+        for servers in (ServerCheckpoint(strategy) for strategy in list(_open) if strategy._connected is not None)
+        if any(servers.spec_of(tensor) is not None for tensor in tensors)
+    ]
+    if len(found) > 1:
+        raise InvalidArgumentError(
+            "the objects of one checkpoint live on the servers of several strategies; make a ts.Checkpoint for each."
+        )
+    return found[0] if found else None
+
+
+def _require_visible(folder: Folder, part: WrittenPart, job: Job) -> None:
+    for name, check in part.files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != check.bytes:
+            raise InvalidArgumentError(
+                f"{file}, which a parameter server has written, is not to be seen by the coordinator. The path of a "
+                "checkpoint must be on a file system that the coordinator and all parameter servers share "
+                f"({', '.join(map(str, job.server_peers().values()))})."
+            )
+
+
+def _warn_of_lost(names: Sequence[str], folder: Folder) -> None:
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: lost with the parameter server, and not in the checkpoint at {folder}. They begin "
+            "again, parameters with the values that the coordinator read last, others with zeros. Name them in "
+            "ts.Checkpoint(…) to have them saved.",
+            stacklevel=4,
+        )
+
+

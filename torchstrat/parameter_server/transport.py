@@ -1,0 +1,565 @@
+"""The processes of a cluster talk through torch.distributed.rpc; this is the only file that imports it.
+
+What RPC offers as documented cannot survive a killed process: in a static group nobody reconnects, and in a dynamic one
+a single dead member makes every later join fail. So every process here starts a TensorPipe agent that knows only
+itself, with a store that nobody else sees, and is told its peers by hand when it first needs them. The numbers by which
+an agent knows its peers mean nothing outside its process; each process counts for itself.
+
+**What the port must not be reachable by.** Every message that Python unpickles is authenticated first (`sealing`): a
+process that does not know the cluster's secret cannot run Python code here, nor repeat what it has recorded. But the
+agent itself, in C++, also answers calls of PyTorch's *builtin operators and TorchScript functions*, which never reach
+Python and cannot be refused here: whoever can open a connection to the port can run ``aten`` operators in this process,
+allocate memory, and read or create files through operators such as ``aten::from_file``. It is also easily broken: a few
+bytes that are not its protocol, such as an HTTP request, end the process, and a connection that ends without a word, as
+of a port scanner or a health check, closes its listener (those who watch this process are then told that it is lost,
+for only a restart helps). And nothing on the wire is encrypted. Agents therefore listen on loopback unless the cluster's
+description gives another address, and then the port (an ephemeral one, so the whole range
+``net.ipv4.ip_local_port_range``) must be reachable by the machines of the cluster only: a private network or a firewall
+rule, never the internet, never a network shared with people who may not run code as this user. On loopback the same
+holds for every user of this machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstrat.errors import (
+    CommunicationError,
+    InvalidArgumentError,
+    PeerTimeoutError,
+    PeerUnavailableError,
+    TorchstratError,
+)
+from torchstrat.parameter_server.answers import Answerer, pack_failure, pack_request, pack_result, result_of
+from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.envelopes import REFUSAL, SELF_TEST, Envelopes, Received, Request
+from torchstrat.parameter_server.interfaces import interface_of
+from torchstrat.parameter_server.payloads import Packed
+from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.waiting import Waiting
+from torchstrat.parameter_server.watching import Watching
+
+try:
+    import torch.distributed.autograd as dist_autograd
+    from torch._C._distributed_rpc import (
+        TensorPipeAgent,
+        WorkerInfo,
+        _cleanup_python_rpc_handler,
+        _invoke_rpc_python_udf,
+        _is_current_rpc_agent_set,
+        _reset_current_rpc_agent,
+        _set_and_start_rpc_agent,
+    )
+    from torch.distributed import HashStore
+    from torch.distributed.rpc import TensorPipeRpcBackendOptions, internal
+
+    _init_autograd = dist_autograd._init
+    _update_group_membership = TensorPipeAgent._update_group_membership
+    # The functions that the C++ side of RPC looks up, once, to turn what arrives into Python objects and back.
+    _HOOKS = {
+        name: getattr(internal, name) for name in ("serialize", "deserialize", "_run_function", "_handle_exception")
+    }
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"torchstrat's parameter servers need a part of torch.distributed.rpc that torch {torch.__version__} does not "
+        f"have: {error}. They support torch 2.9 and later, on Linux and macOS, built with distributed support."
+    ) from error
+
+__all__ = ["RpcEndpoint"]
+
+_RPC_THREADS = 8
+"""Threads on which messages are unsealed, short handlers run and answers arrive. They cost nothing while they wait."""
+
+_PING = ".ping"
+_LIFELINE = ".lifeline"
+"""Methods of the transport's own. A lifeline is a call that is never answered: it fails when the connection breaks,
+which is how the death of a process is seen at once, and it keeps a read open, without which a broken connection would
+keep its file descriptors for ever. Nothing is kept for it at the process that is called."""
+
+_NEVER = 0.0
+_SELF_TEST_SECONDS = 30.0
+_INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
+_LARGEST_ID = 2**15 - 1
+_SHUTDOWN_SECONDS = 2.0
+
+_retired: list[TensorPipeAgent] = []
+"""Agents that were shut down. Handlers that are still at work would answer through memory that is no longer there."""
+
+
+class RpcEndpoint:
+    """This process's end of the cluster's messages: an `Endpoint` over torch.distributed.rpc, one per process.
+
+    ``task`` is what this process is; each endpoint is a fresh incarnation of it. ``secret`` is the cluster's. ``host``
+    is the address of this machine to listen on; it cannot change between two endpoints of one process, for PyTorch
+    looks it up once. A call waits ``timeout_seconds`` unless it says otherwise. Watched peers are asked for a sign of
+    life every ``heartbeat_seconds``, on this process's own heartbeat thread, and are lost after ``deadline_seconds``
+    without one; a process that holds Python's interpreter lock for that long looks exactly like a stopped one.
+
+    Values travel as `payloads` says: tensors in a payload, and in what a handler returns, are read while they are sent,
+    so they must not change before the call is answered; a handler that returns a live parameter clones it first.
+
+    A connection that broke is never made again: its peer is gone, and comes back as another incarnation if at all.
+
+    Raises `InvalidArgumentError` for a host that is not this machine's, `CommunicationError` if the process uses RPC
+    already.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        timeout_seconds: float = 60.0,
+        heartbeat_seconds: float = 1.0,
+        deadline_seconds: float = 3.0,
+    ) -> None:
+        self._timeout_seconds = _positive("timeout_seconds", timeout_seconds)
+        self._waiting = Waiting()
+        self._watching = Watching(
+            self._ping,
+            heartbeat_seconds=_positive("heartbeat_seconds", heartbeat_seconds),
+            deadline_seconds=_positive("deadline_seconds", deadline_seconds),
+        )
+        self._lock = threading.Lock()
+        self._links: dict[str, _Link] = {}
+        self._closed = False
+        hooks: dict[str, Callable[..., Any]] = {
+            "serialize": self._seal_reply,
+            "deserialize": self._unseal,
+            "_run_function": self._run,
+            "_handle_exception": _nothing,
+        }
+        peer = Peer(task, secrets.token_hex(8), "", socket.gethostname(), os.getpid())
+        self._envelopes = Envelopes(secret, peer)  # until the address is known, to refuse with
+        self._agent = _Agent(peer.name, host, timeout_seconds, hooks)
+        self._peer = dataclasses.replace(peer, url=self._agent.url)
+        self._envelopes = Envelopes(secret, self._peer)
+        self._answerer = Answerer(self._peer)
+        atexit.register(self.close)  # RPC's threads must not reach for an interpreter that is gone
+
+    @property
+    def peer(self) -> Peer:
+        """This process."""
+        return self._peer
+
+    @property
+    def refused_messages(self) -> int:
+        """How many messages were refused because they were not authentic, or not new."""
+        return self._envelopes.refused
+
+    def serve(self, handlers: Mapping[str, Handler]) -> None:
+        self._answerer.serve(handlers)
+
+    def add_peer(self, peer: Peer) -> None:
+        with self._lock:
+            known = peer.incarnation in self._links or self._answerer.is_fenced(peer.incarnation)
+            if not known and not self._closed:
+                self._links[peer.incarnation] = _Link(peer, self._agent.add(peer, is_self=peer == self._peer))
+
+    def remove_peer(self, peer: Peer) -> None:
+        self._answerer.fence(peer.incarnation)
+        self._watching.forget(peer.incarnation)
+        self._waiting.fail(peer.incarnation, PeerUnavailableError(f"{peer} was removed from the cluster.", peer))
+        with self._lock:
+            link = self._links.pop(peer.incarnation, None)
+        if link is not None:
+            link.removed = True
+            self._disconnect(link)
+
+    def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
+        seconds = self._timeout_seconds if timeout_seconds is None else _positive("timeout_seconds", timeout_seconds)
+        future = self._waiting.add(to.incarnation)
+        if future.done():
+            return future
+        try:
+            packed = pack_request(payload, method)
+            link = self._link(to)
+        except TorchstratError as error:
+            self._settle(to, future, error)
+            return future
+
+        def arrived(answer: Callable[[], Any]) -> None:
+            try:
+                result = answer()
+            except BaseException as error:
+                self._settle(to, future, error)
+            else:
+                if self._waiting.claim(to.incarnation, future):
+                    future.set_result(result)
+
+        self._send(link, method, packed, seconds, arrived)
+        return future
+
+    def watch(self, peer: Peer, on_lost: Callable[[Peer, str], None]) -> None:
+        """As `Endpoint.watch`. ``on_lost`` runs on the heartbeat thread and must be short. Raises
+        `PeerUnavailableError` for a peer that was never added."""
+        if self._answerer.is_fenced(peer.incarnation):
+            return
+        link = self._link(peer)
+        self._watching.watch(peer, on_lost)
+        self._hold_on(link)
+        if link.broken is not None:
+            self._watching.lost(peer.incarnation, link.broken)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        self._watching.close()
+        self._waiting.close(CommunicationError(f"{self._peer}, this process, has closed its end of the cluster."))
+        self._agent.close()
+
+    # Sending
+
+    def _link(self, peer: Peer) -> _Link:
+        link = self._links.get(peer.incarnation)
+        if link is None:
+            raise PeerUnavailableError(f"{peer} is not known to {self._peer}; add_peer() it first.", peer)
+        return link
+
+    def _settle(self, peer: Peer, future: Future[Any], error: BaseException) -> None:
+        if self._waiting.claim(peer.incarnation, future):
+            future.set_exception(error)
+
+    def _send(self, link: _Link, method: str, packed: Packed, seconds: float, arrived: _Arrived) -> None:
+        """Send one request. ``arrived`` is called once, with a function that returns or raises what came back."""
+        if method != _LIFELINE:
+            self._hold_on(link)
+        counter, sealed = self._envelopes.request(link.peer, method, packed)
+
+        def done(reply: Any) -> None:
+            arrived(lambda: self._answer_in(reply.value, link.peer, counter, method, seconds))
+
+        try:
+            self._agent.send(link.worker, sealed, packed.tensors, seconds).add_done_callback(done)
+        except RuntimeError as error:
+            failure = _classified(error, link.peer, method, seconds)
+            arrived(functools.partial(_raise, failure))
+        if link.removed:
+            self._disconnect(link)
+
+    def _answer_in(self, value: Callable[[], Any], peer: Peer, counter: int, method: str, seconds: float) -> Any:
+        try:
+            received = value()
+        except RuntimeError as error:
+            raise _classified(error, peer, method, seconds) from None
+        answer = self._envelopes.answer_in(received, peer, counter, method)
+        self._watching.heard(peer.incarnation)
+        return result_of(answer)
+
+    def _hold_on(self, link: _Link) -> None:
+        """Have a lifeline to this peer."""
+        with self._lock:
+            if link.has_lifeline:
+                return
+            link.has_lifeline = True
+
+        def ended(answer: Callable[[], Any]) -> None:
+            try:
+                answer()
+            except PeerUnavailableError:
+                link.broken = "its connection broke: the process has ended, or the way to it"
+                gone = PeerUnavailableError(f"{link.peer} is gone: {link.broken}.", link.peer)
+                self._waiting.fail(link.peer.incarnation, gone)
+                self._watching.lost(link.peer.incarnation, link.broken)
+            except Exception as error:  # it refuses this process
+                self._watching.lost(link.peer.incarnation, str(error))
+
+        self._send(link, _LIFELINE, Packed(b""), _NEVER, ended)
+
+    def _ping(self, peer: Peer) -> None:
+        with self._lock:
+            link = self._links.get(peer.incarnation)
+            if link is None or link.is_asked:
+                return
+            link.is_asked = True
+
+        def answered(answer: Callable[[], Any]) -> None:
+            link.is_asked = False
+            try:
+                answer()
+            except CommunicationError as error:  # the connection broke, or the peer refuses this process, or is deaf
+                self._watching.lost(peer.incarnation, str(error))
+
+        self._send(link, _PING, Packed(b""), _NEVER, answered)
+
+    def _disconnect(self, link: _Link) -> None:
+        # Nothing in RPC closes a connection to a peer that lives. One that broke is closed already, and another process
+        # may have its address by now.
+        if link.has_lifeline and link.broken is None:
+            _shut_down_connections(link.peer.url)
+
+    # Receiving. RPC's threads call these, and none of them raises: what they raise would be told to the sender.
+
+    def _unseal(self, data: bytes, tensors: list[torch.Tensor]) -> Received | None:
+        """In the place of unpickling, for requests and replies."""
+        return self._envelopes.unseal(data, tensors)
+
+    def _run(self, received: Received | None) -> torch.futures.Future[Any]:
+        """In the place of calling an unpickled function. The future's value is handed to `_seal_reply`."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        request = self._envelopes.request_in(received)
+        if request is None:
+            future.set_result(None)
+            return future
+        self._watching.heard(request.sender.incarnation)
+        if request.method not in (_PING, _LIFELINE):
+            payload, reply = request.payload, functools.partial(self._reply, future, request)
+            self._answerer.answer(request.sender, request.method, payload, reply)
+        elif (refusal := self._answerer.refusal(request.sender, request.method)) is not None:
+            self._reply(future, request, refusal)
+        elif request.method == _PING:
+            self._reply(future, request, _PONG if self._agent.is_listening else self._deaf())
+        return future
+
+    def _deaf(self) -> Packed:
+        text = (
+            f"{self._peer} can no longer be connected to: something that is not a peer spoke to its port. Restart it."
+        )
+        return pack_failure(PeerUnavailableError(text, self._peer), f"{self._peer}, answering a heartbeat")
+
+    def _reply(self, future: torch.futures.Future[Any], request: Request, answer: Packed) -> None:
+        if not self._closed:
+            with contextlib.suppress(RuntimeError):  # closed in between
+                future.set_result(_Reply(request, answer))
+
+    def _seal_reply(self, reply: Any) -> tuple[bytes, list[torch.Tensor]]:
+        """In the place of pickling a result."""
+        if not isinstance(reply, _Reply):
+            return REFUSAL, []
+        return self._envelopes.reply(reply.request, reply.answer), reply.answer.tensors
+
+
+_Arrived = Callable[[Callable[[], Any]], None]
+
+_PONG = pack_result(None)
+
+
+@dataclass
+class _Link:
+    """A peer that can be called. ``broken``: why it cannot be any more."""
+
+    peer: Peer
+    worker: WorkerInfo
+    has_lifeline: bool = False
+    is_asked: bool = False
+    removed: bool = False
+    broken: str | None = None
+
+
+@dataclass(frozen=True)
+class _Reply:
+    request: Request
+    answer: Packed
+
+
+class _Agent:
+    """A TensorPipe agent that knows nobody but itself, listening on ``host``.
+
+    ``hooks`` take the place of the functions by which RPC unpickles, runs and pickles, from before it listens.
+    """
+
+    def __init__(self, name: str, host: str, timeout_seconds: float, hooks: Mapping[str, Callable[..., Any]]) -> None:
+        interface, address = interface_of(host)
+        if _is_current_rpc_agent_set():
+            raise CommunicationError(
+                "this process uses torch.distributed.rpc already; a process is one task of a cluster, and torchstrat "
+                "needs RPC for itself. Close the other endpoint, or shut RPC down, first."
+            )
+        self._store = HashStore()
+        self._ids = iter(range(1, _LARGEST_ID + 1))
+        options = TensorPipeRpcBackendOptions(
+            num_worker_threads=_RPC_THREADS,
+            rpc_timeout=timeout_seconds,
+            # Shared memory would be faster, but polls: half a core per idle process. Reading from another process's
+            # memory (cma) is chosen by itself where both ends are on one host.
+            _transports=["uv"],
+            _channels=["cma", "basic"] if sys.platform == "linux" else ["basic"],
+        )
+        _init_autograd(0)
+        # world_size=0 makes a group that may grow, and waits for nobody.
+        self._agent = TensorPipeAgent(self._store, name, 0, 0, options, {}, [])
+        try:
+            with _hooked(hooks):
+                with _listening_on(interface):
+                    _set_and_start_rpc_agent(self._agent)
+                self._check_hooks()
+            self.url: str = self._store.get(f"addrs/{name}").decode()
+            self._listener = _Listener(_address_of(self.url))
+            if _address_of(self.url)[0] != address:
+                raise InvalidArgumentError(
+                    f"asked to listen on {host} ({address}), PyTorch listens on {self.url}: it chooses an address once "
+                    "per process, or the interface has several. Use its main address, from the start of the process."
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_listening(self) -> bool:
+        """False once a stranger has made the agent deaf: it closes its listener at the first error on it."""
+        return self._listener.is_open
+
+    def add(self, peer: Peer, *, is_self: bool) -> WorkerInfo:
+        if is_self:
+            return self._agent.get_worker_info()
+        number = next(self._ids, None)
+        if number is None:
+            raise CommunicationError(
+                f"this process has known {_LARGEST_ID} peers, which is all RPC can count; restart it."
+            )
+        worker = WorkerInfo(peer.name, number)
+        self._store.set(f"addrs/{peer.name}", peer.url)
+        _update_group_membership(self._agent, worker, [], {}, True)
+        return worker
+
+    def send(self, to: WorkerInfo, sealed: bytes, tensors: list[torch.Tensor], seconds: float) -> Any:
+        """A torch future; 0 seconds: it may take for ever."""
+        if seconds != _NEVER:
+            seconds = max(seconds, 0.001)  # RPC counts in milliseconds, and takes 0 for no limit
+        return _invoke_rpc_python_udf(to, sealed, tensors, seconds, True)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Shut down without asking anybody. A handler that blocks one of RPC's threads is left to itself."""
+        _retired.append(self._agent)
+        shutdown = threading.Thread(target=self._agent.shutdown, name="torchstrat-rpc-shutdown", daemon=True)
+        shutdown.start()
+        shutdown.join(_SHUTDOWN_SECONDS)
+        if not shutdown.is_alive() and _is_current_rpc_agent_set():
+            _cleanup_python_rpc_handler()  # so that the next agent, ours or not, looks its functions up again
+            _reset_current_rpc_agent()
+
+    def _check_hooks(self) -> None:
+        """Send a message that is not sealed to this very process: were the hooks not in force, anybody's would run."""
+        reply = self.send(self._agent.get_worker_info(), SELF_TEST, [], _SELF_TEST_SECONDS).wait()
+        if reply is not None:
+            raise CommunicationError(
+                f"torch {torch.__version__} does not let messages be authenticated before they are unpickled; the "
+                "process would run what anybody sends to it. Please report this version."
+            )
+
+
+class _Listener:
+    """The socket on which an agent listens, found among this process's file descriptors.
+
+    An agent takes the end of a connection that has not said hello for an error of its listener, and closes that for
+    good. A stranger can do it, and so can a peer that is killed in the fraction of a millisecond before its hello.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._descriptor, self._identity = -1, (0, 0)
+        for descriptor, candidate in _sockets():
+            with contextlib.suppress(OSError):
+                listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and candidate.getsockname() == address:
+                    self._descriptor, self._identity = descriptor, _identity(descriptor)
+
+    @property
+    def is_open(self) -> bool:
+        try:
+            return _identity(self._descriptor) == self._identity
+        except OSError:
+            return False
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+@contextlib.contextmanager
+def _hooked(hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let RPC find these functions in the place of its own; it looks for them once, at an agent's first message."""
+    for name, hook in hooks.items():
+        setattr(internal, name, hook)
+    try:
+        yield
+    finally:
+        for name, original in _HOOKS.items():
+            setattr(internal, name, original)
+
+
+@contextlib.contextmanager
+def _listening_on(interface: str) -> Iterator[None]:
+    before = os.environ.get(_INTERFACE_VARIABLE)
+    os.environ[_INTERFACE_VARIABLE] = interface
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE_VARIABLE]
+        else:
+            os.environ[_INTERFACE_VARIABLE] = before
+
+
+def _classified(error: RuntimeError, peer: Peer, method: str, seconds: float) -> CommunicationError:
+    """What RPC means: it raises nothing but RuntimeError. The only place that looks at the text.
+
+    Functions that we call never raise, so what is no timeout comes from the connection.
+    """
+    text = str(error).splitlines()[0] if str(error) else "no reason given"
+    if text.startswith("RPCErr:1:"):  # the number of RPCErrorType::TIMEOUT
+        return PeerTimeoutError(
+            f"{peer} did not answer {method!r} within {seconds:g} s. It may be busy, stopped, or cut off; "
+            "allow more time if the call is a long one."
+        )
+    return PeerUnavailableError(f"{peer} is gone; {method!r} was not answered ({text}).", peer)
+
+
+def _shut_down_connections(url: str) -> None:
+    """End every connection that this process has made to this address. The reads on them then fail, which makes RPC
+    close and free them; it offers no other way to hang up."""
+    address = _address_of(url)
+    for _, connection in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            if connection.getpeername() == address:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """This process's internet sockets, with their file descriptors; each is a duplicate, closed when the next comes."""
+    folder = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+    for descriptor in map(int, os.listdir(folder)):
+        with contextlib.suppress(OSError):  # closed in between
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                    if duplicate.family == socket.AF_INET:
+                        yield descriptor, duplicate
+
+
+def _address_of(url: str) -> tuple[str, int]:
+    """Of ``uv://127.0.0.1:40123``."""
+    host, _, port = url.rpartition("//")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _positive(name: str, seconds: float) -> float:
+    if not seconds > 0:
+        raise InvalidArgumentError(f"{name}={seconds} is no time to wait; use a positive number of seconds.")
+    return seconds
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _nothing(_reply: Any) -> None:
+    """In the place of raising what a remote function raised: replies carry that themselves."""

@@ -1,0 +1,154 @@
+"""Reading and changing whole variables that live on servers, from any process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+
+from torchstrat.parameter_server.messages import (
+    COORDINATOR,
+    Push,
+    PushReply,
+    RowsRequest,
+    Shard,
+    ShardEdit,
+    ShardKey,
+    VariableSpec,
+)
+from torchstrat.parameter_server.placement import pieces
+from torchstrat.parameter_server.server_group import ServerGroup
+
+EditName = Literal["assign", "add", "sub", "mul", "div", "min", "max"]
+
+
+class Sender(Protocol):
+    """Names the pushes of a process, so that servers can tell repetitions."""
+
+    def next_push(self) -> tuple[int, int, str]:
+        """(function, index, incarnation) of the push that is about to be sent."""
+
+
+class CoordinatorSender:
+    """The coordinator repeats nothing, so its pushes need no records."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+
+    def next_push(self) -> tuple[int, int, str]:
+        return COORDINATOR, 0, self._incarnation
+
+
+class VariableAccess:
+    """``sender()``: on whose behalf the calling thread pushes."""
+
+    def __init__(self, servers: ServerGroup, sender: Callable[[], Sender]) -> None:
+        self.servers = servers
+        self._sender = sender
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
+        """The values of whole variables, on the CPU, each read without tearing; one call per server."""
+        wanted = shard_keys(specs)
+        answers = self.servers.ask("ps.read", wanted)
+        values = {key: value for index, keys in wanted.items() for key, value in zip(keys, answers[index], strict=True)}
+        return [assemble(spec, values) for spec in specs]
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``(n, …)`` of one variable. ``ids`` ``(n,)`` int64 on the CPU, sorted, unique and in range."""
+        parts = split_rows(spec, ids)
+        if not parts:
+            return torch.empty((0, *spec.shape[1:]), dtype=spec.dtype)
+        requests: dict[int, list[RowsRequest]] = defaultdict(list)
+        places: dict[int, list[slice]] = defaultdict(list)
+        for number, shard, where in parts:
+            requests[shard.server].append(RowsRequest((spec.number, number), ids[where] - shard.start))
+            places[shard.server].append(where)
+        answers = self.servers.ask("ps.read_rows", requests)
+        found = [
+            (where, rows)
+            for index, rows_of in answers.items()
+            for where, rows in zip(places[index], rows_of, strict=True)
+        ]
+        if len(found) == 1:
+            return found[0][1]  # type: ignore[no-any-return]
+        rows = torch.empty((len(ids), *spec.shape[1:]), dtype=spec.dtype)
+        for where, part in found:
+            rows[where] = part
+        return rows
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def edit(self, spec: VariableSpec, op: EditName, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Change a variable. ``value`` broadcasts to it; with ``rows`` (ids ``(n,)``) it has shape ``(n, …)``."""
+        self.push(edits=[(spec, op, value, rows)])
+
+    def push(self, edits: Iterable[tuple[VariableSpec, EditName, torch.Tensor, torch.Tensor | None]]) -> None:
+        by_server: dict[int, list[ShardEdit]] = defaultdict(list)
+        for spec, op, value, rows in edits:
+            for server, edit in shard_edits(spec, op, value, rows):
+                by_server[server].append(edit)
+        self.send_push({server: {"edits": tuple(of_server)} for server, of_server in by_server.items()})
+
+    def send_push(self, parts: dict[int, dict[str, Any]]) -> dict[int, PushReply]:
+        """One push in parts, one for each server, under one name."""
+        if not parts:
+            return {}
+        function, index, incarnation = self._sender().next_push()
+        return self.servers.ask(
+            "ps.push", {server: Push(function, index, incarnation, **part) for server, part in parts.items()}
+        )
+
+
+def shard_keys(specs: Iterable[VariableSpec]) -> dict[int, list[ShardKey]]:
+    """The shards of these variables, by server."""
+    keys: dict[int, list[ShardKey]] = defaultdict(list)
+    for spec in specs:
+        for number, shard in enumerate(spec.shards):
+            keys[shard.server].append((spec.number, number))
+    return keys
+
+
+def assemble(spec: VariableSpec, values: dict[ShardKey, torch.Tensor]) -> torch.Tensor:
+    """The whole variable from its shards' values."""
+    if len(spec.shards) == 1:
+        return values[spec.number, 0]
+    return torch.cat([values[spec.number, number] for number in range(len(spec.shards))])
+
+
+def split_rows(spec: VariableSpec, ids: torch.Tensor) -> list[tuple[int, Shard, slice]]:
+    """Which part of the sorted ``ids`` lies in which shard: (number of the shard, shard, slice of ids), none empty."""
+    if len(spec.shards) == 1:
+        return [(0, spec.shards[0], slice(0, len(ids)))] if len(ids) else []
+    stops = torch.tensor([shard.stop for shard in spec.shards])
+    ends = [0, *torch.searchsorted(ids, stops).tolist()]
+    return [
+        (number, shard, slice(ends[number], ends[number + 1]))
+        for number, shard in enumerate(spec.shards)
+        if ends[number] < ends[number + 1]
+    ]
+
+
+def shard_edits(
+    spec: VariableSpec, op: EditName, value: torch.Tensor, rows: torch.Tensor | None
+) -> list[tuple[int, ShardEdit]]:
+    """One edit of a variable as edits of its shards, each with its server."""
+    value = value.detach().cpu()
+    if rows is not None:
+        ids, order = torch.sort(rows.cpu().to(torch.int64), stable=True)
+        value = value.expand(len(ids), *spec.shape[1:])[order]
+        return [
+            (shard.server, ShardEdit((spec.number, number), op, value[where], ids[where] - shard.start))
+            for number, shard, where in split_rows(spec, ids)
+        ]
+    if len(spec.shards) == 1:
+        return [(spec.shards[0].server, ShardEdit((spec.number, 0), op, value))]
+    per_row = value.dim() == len(spec.shape) and value.shape[0] == spec.shape[0]
+    parts = pieces(spec, value) if per_row else [value] * len(spec.shards)
+    return [
+        (shard.server, ShardEdit((spec.number, number), op, part))
+        for number, (shard, part) in enumerate(zip(spec.shards, parts, strict=True))
+    ]

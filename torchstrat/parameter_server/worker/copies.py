@@ -1,0 +1,137 @@
+"""This worker's copies of the variables: made without values, filled from the servers when a function reaches them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variable_access import EditName, VariableAccess
+
+BufferEdit = tuple[VariableSpec, EditName, torch.Tensor, None]
+
+
+class Copies:
+    """Parameters and buffers by the numbers of their variables. For one thread: the one that runs functions."""
+
+    def __init__(self, access: VariableAccess, device: torch.device) -> None:
+        self.access = access
+        self._device = device
+        self._specs: dict[int, VariableSpec] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, int] = {}
+        self._slots: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
+        self._reference: dict[int, torch.Tensor] = {}
+        self._by_rows: set[int] = set()
+        self._fresh: set[int] = set()
+
+    # -- made from a skeleton ---------------------------------------------------------------------------------------
+
+    def make(self, spec: VariableSpec) -> torch.Tensor:
+        """The tensor that stands for ``spec`` here; its values come later. A table takes one element of memory."""
+        if spec.number in self._tensors:
+            return self._tensors[spec.number]
+        if spec.by_rows:
+            # Of the right shape for autograd and optimizers, without storage: rows are read where they are used.
+            value = torch.zeros((), dtype=spec.dtype, device=self._device).expand(spec.shape)
+            self._by_rows.add(spec.number)
+        else:
+            value = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+        tensor = nn.Parameter(value, spec.requires_grad) if spec.kind == "parameter" else value
+        self._specs[spec.number] = spec
+        self._tensors[spec.number] = tensor
+        self._numbers[id(tensor)] = spec.number
+        return tensor
+
+    def note_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Remember where the buffers are: modules may replace the tensor by assignment."""
+        for module in modules:
+            for name, tensor in module._buffers.items():
+                number = None if tensor is None else self._numbers.get(id(tensor))
+                if number is not None:
+                    slots = self._slots.setdefault(number, [])
+                    if not any(known() is module and n == name for known, n in slots):
+                        slots.append((weakref.ref(module), name))
+
+    # -- what is known of a tensor ----------------------------------------------------------------------------------
+
+    def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
+        number = self._numbers.get(id(tensor))
+        return None if number is None else self._specs[number]
+
+    def is_table(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` stands for rows on the servers, and holds no values itself."""
+        return self._numbers.get(id(tensor)) in self._by_rows
+
+    def has_tables(self, numbers: Iterable[int]) -> bool:
+        return not self._by_rows.isdisjoint(numbers)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def dense(self, numbers: Iterable[int]) -> list[VariableSpec]:
+        """Those of the variables that this worker holds whole."""
+        return [self._specs[number] for number in numbers if number in self._specs and number not in self._by_rows]
+
+    def expire(self) -> None:
+        """Whatever is here may be out of date."""
+        self._fresh.clear()
+
+    def refresh(self, numbers: Iterable[int]) -> None:
+        """Pull what is not known to be up to date; one call per server."""
+        stale = [spec for spec in self.dense(numbers) if spec.number not in self._fresh]
+        if stale:
+            for spec, value in zip(stale, self.access.read(stale), strict=True):
+                self.store(spec, value)
+
+    def store(self, spec: VariableSpec, value: torch.Tensor) -> None:
+        """``value`` has just been read from the servers."""
+        with torch.inference_mode(False), torch.no_grad():
+            if spec.kind == "buffer":
+                self._store_buffer(spec, value)
+            else:
+                self._tensors[spec.number].data.copy_(value)
+        self._fresh.add(spec.number)
+
+    def _store_buffer(self, spec: VariableSpec, value: torch.Tensor) -> None:
+        tensor = self._buffer(spec)
+        tensor.copy_(value)
+        self._reference[spec.number] = value.to(self._device, copy=True)
+
+    def _buffer(self, spec: VariableSpec) -> torch.Tensor:
+        for known, name in self._slots.get(spec.number, ()):
+            module = known()
+            current = None if module is None else module._buffers.get(name)
+            if current is not None:
+                return current
+        return self._tensors[spec.number]
+
+    def make_dense(self, tensor: torch.Tensor) -> None:
+        """A table that is used whole is held whole from now on."""
+        number = self._numbers[id(tensor)]
+        spec = self._specs[number]
+        self._by_rows.discard(number)
+        with torch.no_grad():
+            tensor.data = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        self.refresh([number])
+
+    def buffer_edits(self, numbers: Iterable[int]) -> list[BufferEdit]:
+        """What the function changed in buffers since they were read: floating ones as they are now (the last writer's
+        stay), integral ones as differences (counters count every worker's steps)."""
+        edits: list[BufferEdit] = []
+        for number in numbers:
+            reference = self._reference.get(number)
+            if reference is None:
+                continue
+            spec = self._specs[number]
+            current = self._buffer(spec).detach()
+            if torch.equal(current, reference):
+                continue
+            if current.is_floating_point() or current.is_complex() or current.dtype == torch.bool:
+                edits.append((spec, "assign", current, None))
+            else:
+                edits.append((spec, "add", current - reference, None))
+            self._reference[number] = current.clone()
+        return edits

@@ -1,0 +1,199 @@
+"""``optimizer.step()`` in a function: gradients go to the servers, which step, and fresh values come back.
+
+The user's call goes through PyTorch's global step hook, so gradient scalers, clipping and user hooks around it work as
+they do anywhere; the optimizer itself steps a stand-in without parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
+from torchstrat.parameter_server.placement import pieces
+from torchstrat.parameter_server.variable_access import VariableAccess, shard_edits, shard_keys
+from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.replicas.central_step import closure_of, make_stand_in
+
+
+class _Here(threading.local):
+    steps: RemoteSteps | None = None
+
+
+_here = _Here()
+
+
+class StepHook:
+    """PyTorch's hook before every optimizer's step, there as long as this process has a worker. A worker of a test is a
+    thread: all of them share one, since the hooks are a plain dictionary that steps of other threads walk over."""
+
+    _lock = threading.Lock()
+    _workers = 0
+    _handle: Any = None
+
+    @classmethod
+    def attach(cls) -> None:
+        with cls._lock:
+            cls._workers += 1
+            if cls._workers == 1:
+                cls._handle = register_optimizer_step_pre_hook(_before_step)
+
+    @classmethod
+    def detach(cls) -> None:
+        with cls._lock:
+            cls._workers -= 1
+            if cls._workers == 0:
+                cls._handle.remove()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    return None if _here.steps is None else _here.steps.before(optimizer, args, kwargs)
+
+
+class RemoteSteps:
+    """Optimizer steps while one function runs, on its thread.
+
+    Args:
+        number_of: the job's number of an optimizer, None for one that it does not know.
+        reached: numbers of the variables whose values a step brings back.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        access: VariableAccess,
+        number_of: Callable[[Optimizer], int | None],
+        reached: Callable[[], frozenset[int]],
+    ) -> None:
+        self._copies = copies
+        self._access = access
+        self._number_of = number_of
+        self._reached = reached
+        self.stepped = False
+        """Whether a step has brought fresh values."""
+
+    def __enter__(self) -> RemoteSteps:
+        _here.steps = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _here.steps = None
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """What PyTorch asks before a step of this thread: what to call instead, or None."""
+        number = self._number_of(optimizer)
+        if number is None:
+            self._check_foreign(optimizer)
+            return None
+        if closure_of(args, kwargs) is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
+                "parameter servers do not hold still. Call loss.backward() and step() without a closure."
+            )
+        self._push(number, optimizer)
+        return (make_stand_in(optimizer), *args[1:]), kwargs
+
+    def _check_foreign(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                spec = self._copies.spec_of(tensor)
+                if spec is not None:
+                    raise InvalidArgumentError(
+                        f"a scheduled function steps an optimizer ({type(optimizer).__name__}) of its own on "
+                        f"{spec.name}, which lives on parameter servers. Create it on the coordinator, inside "
+                        "`with strategy.scope():`."
+                    )
+
+    # -- the push ---------------------------------------------------------------------------------------------------
+
+    def _push(self, number: int, optimizer: Optimizer) -> None:
+        step = _Gradients(optimizer, self._copies.spec_of)
+        reached = self._reached()
+        parts: dict[int, dict[str, Any]] = defaultdict(dict)
+        if not step.found_inf:
+            options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+            for server in step.servers():
+                parts[server]["steps"] = (
+                    OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server])),
+                )
+        for spec, op, value, _ in self._copies.buffer_edits(reached):
+            for server, edit in shard_edits(spec, op, value, None):
+                parts[server]["edits"] = (*parts[server].get("edits", ()), edit)
+        dense = self._copies.dense(reached)
+        wanted = shard_keys(dense)
+        for server, keys in wanted.items():
+            parts[server]["wants"] = tuple(keys)
+        replies = self._access.send_push(dict(parts))
+        values = {
+            key: value
+            for server, keys in wanted.items()
+            for key, value in zip(keys, replies[server].values, strict=True)
+        }
+        for spec in dense:
+            self._store(spec, values)
+        self.stepped = True
+
+    def _store(self, spec: VariableSpec, values: Mapping[ShardKey, torch.Tensor]) -> None:
+        parts = [values[spec.number, number] for number in range(len(spec.shards))]
+        self._copies.store(spec, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+class _Gradients:
+    """The gradients of one optimizer's parameters, cut into shards, by server."""
+
+    def __init__(self, optimizer: Optimizer, spec_of: Callable[[torch.Tensor], VariableSpec | None]) -> None:
+        self.dense: dict[int, list[tuple[ShardKey, torch.Tensor]]] = defaultdict(list)
+        self.rows: dict[int, list[tuple[ShardKey, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        # A gradient scaler leaves unscaling to fused optimizers; the servers know nothing of it.
+        self._scale = getattr(optimizer, "grad_scale", None)
+        found = getattr(optimizer, "found_inf", None)
+        self.found_inf = found is not None and bool(found)
+        if not self.found_inf:
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    if tensor.grad is not None:
+                        self._add(_known(spec_of(tensor), tensor, optimizer), tensor.grad.detach())
+
+    def servers(self) -> set[int]:
+        return set(self.dense) | set(self.rows)
+
+    def _add(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
+        if self._scale is not None:
+            gradient = gradient / self._scale
+        if gradient.layout == torch.sparse_coo:
+            self._add_rows(spec, gradient.coalesce())
+            return
+        for number, (shard, part) in enumerate(zip(spec.shards, pieces(spec, gradient), strict=True)):
+            self.dense[shard.server].append(((spec.number, number), part.cpu()))
+
+    def _add_rows(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
+        """``gradient``: coalesced, sparse in its first dimension, so its ids are sorted and unique.
+
+        Shards without any of the rows are told too: an optimizer's count of steps is the table's, not the shard's.
+        """
+        if gradient.sparse_dim() != 1:
+            raise InvalidArgumentError(
+                f"the gradient of {spec.name} is sparse in {gradient.sparse_dim()} dimensions; parameter servers take "
+                "gradients that are dense, or sparse in the first dimension, as those of embeddings are."
+            )
+        ids, values = gradient.indices()[0].cpu(), gradient.values().cpu()
+        ends = [0, *torch.searchsorted(ids, torch.tensor([shard.stop for shard in spec.shards])).tolist()]
+        for number, shard in enumerate(spec.shards):
+            where = slice(ends[number], ends[number + 1])
+            self.rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
+
+
+def _known(spec: VariableSpec | None, tensor: torch.Tensor, optimizer: Optimizer) -> VariableSpec:
+    if spec is None:
+        raise InvalidArgumentError(
+            f"{type(optimizer).__name__} holds a parameter of shape {tuple(tensor.shape)} that is not on the parameter "
+            "servers; a function cannot add any. Create them on the coordinator, inside `with strategy.scope():`."
+        )
+    return spec

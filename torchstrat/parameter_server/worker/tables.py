@@ -1,0 +1,200 @@
+"""Embedding tables in a step: ``F.embedding`` and ``F.embedding_bag`` look rows up on the servers.
+
+A table's parameter has its full shape and no storage. While a function runs, a function mode sees what is done with it:
+a lookup reads the unique rows that the batch names and computes on these; its gradient is a sparse COO tensor over the
+table, as that of ``nn.Embedding(sparse=True)`` is. Any other use reads the whole table once, and from then on this
+worker holds it like any other parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variable_access import VariableAccess
+from torchstrat.parameter_server.worker.copies import Copies
+
+_LARGE_BYTES = 64 << 20
+
+
+class _RowsOfTable(torch.autograd.Function):
+    """Rows that were read from the servers, as a function of the table's parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.shape = table.shape
+        ctx.save_for_backward(ids)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        sparse = torch.sparse_coo_tensor(ids[None], gradient, ctx.shape, is_coalesced=True, check_invariants=False)
+        return sparse, None, None
+
+
+class TableLookups(TorchFunctionMode):
+    """Active around a function that reaches tables."""
+
+    def __init__(self, copies: Copies, access: VariableAccess) -> None:
+        super().__init__()
+        self._copies = copies
+        self._access = access
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        lookup = _LOOKUPS.get(func)
+        if lookup is not None:
+            return lookup(self, *args, **kwargs)
+        if getattr(func, "__name__", "") not in _ATTRIBUTES:
+            self._make_dense_where_used(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _make_dense_where_used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, torch.nn.Parameter) and self._copies.is_table(tensor):
+                    self._make_dense(tensor)
+
+    def _make_dense(self, tensor: torch.Tensor) -> None:
+        spec = self._copies.spec_of(tensor)
+        assert spec is not None
+        size = tensor.numel() * tensor.element_size()
+        if size > _LARGE_BYTES:
+            warnings.warn(
+                f"table {spec.name} {spec.shape} is used as a whole, not only by F.embedding or F.embedding_bag, so "
+                f"every worker holds all of its {size / 2**20:.0f} MiB and sends its whole gradient. Look rows up "
+                "instead, or create it without a partitioner.",
+                stacklevel=4,
+            )
+        self._copies.make_dense(tensor)
+
+    # -- lookups ----------------------------------------------------------------------------------------------------
+
+    def embedding(
+        self,
+        input: torch.Tensor,  # noqa: A002  # torch's name
+        weight: torch.Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> torch.Tensor:
+        if not self._copies.is_table(weight):
+            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        ids, places, rows = self._rows(weight, input, max_norm, norm_type)
+        padding = _place_of(padding_idx, ids, len(weight))
+        return F.embedding(places, rows, padding, scale_grad_by_freq=scale_grad_by_freq)
+
+    def embedding_bag(
+        self,
+        input: torch.Tensor,  # noqa: A002
+        weight: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: torch.Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> torch.Tensor:
+        def call(ids: torch.Tensor, rows: torch.Tensor, padding: int | None, norm: float | None, by_rows: bool) -> Any:
+            return F.embedding_bag(
+                ids, rows, offsets, norm, norm_type, scale_grad_by_freq, mode, by_rows, per_sample_weights,
+                include_last_offset, padding,
+            )  # fmt: skip
+
+        if not self._copies.is_table(weight):
+            return call(input, weight, padding_idx, max_norm, sparse)  # type: ignore[no-any-return]
+        ids, places, rows = self._rows(weight, input, max_norm, norm_type)
+        return call(places, rows, _place_of(padding_idx, ids, len(weight)), None, False)  # type: ignore[no-any-return]
+
+    def _rows(
+        self, table: torch.Tensor, ids: torch.Tensor, max_norm: float | None, norm_type: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The unique ids on the CPU, where each of ``ids`` is among them, and the rows ``(unique, dim)``."""
+        spec = self._copies.spec_of(table)
+        assert spec is not None
+        unique, places = torch.unique(ids.detach(), return_inverse=True)
+        unique = unique.to("cpu", torch.int64)
+        check_ids(spec, unique)
+        rows = self._access.read_rows(spec, unique)
+        if max_norm is not None:
+            self._renormalise(spec, unique, rows, max_norm, norm_type)
+        rows = rows.to(table.device)
+        if table.requires_grad and torch.is_grad_enabled():
+            rows = _RowsOfTable.apply(table, unique.to(table.device), rows)  # type: ignore[no-untyped-call]
+        return unique, places, rows
+
+    def _renormalise(
+        self, spec: VariableSpec, ids: torch.Tensor, rows: torch.Tensor, max_norm: float, norm_type: float
+    ) -> None:
+        """``max_norm`` changes the table itself, as torch's lookups do: rows that are too long are written back."""
+        norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
+        long = norms > max_norm
+        if bool(long.any()):
+            rows[long] *= (max_norm / (norms[long] + 1e-7)).unsqueeze(1)
+            self._access.edit(spec, "assign", rows[long], ids[long])
+
+
+def check_ids(spec: VariableSpec, unique: torch.Tensor) -> None:
+    if len(unique) and (int(unique[0]) < 0 or int(unique[-1]) >= spec.shape[0]):
+        wrong = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
+        raise InvalidArgumentError(
+            f"id {wrong} is not in table {spec.name}, which has rows 0 to {spec.shape[0] - 1}; look up ids in that "
+            "range, or make the table larger."
+        )
+
+
+def _place_of(padding_idx: int | None, ids: torch.Tensor, rows: int) -> int | None:
+    """Where the padding row is among the unique ids; None when the batch does not name it."""
+    if padding_idx is None:
+        return None
+    wanted = padding_idx + rows if padding_idx < 0 else padding_idx
+    place = int(torch.searchsorted(ids, wanted))
+    return place if place < len(ids) and int(ids[place]) == wanted else None
+
+
+_LOOKUPS: dict[Any, Callable[..., Any]] = {
+    F.embedding: TableLookups.embedding,
+    F.embedding_bag: TableLookups.embedding_bag,
+}
+
+_ATTRIBUTES = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "__delete__",
+        "__hash__",
+        "__len__",
+        "__repr__",
+        "size",
+        "dim",
+        "numel",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "requires_grad_",
+        "retain_grad",
+        "backward",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+    }
+)
+"""What may be asked of a table without its values."""

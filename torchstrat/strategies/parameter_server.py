@@ -1,0 +1,365 @@
+"""Variables on parameter servers, functions on workers, training asynchronous."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from torchstrat import nest
+from torchstrat.cluster_resolver import ClusterResolver
+from torchstrat.cluster_spec import PARAMETER_SERVER, ClusterSpec
+from torchstrat.data.options import InputContext, InputOptions
+from torchstrat.devices import resolve_compute_devices
+from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.extended import StrategyExtended
+from torchstrat.parameter_server.cluster_checks import check_parameter_server_cluster
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.remote_storage import RemoteStorage, recipe_of_variable
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.variable.storage import Cell, Storage, VariablePlacement
+from torchstrat.variable.variable import Variable
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.coordinator import ClusterCoordinator
+    from torchstrat.parameter_server.job import Job
+    from torchstrat.parameter_server.membership import Membership
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training: variables on servers (job ``ps``), functions on workers, this process coordinates.
+
+    Everything made in ``scope()`` is placed on the servers, round robin. Use `ClusterCoordinator` to run functions::
+
+        coordinator = ts.ClusterCoordinator(strategy)
+        coordinator.schedule(worker_step, args=(iterator,))
+        coordinator.join()
+
+    Args:
+        cluster_resolver: describes the cluster: at least one ``worker`` and one ``ps``; this process is its ``chief``,
+            which need not be listed.
+        variable_partitioner: one of `ts.partitioners`, or a function ``(shape, dtype) -> [shards, 1, …]``: splits
+            variables along their first axis, and makes embedding tables travel by rows.
+        gradient_reduce_op: accepted on every strategy; a worker is one replica.
+        timeout: how long to wait for servers that are not there yet, and for their answers.
+
+    Nothing is contacted before the first ``scope()`` or `ClusterCoordinator`. Raises `ClusterConfigError` for a cluster
+    that cannot work. The cluster's secret is read from ``TORCHSTRAT_SECRET``, or from the file that
+    ``TORCHSTRAT_SECRET_FILE`` names.
+    """
+
+    _wraps_values = False
+    _per_replica_input = "refused"
+    _variable_placement = VariablePlacement.ONE
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver,
+        variable_partitioner: Callable[..., Any] | None = None,
+        *,
+        gradient_reduce_op: ReduceOp | str = "mean",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        _membership: Membership | None = None,
+    ) -> None:
+        self._made_with = (
+            (cluster_resolver, variable_partitioner),
+            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout},
+        )
+        if not isinstance(cluster_resolver, ClusterResolver):
+            raise WrongTypeError(
+                "ParameterServerStrategy needs a cluster resolver, such as "
+                "ts.cluster_resolver.TFConfigClusterResolver(); got "
+                f"{type(cluster_resolver).__name__} {cluster_resolver!r:.80}."
+            )
+        op = ReduceOp.parse(gradient_reduce_op)
+        self._spec: ClusterSpec = cluster_resolver.cluster_spec()
+        check_parameter_server_cluster(self._spec, cluster_resolver.task_type, cluster_resolver.task_id)
+        self._partitioner = variable_partitioner
+        self._timeout = timeout
+        self._membership = _membership
+        self._connected: Job | None = None
+        self._coordinator: ClusterCoordinator | None = None
+        self._lock = threading.RLock()
+        self._scopes: list[ExitStack] = []
+        self._beside: list[VariableSpec] = []
+        self._keeps_whole = False
+        self._hooked_counts: tuple[int, int, int] | None = None
+        self._is_worker = False
+        self._set_up_engine("cpu:0", op, cluster_resolver)
+
+    @classmethod
+    def _on_worker(cls, device: str) -> ParameterServerStrategy:
+        """What stands for the strategy in a scheduled function."""
+        strategy = object.__new__(cls)
+        strategy._is_worker = True
+        strategy._connected = strategy._coordinator = None
+        strategy._scopes, strategy._beside, strategy._keeps_whole = [], [], False
+        strategy._set_up_engine(device, ReduceOp.MEAN, None)
+        return strategy
+
+    def _set_up_engine(self, device: str, op: ReduceOp, resolver: ClusterResolver | None) -> None:
+        devices = resolve_compute_devices([device], argument="device")
+        self._engine = InProcessReplicas(self, devices, gradient_op=op)
+        self.extended = StrategyExtended(self, devices, devices, resolver)
+
+    # -- the cluster ------------------------------------------------------------------------------------------------
+
+    @property
+    def _job(self) -> Job:
+        """The servers, and what is on them."""
+        with self._lock:
+            if self._connected is None:
+                self._connected = self._make_job()
+            return self._connected
+
+    def _make_job(self) -> Job:
+        from torchstrat.parameter_server.job import Job
+        from torchstrat.parameter_server.membership import ClusterMembership
+        from torchstrat.parameter_server.secret import load_secret
+
+        seconds = self._timeout.total_seconds()
+        membership = self._membership or ClusterMembership(self._spec, load_secret(), timeout_seconds=seconds)
+        job = Job(
+            membership,
+            self._engine.registry,
+            self._spec.num_tasks(PARAMETER_SERVER),
+            self._partitioner,
+            timeout_seconds=seconds,
+        )
+        _close_at_exit(self)
+        return job
+
+    def _coordinate(self, make: Callable[[], ClusterCoordinator]) -> ClusterCoordinator:
+        with self._lock:
+            if self._is_worker:
+                raise ContextError("a scheduled function runs on a worker, which has no ClusterCoordinator of its own.")
+            if self._coordinator is None:
+                self._coordinator = make()
+            return self._coordinator
+
+    def close(self) -> None:
+        """Tell servers and workers that the job is over, and stop. May be called twice."""
+        if not self._is_worker and self._connected is not None:
+            job, self._connected = self._connected, None
+            if self._coordinator is not None:
+                self._coordinator._close()
+            job.close(finished=not _is_crashing())
+        super().close()
+
+    # -- scope ------------------------------------------------------------------------------------------------------
+
+    def _enter_scope(self) -> None:
+        if self._is_worker:
+            raise ContextError(
+                "scope() was opened in a scheduled function. The coordinator creates variables; functions use them."
+            )
+        from torchstrat.parameter_server.coordinator import ClusterCoordinator
+
+        super()._enter_scope()
+        stack = ExitStack()
+        try:
+            ClusterCoordinator(self)
+            if not self._scopes:
+                from torchstrat.parameter_server.initial_values import RecordInitialisers
+
+                stack.enter_context(RecordInitialisers())  # type: ignore[no-untyped-call]
+                self._engine.registry.on_member = self._note_member
+        except BaseException:
+            super()._leave_scope(failed=True)
+            raise
+        self._scopes.append(stack)
+
+    def _leave_scope(self, *, failed: bool) -> None:
+        stack = self._scopes.pop()
+        stack.close()
+        if not self._scopes:
+            self._engine.registry.on_member = None
+        super()._leave_scope(failed=failed)
+        if not failed and not self._scopes:
+            self._job.commit()
+            self._hook_state_dicts()
+
+    def _note_member(self, module: nn.Module, name: str, member: Any) -> None:
+        if self._beside and isinstance(member, torch.Tensor):
+            self._job.variables.put_beside(member, self._beside[-1])
+
+    def _capture(self, fn: Callable[..., Any], arguments: Any) -> None:
+        """Record what a function reaches. Trained state that was not made in the scope is an error."""
+        adopted = self._engine.registry.adopt(fn, nest.leaves(list(arguments)))
+        if adopted:
+            raise InvalidArgumentError(
+                f"the function uses trainable variables made outside of the scope: {', '.join(adopted)}. They are not "
+                "on the parameter servers, and a worker would train a copy that nobody sees. Create them, and the "
+                "optimizer, within `with strategy.scope():`."
+            )
+        self._hook_state_dicts()
+
+    def _hook_state_dicts(self) -> None:
+        from torchstrat.parameter_server.state_dicts import hook_module, hook_optimizer
+
+        registry = self._engine.registry
+        if registry.counts == self._hooked_counts:
+            return
+        self._hooked_counts = registry.counts
+        for module in registry.modules():
+            hook_module(self, module)
+        for optimizer in registry.optimizers():
+            hook_optimizer(self, optimizer)
+
+    def _pull(self, modules: list[nn.Module] | None) -> None:
+        if not self._is_worker:
+            self._job.commit()
+            self._job.pull(modules)
+
+    # -- variables --------------------------------------------------------------------------------------------------
+
+    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        self._require_coordinator("Variable")
+        if not self._scopes:
+            return Cell(initial, device)
+        job = self._job
+        beside = self._beside[-1] if self._beside else None
+        spec = job.placement.place(
+            name, initial.shape, initial.dtype, "variable", with_variable=beside, may_split=False
+        )
+        job.add_variable(spec, initial)
+        return RemoteStorage(spec, lambda: job.access)
+
+    def _variable_made(self, variable: Variable) -> None:
+        storage = variable._cell()
+        if isinstance(storage, RemoteStorage):
+            self._job.catalog.register(
+                variable, ("variable", storage.spec.number), recipe_of_variable(variable, storage)
+            )
+
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any) -> Any:
+        self._require_coordinator("Variable")
+        if self._partitioner is None or self._beside or self._keeps_whole or not self._scopes:
+            return None
+        from torchstrat.parameter_server.sharded_creation import create_variable
+
+        def make(value: torch.Tensor, part_name: str | None) -> Variable:
+            self._keeps_whole = True
+            try:
+                return Variable(value, name=part_name)
+            finally:
+                self._keeps_whole = False
+
+        return create_variable(self._partitioner, initial_value, name, shape, dtype, make)
+
+    def _require_coordinator(self, what: str) -> None:
+        if self._is_worker:
+            raise InvalidArgumentError(
+                f"{what} was created in a scheduled function or a per-worker dataset function. Variables live on the "
+                "parameter servers; create them on the coordinator, within `with strategy.scope():`."
+            )
+
+    @contextmanager
+    def _colocating(self, variable: Any) -> Iterator[None]:
+        self._beside.append(self._spec_of(variable))
+        try:
+            yield
+        finally:
+            self._beside.pop()
+
+    def _spec_of(self, variable: Any) -> VariableSpec:
+        if isinstance(variable, Variable):
+            storage = variable._cell()
+            if isinstance(storage, RemoteStorage):
+                return storage.spec
+        elif isinstance(variable, torch.Tensor):
+            self._job.variables.place_now(variable)
+            spec = self._job.variables.spec_of(variable)
+            if spec is not None:
+                return spec
+        raise InvalidArgumentError(f"{variable!r:.80} does not live on this strategy's parameter servers.")
+
+    def _place_of(self, variable: Any) -> str | None:
+        if isinstance(variable, torch.Tensor) and not self._is_worker:
+            return f"ps:{self._spec_of(variable).shards[0].server}"
+        return None
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """In a scheduled function: call ``fn`` as this worker's one replica. See `Strategy.run`.
+
+        On the coordinator it runs here, on the values that were last pulled, and warns: training belongs on workers.
+        """
+        if not self._is_worker:
+            warnings.warn(
+                "strategy.run was called on the coordinator, so it runs here and changes no variable on the parameter "
+                "servers. Schedule a function that calls it: coordinator.schedule(fn).",
+                stacklevel=2,
+            )
+        return super().run(fn, args, kwargs, options)
+
+    # -- input ------------------------------------------------------------------------------------------------------
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+        """A dataset for `ClusterCoordinator.create_per_worker_dataset`; on the coordinator it cannot be iterated."""
+        if self._is_worker:
+            return super().distribute_dataset(dataset, options)
+        return _ForWorkers(lambda: self.distribute_dataset(dataset, options))
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """A dataset for `ClusterCoordinator.create_per_worker_dataset`; on the coordinator it cannot be iterated.
+
+        ``dataset_fn`` sees one input pipeline; `ClusterCoordinator.get_current_worker_index` tells workers apart.
+        """
+        if self._is_worker:
+            return super().distribute_datasets_from_function(dataset_fn, options)
+        return _ForWorkers(lambda: self.distribute_datasets_from_function(dataset_fn, options))
+
+    def __repr__(self) -> str:
+        if self._is_worker:
+            return "<ParameterServerStrategy on a worker>"
+        tasks = ", ".join(f"{self._spec.num_tasks(job)} {job}" for job in self._spec.jobs)
+        return f"<ParameterServerStrategy of {tasks}>"
+
+
+class _ForWorkers:
+    """What `distribute_dataset` gives on the coordinator."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._per_worker_source = make
+
+    def __iter__(self) -> Any:
+        raise InvalidArgumentError(
+            "a dataset distributed by ParameterServerStrategy is read on the workers: pass it to "
+            "coordinator.create_per_worker_dataset, and call next() on its iterator in a scheduled function."
+        )
+
+
+_open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
+
+
+def _close_at_exit(strategy: ParameterServerStrategy) -> None:
+    """An ordinary end of the program ends the job; a crash keeps the servers waiting for the next coordinator."""
+    if not _open:
+        atexit.register(_close_all)
+    _open.add(strategy)
+
+
+def _close_all() -> None:
+    for strategy in list(_open):
+        strategy.close()
+
+
+def _is_crashing() -> bool:
+    """Whether an exception ends the interpreter: then the next coordinator finds the variables as they are."""
+    return getattr(sys, "last_value", None) is not None

@@ -1,0 +1,189 @@
+"""A parameter-server cluster of threads: the real coordinator, workers and servers over `FakeNetwork`.
+
+::
+
+    with FakeCluster(workers=2, ps=2) as cluster:
+        strategy = cluster.strategy(variable_partitioner=...)
+        ...
+        cluster.kill_worker(1)
+        cluster.start_worker(1)
+
+For unit tests of programs that use `ClusterCoordinator`: no sockets, no processes, faults on command. Everything that a
+process has of its own is shared here: the global random state, module globals of functions that travel by reference.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from torchstrat.cluster_resolver import SimpleClusterResolver
+from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
+from torchstrat.errors import CommunicationTimeoutError
+from torchstrat.parameter_server.endpoint import Endpoint
+from torchstrat.parameter_server.membership import OnJoined, OnLost
+from torchstrat.parameter_server.server.service import VariableServer
+from torchstrat.parameter_server.service import Service
+from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.worker.service import FunctionWorker
+from torchstrat.strategies.parameter_server import ParameterServerStrategy
+from torchstrat.testing.fake_network import FakeNetwork
+
+
+class FakeCluster:
+    """Workers and servers as threads. A context manager that ends them.
+
+    Args:
+        workers, ps: how many of each are there from the start.
+    """
+
+    def __init__(self, workers: int = 2, ps: int = 2) -> None:
+        self.network = FakeNetwork()
+        self._lock = threading.Lock()
+        self._services: dict[Task, tuple[Endpoint, Service]] = {}
+        self._dead: list[Service] = []
+        self._memberships: list[FakeMembership] = []
+        self._strategies: list[ParameterServerStrategy] = []
+        self.spec = ClusterSpec(
+            {
+                WORKER: [f"worker{index}:1" for index in range(workers)],
+                PARAMETER_SERVER: [f"ps{index}:1" for index in range(ps)],
+            }
+        )
+        for index in range(ps):
+            self.start_server(index)
+        for index in range(workers):
+            self.start_worker(index)
+
+    def strategy(self, variable_partitioner: Any = None, **options: Any) -> ParameterServerStrategy:
+        """A new strategy on this cluster, as a coordinator's program would make it."""
+        membership = FakeMembership(self)
+        options.setdefault("timeout", timedelta(seconds=60))
+        made = ParameterServerStrategy(
+            SimpleClusterResolver(self.spec), variable_partitioner, _membership=membership, **options
+        )
+        self._strategies.append(made)
+        return made
+
+    def start_worker(self, index: int) -> Peer:
+        """A worker joins: the first of its index, or one that was started again."""
+        return self._start(Task(WORKER, index), FunctionWorker(index))
+
+    def start_server(self, index: int) -> Peer:
+        """A server joins. One that was started again holds nothing."""
+        return self._start(Task(PARAMETER_SERVER, index), VariableServer())
+
+    def kill_worker(self, index: int) -> None:
+        self._kill(Task(WORKER, index))
+
+    def kill_server(self, index: int) -> None:
+        self._kill(Task(PARAMETER_SERVER, index))
+
+    def peer(self, job: str, index: int) -> Peer:
+        """The process that is this task at the moment."""
+        return self._services[Task(job, index)][0].peer
+
+    def service(self, job: str, index: int) -> Any:
+        """The role object of a task, to look at."""
+        return self._services[Task(job, index)][1]
+
+    def close(self) -> None:
+        for strategy in self._strategies:
+            strategy.close()
+        services = [*self._dead, *(service for _, service in self._services.values())]
+        for service in services:
+            service.close()
+        self.network.close()
+        for service in services:
+            if isinstance(service, FunctionWorker):
+                service.join()
+
+    def __enter__(self) -> FakeCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, task: Task, service: Service) -> Peer:
+        endpoint = self.network.endpoint(task)
+        service.attach(endpoint)
+        endpoint.serve(service.handlers())
+        with self._lock:
+            self._services[task] = (endpoint, service)
+            memberships = list(self._memberships)
+        for membership in memberships:
+            membership._welcome(endpoint, service)
+        return endpoint.peer
+
+    def _kill(self, task: Task) -> None:
+        with self._lock:
+            endpoint, service = self._services.pop(task)
+            self._dead.append(service)
+        self.network.kill(endpoint.peer)
+        service.close()
+
+    def _enter(self, membership: FakeMembership) -> list[tuple[Endpoint, Service]]:
+        with self._lock:
+            self._memberships.append(membership)
+            return list(self._services.values())
+
+    def _leave(self, membership: FakeMembership, *, finished: bool) -> None:
+        with self._lock:
+            if membership not in self._memberships:
+                return
+            self._memberships.remove(membership)
+            services = [service for _, service in self._services.values()]
+        for service in services:
+            service.coordinator_left(finished=finished)
+
+
+class FakeMembership:
+    """One coordinator's view of a `FakeCluster`."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
+        self._changed = threading.Condition()
+        self._joined: set[Task] = set()
+        self.endpoint: Endpoint = cluster.network.endpoint(Task(CHIEF, 0))
+
+    def start(self, on_joined: OnJoined, on_lost: OnLost) -> None:
+        self._on_joined, self._on_lost = on_joined, on_lost
+        for endpoint, service in self._cluster._enter(self):
+            self._welcome(endpoint, service)
+
+    def _welcome(self, endpoint: Endpoint, service: Service) -> None:
+        status: Mapping[str, Any] = service.status()
+        endpoint.add_peer(self.endpoint.peer)
+        service.coordinator_arrived(self.endpoint.peer)
+        self.endpoint.add_peer(endpoint.peer)
+        self._on_joined(endpoint.peer, status)
+        self.endpoint.watch(endpoint.peer, self._lost)
+        with self._changed:
+            self._joined.add(endpoint.peer.task)
+            self._changed.notify_all()
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        with self._changed:
+            self._joined.discard(peer.task)
+        self._on_lost(peer, reason)
+        self.endpoint.remove_peer(peer)
+
+    def wait_for(self, tasks: Iterable[Task], timeout_seconds: float) -> None:
+        wanted = set(tasks)
+        with self._changed:
+            if not self._changed.wait_for(lambda: wanted <= self._joined, timeout_seconds):
+                missing = ", ".join(map(str, sorted(wanted - self._joined)))
+                raise CommunicationTimeoutError(f"{missing} did not join within {timeout_seconds} s.")
+
+    def add_task(self, task: Task, address: str) -> None: ...
+
+    def remove_task(self, task: Task) -> None: ...
+
+    def close(self, *, finished: bool) -> None:
+        self._cluster._leave(self, finished=finished)
+        self.endpoint.close()

@@ -1,0 +1,409 @@
+"""A cluster's messages without processes: the `Endpoint` of every task in one process, with faults on command.
+
+::
+
+    network = FakeNetwork()
+    worker, server = network.endpoint(Task("worker", 0)), network.endpoint(Task("ps", 0))
+    server.serve({"push": Handler(apply)})
+    worker.add_peer(server.peer)
+    with network.hold(server.peer, "push", "after") as held:  # applied, but not answered yet
+        answer = worker.call(server.peer, "push", gradients)
+        held.wait_until_reached()
+        network.kill(server.peer)
+    answer.result()                                            # raises PeerUnavailableError
+
+Values are pickled and their tensors copied, as between processes. Every call is delivered by a thread of its own, so
+handlers may call and block; nothing polls or sleeps. Time stands still until `FakeNetwork.advance` moves it: calls then
+time out, and stopped tasks are found to be silent.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from torchstrat.errors import (
+    CommunicationError,
+    CommunicationTimeoutError,
+    InvalidArgumentError,
+    PeerTimeoutError,
+    PeerUnavailableError,
+    TorchstratError,
+)
+from torchstrat.parameter_server.answers import Answerer, pack_request, result_of
+from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.payloads import Packed
+from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.waiting import Waiting
+
+OnLost = Callable[[Peer, str], None]
+When = Literal["before", "after"]
+
+
+class FakeNetwork:
+    """Where the endpoints meet. Thread-safe; a context manager that closes everything.
+
+    ``timeout_seconds``, ``heartbeat_seconds`` and ``deadline_seconds`` hold for every endpoint, in this network's time.
+    """
+
+    def __init__(
+        self, *, timeout_seconds: float = 60.0, heartbeat_seconds: float = 1.0, deadline_seconds: float = 3.0
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.heartbeat_seconds = heartbeat_seconds
+        self.deadline_seconds = deadline_seconds
+        self._changed = threading.Condition()  # guards all state of the network and of its endpoints
+        self._now = 0.0
+        self._endpoints: dict[str, FakeEndpoint] = {}
+        self._calls: set[_Call] = set()
+        self._holds: list[Hold] = []
+
+    def endpoint(self, task: Task) -> FakeEndpoint:
+        """A process that starts as ``task``: a fresh incarnation at each call."""
+        endpoint = FakeEndpoint(self, task)
+        with self._changed:
+            self._endpoints[endpoint.peer.incarnation] = endpoint
+        return endpoint
+
+    def kill(self, peer: Peer) -> None:
+        """End this process as SIGKILL does. Calls to and from it fail, what it still answers is lost, and those who
+        watch it have been told when this returns."""
+        self._end(self._endpoint(peer), "the process has ended")
+
+    def stop(self, peer: Peer) -> None:
+        """Stop this process as SIGSTOP does: nothing reaches it or leaves it any more, and nobody is told yet."""
+        endpoint = self._endpoint(peer)
+        with self._changed:
+            if endpoint._stopped_at is None:
+                endpoint._stopped_at = self._now
+
+    def resume(self, peer: Peer) -> None:
+        """Let a stopped process go on: what waited is delivered."""
+        endpoint = self._endpoint(peer)
+        with self._changed:
+            endpoint._stopped_at = None
+            self._changed.notify_all()
+
+    def hold(self, peer: Peer, method: str, when: When = "before") -> Hold:
+        """Keep every call of ``method`` at ``peer`` from its handler (``before``), or its answer from the caller
+        (``after``), until the hold is released."""
+        hold = Hold(self, self._endpoint(peer).peer, method, when)
+        with self._changed:
+            self._holds.append(hold)
+        return hold
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass. When this returns, calls that are over their time have failed, and those have been told who
+        watch a process that was stopped for longer than the deadline, or that has removed them."""
+        if not seconds >= 0:
+            raise InvalidArgumentError(f"advance({seconds}): time only goes forward; give 0 or more seconds.")
+        with self._changed:
+            self._now += seconds
+            late = [call for call in self._calls if call.due <= self._now]
+            news = [(endpoint, reason) for endpoint in self._endpoints.values() if (reason := self._silence(endpoint))]
+        for call in late:
+            call.fail(
+                PeerTimeoutError(
+                    f"{call.to} did not answer {call.method!r} within {call.seconds:g} s. It may be busy, stopped, or "
+                    "cut off; allow more time if the call is a long one."
+                )
+            )
+        for endpoint, reason in news:
+            self._tell_watchers(endpoint.peer, reason)
+        if seconds >= self.heartbeat_seconds:
+            self._tell_the_removed()
+
+    def close(self) -> None:
+        """Close all endpoints and release all holds."""
+        with self._changed:
+            endpoints = list(self._endpoints.values())
+            self._holds.clear()
+            self._changed.notify_all()
+        for endpoint in endpoints:
+            endpoint.close()
+
+    def __enter__(self) -> FakeNetwork:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _endpoint(self, peer: Peer) -> FakeEndpoint:
+        endpoint = self._endpoints.get(peer.incarnation)
+        if endpoint is None:
+            known = ", ".join(str(other.peer) for other in self._endpoints.values()) or "none"
+            raise InvalidArgumentError(f"{peer} is no endpoint of this network; it has {known}.")
+        return endpoint
+
+    # The way of a call
+
+    def _begin(self, call: _Call) -> None:
+        with self._changed:
+            call.due = self._now + call.seconds
+            self._calls.add(call)
+        call.future.add_done_callback(lambda _: self._forget(call))
+        _in_thread(f"fake-{call.method}", self._deliver, call)
+
+    def _deliver(self, call: _Call) -> None:
+        if self._pass(call, "before"):
+            copy = _copied(call.payload)
+            call.receiver._answerer.answer(
+                call.sender.peer, call.method, copy, lambda answer: self._return(call, answer)
+            )
+
+    def _return(self, call: _Call, answer: Packed) -> None:
+        # The thread of the handler is free as soon as it has answered, whatever becomes of the answer.
+        with self._changed:
+            is_open = self._is_open(call, "after")
+        if is_open:
+            self._arrive(call, answer)
+        else:
+            _in_thread(f"fake-answer-{call.method}", self._arrive, call, answer)
+
+    def _arrive(self, call: _Call, answer: Packed) -> None:
+        if self._pass(call, "after"):
+            call.settle(_copied(answer))
+
+    def _pass(self, call: _Call, when: When) -> bool:
+        """Wait while somebody is stopped or something is held. False if one of the two processes has ended."""
+        with self._changed:
+            for hold in self._holds:
+                if hold._matches(call, when):
+                    hold._reached += 1
+                    hold._caller = call.sender.peer
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_open(call, when))
+            return not self._is_over(call)
+
+    def _is_open(self, call: _Call, when: When) -> bool:
+        is_stopped = call.receiver._stopped_at is not None or call.sender._stopped_at is not None
+        is_held = any(hold._matches(call, when) for hold in self._holds)
+        return self._is_over(call) or not (is_stopped or is_held)
+
+    @staticmethod
+    def _is_over(call: _Call) -> bool:
+        return call.receiver._ended is not None or call.sender._ended is not None
+
+    def _forget(self, call: _Call) -> None:
+        with self._changed:
+            self._calls.discard(call)
+
+    # Who is told what
+
+    def _end(self, endpoint: FakeEndpoint, why: str) -> None:
+        with self._changed:
+            if endpoint._ended is not None:
+                return
+            endpoint._ended = why
+            endpoint._watchers.clear()
+            others = [other for other in self._endpoints.values() if other is not endpoint]
+            self._changed.notify_all()
+        peer = endpoint.peer
+        endpoint._waiting.close(CommunicationError(f"{peer}, the process that asked, is no more: {why}."))
+        for other in others:
+            other._waiting.fail(peer.incarnation, _gone(peer, why))
+        self._tell_watchers(peer, f"its connection broke: {why}")
+
+    def _silence(self, endpoint: FakeEndpoint) -> str | None:
+        if endpoint._stopped_at is None or self._now - endpoint._stopped_at <= self.deadline_seconds:
+            return None
+        seconds = self._now - endpoint._stopped_at
+        deadline = self.deadline_seconds
+        return f"gave no sign of life for {seconds:.1f} s (deadline {deadline:g} s): stopped, hung or cut off"
+
+    def _tell_watchers(self, peer: Peer, reason: str) -> None:
+        with self._changed:
+            watchers = [
+                on_lost for other in self._endpoints.values() for on_lost in other._watchers.pop(peer.incarnation, ())
+            ]
+        for on_lost in watchers:
+            on_lost(peer, reason)
+
+    def _tell_the_removed(self) -> None:
+        with self._changed:
+            told = []
+            for endpoint in self._endpoints.values():
+                for watched in [self._endpoints[incarnation] for incarnation in endpoint._watchers]:
+                    refusal = watched._answerer.refusal(endpoint.peer, "a heartbeat")
+                    if refusal is not None:
+                        watchers = endpoint._watchers.pop(watched.peer.incarnation)
+                        told += [(on_lost, watched.peer) for on_lost in watchers]
+        for on_lost, peer in told:
+            on_lost(peer, f"{peer} has given this process up")
+
+
+class FakeEndpoint:
+    """One process's end; made by `FakeNetwork.endpoint`. An `Endpoint`."""
+
+    def __init__(self, network: FakeNetwork, task: Task) -> None:
+        self._network = network
+        incarnation = secrets.token_hex(8)
+        self._peer = Peer(task, incarnation, f"fake://{task.job}/{task.index}/{incarnation}", "here", os.getpid())
+        self._answerer = Answerer(self._peer)
+        self._waiting = Waiting()
+        self._peers: set[str] = set()
+        self._watchers: dict[str, list[OnLost]] = {}
+        self._stopped_at: float | None = None
+        self._ended: str | None = None
+
+    @property
+    def peer(self) -> Peer:
+        """This process."""
+        return self._peer
+
+    def serve(self, handlers: Mapping[str, Handler]) -> None:
+        self._answerer.serve(handlers)
+
+    def add_peer(self, peer: Peer) -> None:
+        with self._network._changed:
+            self._peers.add(peer.incarnation)
+
+    def remove_peer(self, peer: Peer) -> None:
+        self._answerer.fence(peer.incarnation)
+        with self._network._changed:
+            self._watchers.pop(peer.incarnation, None)
+        self._waiting.fail(peer.incarnation, PeerUnavailableError(f"{peer} was removed from the cluster.", peer))
+
+    def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
+        seconds = self._network.timeout_seconds if timeout_seconds is None else timeout_seconds
+        if not seconds > 0:
+            raise InvalidArgumentError(
+                f"timeout_seconds={seconds} is no time to wait; use a positive number of seconds."
+            )
+        future = self._waiting.add(to.incarnation)
+        if future.done():
+            return future
+        try:
+            packed = pack_request(payload, method)
+            receiver = self._reach(to)
+        except TorchstratError as error:
+            self._waiting.claim(to.incarnation, future)
+            future.set_exception(error)
+            return future
+        self._network._begin(_Call(self, receiver, to, method, packed, seconds, future))
+        return future
+
+    def watch(self, peer: Peer, on_lost: OnLost) -> None:
+        """As `Endpoint.watch`; ``on_lost`` runs on the thread that kills the peer, or lets its deadline pass."""
+        if self._answerer.is_fenced(peer.incarnation):
+            return
+        try:
+            self._reach(peer)
+        except PeerUnavailableError as error:
+            if peer.incarnation not in self._peers:
+                raise
+            _in_thread("fake-lost", on_lost, peer, str(error))
+            return
+        with self._network._changed:
+            self._watchers.setdefault(peer.incarnation, []).append(on_lost)
+
+    def close(self) -> None:
+        self._network._end(self, "it has closed its endpoint")
+
+    def _reach(self, peer: Peer) -> FakeEndpoint:
+        with self._network._changed:
+            if peer.incarnation not in self._peers:
+                raise PeerUnavailableError(f"{peer} is not known to {self._peer}; add_peer() it first.", peer)
+            receiver = self._network._endpoints.get(peer.incarnation)
+        if receiver is None:
+            raise _gone(peer, "no such process was ever started")
+        if receiver._ended is not None:
+            raise _gone(peer, receiver._ended)
+        return receiver
+
+
+class Hold:
+    """Calls that are held; made by `FakeNetwork.hold`. A context manager that releases them."""
+
+    def __init__(self, network: FakeNetwork, peer: Peer, method: str, when: When) -> None:
+        self._network = network
+        self._peer = peer
+        self._method = method
+        self._when = when
+        self._reached = 0
+        self._caller: Peer | None = None
+
+    def wait_until_reached(self, count: int = 1, *, timeout_seconds: float = 30.0) -> None:
+        """Block until ``count`` calls are held, or have been. Raises `CommunicationTimeoutError` (real time)."""
+        with self._network._changed:
+            if not self._network._changed.wait_for(lambda: self._reached >= count, timeout_seconds):
+                raise CommunicationTimeoutError(
+                    f"waited {timeout_seconds:g} s for {count} calls of {self._method!r} to reach {self._peer}; "
+                    f"{self._reached} did."
+                )
+
+    @property
+    def caller(self) -> Peer:
+        """Who made the call that was held last."""
+        with self._network._changed:
+            if self._caller is None:
+                raise InvalidArgumentError(f"no call of {self._method!r} has reached {self._peer} yet.")
+            return self._caller
+
+    def release(self) -> None:
+        """Let them go on. May be called twice."""
+        with self._network._changed:
+            if self in self._network._holds:
+                self._network._holds.remove(self)
+            self._network._changed.notify_all()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _matches(self, call: _Call, when: When) -> bool:
+        return (self._peer.incarnation, self._method, self._when) == (call.to.incarnation, call.method, when)
+
+
+@dataclass(eq=False)
+class _Call:
+    sender: FakeEndpoint
+    receiver: FakeEndpoint
+    to: Peer
+    method: str
+    payload: Packed
+    seconds: float
+    future: Future[Any]
+    due: float = 0.0
+
+    def settle(self, answer: Packed) -> None:
+        try:
+            result = result_of(answer)
+        except BaseException as error:
+            self.fail(error)
+        else:
+            if self._claim():
+                self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if self._claim():
+            self.future.set_exception(error)
+
+    def _claim(self) -> bool:
+        return self.sender._waiting.claim(self.to.incarnation, self.future)
+
+
+def _gone(peer: Peer, why: str) -> PeerUnavailableError:
+    return PeerUnavailableError(f"{peer} is gone: {why}.", peer)
+
+
+def _copied(packed: Packed) -> Packed:
+    return Packed(packed.data, [torch.clone(tensor) for tensor in packed.tensors])
+
+
+def _in_thread(name: str, function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, name=name, daemon=True).start()
