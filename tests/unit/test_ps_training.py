@@ -189,6 +189,42 @@ def test_what_the_coordinator_writes_is_what_workers_see():
         assert float(coordinator.schedule(total).fetch()) == 2.0 * elements
 
 
+@pytest.mark.parametrize("shards", [1, 5])
+def test_meta_tables_are_initialised_on_the_servers(shards):
+    def values(count):
+        with FakeCluster(workers=1, ps=2) as cluster:
+            strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(count))
+            with strategy.scope():
+                torch.manual_seed(3)
+                table = nn.Embedding(1000, 8, padding_idx=4, device="meta")
+            coordinator = ts.ClusterCoordinator(strategy)
+            assert table.weight.is_meta
+            return coordinator.schedule(lambda: table(torch.arange(1000)).detach()).get()
+
+    drawn = values(shards)
+    assert torch.equal(drawn, values(1))
+    assert not drawn[4].any()
+    assert abs(float(drawn.mean())) < 0.05
+    assert abs(float(drawn.std()) - 1.0) < 0.05
+
+
+def test_train_and_eval_on_the_coordinator_reach_the_workers():
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def modes():
+            return [module.training for module in model.modules()]
+
+        assert coordinator.schedule(modes).fetch() == [True] * 3
+        model.eval()
+        assert coordinator.schedule(modes).fetch() == [False] * 3
+        model[1].train()
+        assert coordinator.schedule(modes).fetch() == [False, False, True]
+
+
 def test_optimizer_state_comes_and_goes_with_state_dicts():
     def make(parameters):
         return torch.optim.Adam(parameters, 0.01)

@@ -1,0 +1,877 @@
+"""Functions, arguments and results on their way between two worlds of objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib
+import io
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import torchstrat as ts
+from tests.unit.ps_worlds import Job
+from torchstrat.errors import FunctionError, NotSendableError
+from torchstrat.parameter_server import closures
+from torchstrat.parameter_server.closures import Packed, pack, pack_result, unpack, unpack_result
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def job() -> Job:
+    made = Job()
+    with made.scope():
+        made.model = nn.Linear(2, 1)
+        made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.5)
+    return made
+
+
+def own_model(job: Job, world: Any) -> nn.Module:
+    return world.resolve(job.catalog.token_of(job.model))
+
+
+# -- what functions look like -----------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Reaches the model as an attribute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def step(self, extra: Any = None) -> Any:
+        return self.model, extra
+
+    def __call__(self) -> Any:
+        return self.model, None
+
+    @property
+    def bound(self) -> Callable[..., Any]:
+        return self.step
+
+
+def logged(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def _closure(model: Any) -> Any:
+    return lambda: (model, None)
+
+
+def _nested(model: Any) -> Any:
+    def outer() -> Any:
+        def inner() -> Any:
+            return model, None
+
+        return inner()
+
+    return outer
+
+
+def _default(model: Any) -> Any:
+    def fn(found: Any = model, *, again: Any = model) -> Any:
+        assert found is again
+        return found, None
+
+    return fn
+
+
+def _in_dict(model: Any) -> Any:
+    table = {"step": lambda: (model, None)}
+    return lambda: table["step"]()
+
+
+def _recursive(model: Any) -> Any:
+    def even(n: int) -> Any:
+        return (model, None) if n == 0 else odd(n - 1)
+
+    def odd(n: int) -> Any:
+        return even(n - 1)
+
+    return functools.partial(even, 4)
+
+
+def _wrapped(model: Any) -> Any:
+    @logged
+    @torch.no_grad()
+    def step() -> Any:
+        assert not torch.is_grad_enabled()
+        return model, None
+
+    return step
+
+
+def _generator(model: Any) -> Any:
+    def produce() -> Iterator[Any]:
+        yield model
+        yield None
+
+    return lambda: tuple(produce())
+
+
+def _dataclass(model: Any) -> Any:
+    @dataclasses.dataclass
+    class Step:
+        found: Any
+        notes: list[str] = dataclasses.field(default_factory=list)
+
+        def __call__(self) -> Any:
+            return self.found, None
+
+    return Step(model)
+
+
+def _local_class(model: Any) -> Any:
+    class Base:
+        def result(self) -> Any:
+            return model, None
+
+    class Local(Base):
+        kinds = enum.Enum("kinds", "A B")
+
+        @classmethod
+        def make(cls) -> Any:
+            return cls()
+
+        def result(self) -> Any:
+            assert self.kinds["A"] is type(self).kinds.A
+            return super().result()
+
+    return lambda: Local.make().result()
+
+
+SHAPES = {
+    "closure": _closure,
+    "nested": _nested,
+    "default": _default,
+    "lambda in a dict": _in_dict,
+    "recursion between functions": _recursive,
+    "decorators": _wrapped,
+    "generator's function": _generator,
+    "dataclass": _dataclass,
+    "local classes": _local_class,
+    "bound method": lambda model: Trainer(model).step,
+    "bound method through a property": lambda model: Trainer(model).bound,
+    "callable object": Trainer,
+    "partial": lambda model: functools.partial(Trainer.step, Trainer(model), extra=None),
+    "partial of a partial": lambda model: functools.partial(functools.partial(lambda found: (found, None), model)),
+    "container": lambda model: functools.partial(lambda found: (found["a"][0][1], None), {"a": [(0, model)]}),
+    "module method": lambda model: functools.partial(lambda forward: (forward.__self__, None), model.forward),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_functions_of_any_shape_find_the_workers_model(job, shape):
+    fn = SHAPES[shape](job.model)
+    assert fn() == (job.model, None)
+    world = job.world()
+    assert job.send(fn, world)() == (own_model(job, world), None)
+
+
+def test_a_step_trains_the_workers_model(job):
+    model, optimizer = job.model, job.optimizer
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    world = job.world()
+    own, before = own_model(job, world), job.model.weight.detach().clone()
+    weight = own.weight.detach().clone()
+    [x] = job.send((torch.ones(1, 2),), world, "args")
+    loss = unpack_result(pack_result(job.send(step, world)(x), world))
+    assert loss.item() == (weight.sum() + own.bias.item() + 0.5).item()
+    assert not loss.requires_grad
+    assert torch.equal(own.weight, weight - 0.5)
+    assert torch.equal(job.model.weight, before)
+
+
+def test_python_state_is_a_copy_per_worker(job):
+    count = 0
+
+    def step() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    first, second = (job.send(step, job.world()) for _ in range(2))
+    assert [first(), first(), second()] == [1, 2, 1]
+    assert count == 0
+
+
+# -- the same function again ------------------------------------------------------------------------------------------
+
+
+def test_the_digest_tells_functions_apart(job):
+    model, state = job.model, {"scale": 1.0, "data": torch.zeros(3)}
+
+    def step() -> Any:
+        return model, state["scale"], state["data"]
+
+    first = pack(step, job.catalog).digest
+    assert pack(step, job.catalog).digest == first
+    state["scale"] = 2.0  # in a cell, which no cache may remember
+    second = pack(step, job.catalog).digest
+    state["data"][1] = 1.0
+    third = pack(step, job.catalog).digest
+    state["data"] = state["data"].reshape(3, 1)
+    assert len({first, second, third, pack(step, job.catalog).digest}) == 4
+    with torch.no_grad():
+        job.model.weight += 1
+    state["data"] = state["data"].reshape(3)
+    assert pack(step, job.catalog).digest == third  # the model's values are no part of the function
+
+
+def test_packing_a_typical_step_is_fast(job):
+    model, optimizer, loss_fn = job.model, job.optimizer, nn.functional.mse_loss
+
+    def step(batch: Any) -> Any:
+        def replica_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return replica_step(*batch)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        pack(step, job.catalog).digest
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(20)) < 1e-3
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_travel_beside_the_pickle(job):
+    big = torch.arange(10_000.0)
+    packed = pack(([big, big[::2], big], {"n": 1}), job.catalog, "args")
+    assert len(packed.blob) < 200
+    assert [tuple(tensor.shape) for tensor in packed.tensors] == [(10_000,), (5_000,)]
+    assert all(tensor.is_contiguous() for tensor in packed.tensors)
+    [first, half, again], rest = unpack(packed, job.world())
+    assert first is again
+    assert torch.equal(half, torch.arange(0.0, 10_000.0, 2))
+    assert rest == {"n": 1}
+
+
+def test_what_was_packed_does_not_change(job):
+    tensor, array = torch.zeros(3), np.zeros(20_000)
+    packed = pack((tensor, array), job.catalog, "args")
+    tensor += 1
+    array += 1
+    sent_tensor, sent_array = unpack(packed, job.world())
+    assert not sent_tensor.any()
+    assert not sent_array.any()
+
+
+def test_arrays_travel_beside_the_pickle(job):
+    array, small = np.arange(20_000, dtype=np.float64).reshape(100, 200), np.arange(3)
+    packed = pack((array, array.T, small), job.catalog, "args")
+    assert len(packed.blob) < 1_000
+    assert packed.buffers >= 1
+    sent, transposed, sent_small = unpack(packed, job.world())
+    np.testing.assert_array_equal(sent, array)
+    np.testing.assert_array_equal(transposed, array.T)
+    np.testing.assert_array_equal(sent_small, small)
+    sent += 1
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5),
+        torch.zeros(0, 3),
+        torch.ones(2, 2, dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]).conj(),
+        torch.eye(3).to_sparse(),
+        torch.zeros(2, 3, device="meta"),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.zeros(2).expand(3, 2),
+    ],
+    ids=lambda tensor: f"{type(tensor).__name__} {tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {tensor.device}",
+)
+def test_tensors_of_every_kind(job, tensor):
+    [sent] = unpack(pack((tensor,), job.catalog, "args"), job.world())
+    back = unpack_result(pack_result(sent, job.world()))
+    for found in (sent, back):
+        assert (found.dtype, found.shape, found.layout, found.device) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.layout,
+            tensor.device,
+        )
+        if tensor.device.type != "meta":
+            assert torch.equal(found.to_dense(), tensor.to_dense().detach())
+    assert type(sent) is type(tensor)
+
+
+def test_a_tensor_of_inference_mode_is_ordinary_there(job):
+    with torch.inference_mode():
+        packed = pack((torch.ones(2),), job.catalog, "args")
+    [sent] = unpack(packed, job.world())
+    assert not sent.is_inference()
+    assert not packed.tensors[0].is_inference()
+
+
+def test_packed_travels_without_what_it_keeps_alive(job):
+    packed = pack(Trainer(job.model).step, job.catalog)
+    assert any(value is job.model for value in packed.alive)
+    sent = pickle.loads(pickle.dumps(packed))
+    assert isinstance(sent, Packed)
+    assert (sent.alive, sent.blob, sent.tokens, sent.digest) == ((), packed.blob, packed.tokens, packed.digest)
+    assert job.catalog.token_of(job.model) in packed.tokens
+
+
+# -- functions of importable modules ----------------------------------------------------------------------------------
+
+LIBRARY = """
+import functools
+import psx_other
+
+model = None
+table = {}
+imports = psx_other
+
+def reaches():
+    return model
+
+def reaches_far():
+    return between()
+
+def between():
+    return [reaches() for _ in range(1)][0]
+
+def through_other():
+    return psx_other.holder.model
+
+def by_table():
+    return table["model"]
+
+def beside():
+    return sibling(), psx_other.holder.model
+
+def sibling():
+    return 5
+
+def by_class():
+    return Stepper.kept
+
+class Stepper:
+    kept = None
+
+    def step(self):
+        return self.found()
+
+    @staticmethod
+    def found():
+        return model
+
+    @property
+    def alias(self):
+        return self.found
+
+@functools.lru_cache
+def cached():
+    return model
+"""
+
+OTHER = """
+class Holder:
+    model = None
+
+holder = Holder()
+
+def plain(x):
+    return helper(x) + 1
+
+def helper(x):
+    return 2 * x if x < 100 else plain(x - 100)
+"""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch) -> Iterator[types.ModuleType]:
+    """Two modules that this process can import and no other can."""
+    (tmp_path / "psx_library.py").write_text(LIBRARY)
+    (tmp_path / "psx_other.py").write_text(OTHER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("psx_library")
+    for name in ("psx_library", "psx_other"):
+        sys.modules.pop(name, None)
+
+
+def is_by_value(packed: Packed) -> bool:
+    """Whether the modules are not needed to unpack it."""
+    names = ("psx_library", "psx_other")
+    kept = {name: sys.modules.pop(name) for name in names}
+    finders, sys.path[:] = sys.path[:], [entry for entry in sys.path if not Path(entry, "psx_library.py").exists()]
+    importlib.invalidate_caches()
+    try:
+        unpack(packed, Job().world(make_missing=lambda token: token))
+    except FunctionError as error:
+        if "cannot import" not in str(error):
+            raise
+        return False
+    finally:
+        sys.path[:] = finders
+        sys.modules.update(kept)
+    return True
+
+
+def test_functions_that_reach_nothing_captured_go_by_name(job, library):
+    assert not is_by_value(pack(library.imports.plain, job.catalog))
+    assert not is_by_value(pack(library.reaches, job.catalog))
+    assert not is_by_value(pack(lambda: library.Stepper, job.catalog))
+
+
+@pytest.mark.parametrize("name", ["reaches", "reaches_far"])
+def test_functions_that_reach_a_captured_global_go_by_value(job, library, name):
+    assert not is_by_value(pack(getattr(library, name), job.catalog))
+    library.model = job.model  # a negative answer does not outlive the names it rests on
+    packed = pack(getattr(library, name), job.catalog)
+    assert is_by_value(packed)
+    world = job.world()
+    assert unpack(packed, world)() is own_model(job, world)
+
+
+@pytest.mark.parametrize(
+    ("name", "put"),
+    [
+        ("by_class", lambda library, model: setattr(library.Stepper, "kept", model)),
+        ("by_table", lambda library, model: library.table.update(model=model)),
+        ("through_other", lambda library, model: setattr(library.imports.holder, "model", model)),
+    ],
+)
+def test_captured_objects_in_containers_and_objects_are_found(job, library, name, put):
+    assert not is_by_value(pack(getattr(library, name), job.catalog))
+    put(library, job.model)
+    packed = pack(getattr(library, name), job.catalog)
+    assert is_by_value(packed)
+    world = job.world()
+    assert unpack(packed, world)() is own_model(job, world)
+
+
+def test_nothing_else_of_a_module_goes_by_name(job, library):
+    """`sibling` reaches nothing, but its name would bring in the whole module, and what that imports."""
+    library.imports.holder.model = job.model
+    packed = pack(library.beside, job.catalog)
+    assert is_by_value(packed)
+    world = job.world()
+    assert unpack(packed, world)() == (5, own_model(job, world))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda library: library.Stepper().step,
+        lambda library: functools.partial(lambda stepper: stepper.alias(), library.Stepper()),
+        lambda library: library.Stepper.found,
+    ],
+    ids=["bound method", "property", "static method"],
+)
+def test_classes_whose_methods_reach_captured_objects(job, library, make):
+    library.model = job.model
+    packed = pack(make(library), job.catalog)
+    assert is_by_value(packed)
+    world = job.world()
+    assert unpack(packed, world)() is own_model(job, world)
+
+
+def test_a_module_that_holds_captured_objects_is_never_imported(job, library):
+    library.model = job.model
+    assert is_by_value(pack(library.by_table, job.catalog))  # which itself does not reach the model
+
+    def step() -> Any:
+        return library.reaches_far(), library.model, library.imports.plain(1)
+
+    world = job.world()
+    found, direct, number = job.send(step, world)()
+    assert found is direct is own_model(job, world)
+    assert number == 3
+
+    def by_string() -> Any:
+        return getattr(library, "ta" + "ble"), library.model
+
+    with pytest.raises(AttributeError, match="'table' is not in that part"):
+        job.send(by_string, world)()
+
+
+def test_a_trainable_module_behind_an_importable_function_is_an_error(job, library):
+    """By name it would be built again on each worker, trained there, and thrown away."""
+    library.model = nn.Linear(1, 1)
+    with pytest.raises(
+        NotSendableError, match=r"global 'model' \(a torch\.nn\.modules\.linear\.Linear\) cannot travel"
+    ):
+        pack(library.reaches_far, job.catalog)
+    stepper = library.Stepper()
+    with pytest.raises(NotSendableError, match=r"^Stepper.step → self → class Stepper\.found → global 'model' "):
+        pack(stepper.step, job.catalog)
+    with pytest.raises(NotSendableError, match=r"^<lambda> → closure variable 'library'\.model "):
+        pack(lambda: library.model, job.catalog)
+
+
+def test_a_module_that_the_worker_lacks_is_named(job, library):
+    packed = pack(library.imports.plain, job.catalog)
+    sys.modules.pop("psx_library")
+    sys.modules.pop("psx_other")
+    path, sys.path[:] = sys.path[:], [entry for entry in sys.path if not Path(entry, "psx_other.py").exists()]
+    importlib.invalidate_caches()
+    try:
+        with pytest.raises(
+            FunctionError, match=r"plain needs? the module 'psx_other', which this worker cannot import"
+        ):
+            unpack(packed, job.world())
+    finally:
+        sys.path[:] = path
+
+
+def test_a_second_process_runs_what_a_script_defines(tmp_path):
+    """A script builds a model, an optimizer and a function; another process, which knows neither the script nor its
+    helper module, runs the function over its own copies."""
+    (tmp_path / "psx_helper.py").write_text(
+        "model = None\n\ndef forward(x):\n    return model(x)\n\nraise_if_imported_again = True\n"
+    )
+    script = tmp_path / "user_script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import dataclasses, pickle, sys
+            import torch
+            from torch import nn
+            import psx_helper
+            from tests.unit.ps_worlds import Job
+            from torchstrat.parameter_server.closures import pack, unpack_result
+
+            class Net(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.weight = nn.Parameter(torch.ones(2))
+                def forward(self, x):
+                    return (self.weight * x).sum()
+
+            @dataclasses.dataclass
+            class Metrics:
+                loss: torch.Tensor
+                who: str
+
+            job = Job()
+            with job.scope():
+                model = psx_helper.model = Net()
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+            def step(x):
+                loss = psx_helper.forward(x)
+                loss.backward()
+                optimizer.step()
+                return Metrics(loss, __name__), model.weight
+
+            packed = pack(step, job.catalog), pack((torch.ones(2),), job.catalog, "args")
+            with open(sys.argv[1], "wb") as file:
+                pickle.dump((packed, job.catalog.increments(0)), file)
+            print("sent", flush=True)
+            describe = Metrics.__repr__
+            sys.stdin.readline()
+            with open(sys.argv[2], "rb") as file:
+                metrics, weight = unpack_result(pickle.load(file))
+            assert type(metrics) is Metrics and Metrics.__repr__ is describe
+            assert type(weight) is torch.Tensor and not metrics.loss.requires_grad
+            print(metrics.loss.item(), weight.tolist(), model.weight.tolist(), metrics.who)
+            """
+        )
+    )
+    worker = textwrap.dedent(
+        """
+        import pickle, sys
+        from tests.unit.ps_worlds import make_tensor
+        from torchstrat.parameter_server.closures import pack_result, unpack
+        from torchstrat.parameter_server.world import World
+
+        with open(sys.argv[1], "rb") as file:
+            (fn, args), increments = pickle.load(file)
+        world = World(make_tensor)
+        for increment in increments:
+            world.load(increment)
+        result = unpack(fn, world)(*unpack(args, world))
+        assert not {"user_script", "psx_helper"} & set(sys.modules)
+        with open(sys.argv[2], "wb") as file:
+            pickle.dump(pack_result(result, world), file)
+        """
+    )
+    sent, returned = tmp_path / "sent", tmp_path / "returned"
+
+    def environment(*more: str) -> dict[str, str]:
+        return {"PYTHONPATH": ":".join([str(REPOSITORY), *more]), "OMP_NUM_THREADS": "1"}
+
+    with subprocess.Popen(
+        [sys.executable, str(script), str(sent), str(returned)],
+        env=environment(),
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as coordinator:
+        assert coordinator.stdout is not None
+        if coordinator.stdout.readline() != "sent\n":
+            pytest.fail(coordinator.communicate(timeout=30)[1])
+        ran = subprocess.run(
+            [sys.executable, "-c", worker, str(sent), str(returned)],
+            env=environment(),
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        output, errors = coordinator.communicate("\n", timeout=30)
+    assert coordinator.returncode == 0, errors
+    assert output.split("\n")[0] == "200.0 [99.0, 99.0] [1.0, 1.0] __main__"
+
+
+# -- what cannot travel -----------------------------------------------------------------------------------------------
+
+
+def _generator_object() -> Iterator[int]:
+    yield 1
+
+
+class _FakeStream(torch.Stream):
+    """No accelerator is needed to be one."""
+
+    def __new__(cls) -> Any:
+        return torch.Stream.__new__(cls, stream_id=0, device_index=0, device_type=0)
+
+
+UNSENDABLE = {
+    "a lock": (threading.Lock, "a _thread.lock", "Functions of one worker run one at a time"),
+    "an rlock": (threading.RLock, r"an? _thread.RLock", "Functions of one worker"),
+    "a condition": (threading.Condition, "a threading.Condition", "Functions of one worker"),
+    "a thread": (threading.Thread, "a threading.Thread", "create_per_worker"),
+    "a file": (lambda: open(__file__), "a _io.TextIOWrapper", "an open file"),  # noqa: SIM115
+    "a binary file": (lambda: open(__file__, "rb"), "a _io.BufferedReader", "an open file"),  # noqa: SIM115
+    "a socket": (socket.socket, "a socket.socket", "a socket exists in one process only"),
+    "a generator": (_generator_object, "a generator", "in the middle of its work"),
+    "an iterator over data": (
+        lambda: iter(DataLoader([1, 2])),
+        "a torch.utils.data.dataloader._SingleProcessDataLoaderIter",
+        "create_per_worker_dataset",
+    ),
+    "a store": (torch.distributed.HashStore, "a torch.*HashStore", "a process group exists in one process only"),
+    "a stream": (lambda: _FakeStream(), ".*Stream", "belong to a device"),
+    "a trainable module": (lambda: nn.Linear(1, 1), "a torch.nn.modules.linear.Linear", "'weight' requires a grad"),
+    "an optimizer": (
+        lambda: torch.optim.SGD([torch.ones(1)], lr=0.1),
+        "a torch.optim.sgd.SGD",
+        r"inside `with strategy.scope\(\):`",
+    ),
+    "a leaf": (lambda: torch.ones(1, requires_grad=True), "a torch.Tensor", r"inside `with strategy.scope\(\):`"),
+    "a history": (lambda: torch.ones(1, requires_grad=True) * 2, "a torch.Tensor", r"value.detach\(\)"),
+    "a variable": (lambda: ts.Variable(1.0), "a torchstrat.variable.variable.Variable", "what workers assign"),
+    "a strategy": (lambda: ts.OneDeviceStrategy("cpu"), "a torchstrat.*OneDeviceStrategy", "another strategy"),
+}
+
+
+@contextlib.contextmanager
+def unsendable(name: str) -> Iterator[Any]:
+    value = UNSENDABLE[name][0]()
+    try:
+        yield value
+    finally:
+        close = getattr(value, "close", None)
+        if close is not None:
+            close()
+
+
+@pytest.mark.parametrize("name", UNSENDABLE)
+def test_the_error_names_the_captured_variable(job, name):
+    _, kind, remedy = UNSENDABLE[name]
+    with unsendable(name) as thing:
+
+        def step() -> Any:
+            return thing
+
+        with pytest.raises(
+            NotSendableError,
+            match=rf"^step → closure variable 'thing' \({kind}\) cannot travel to a worker: .*{remedy}",
+        ):
+            pack(step, job.catalog)
+    pack(Trainer(job.model), job.catalog)  # nothing is left of it
+
+
+def test_the_error_names_every_step_of_the_way(job):
+    lock = threading.Lock()
+
+    class Holder:
+        def __init__(self) -> None:
+            self.locks = {"a": [1, lock]}
+
+    holder = Holder()
+
+    def inner() -> Any:
+        return holder
+
+    def step(found: Any = inner) -> Any:
+        return found
+
+    where = r"step → default of 'found' → closure variable 'holder'\.locks\['a'\]\[1\] \(a _thread.lock\)"
+    with pytest.raises(NotSendableError, match=f"^{where}"):
+        pack(step, job.catalog)
+    with pytest.raises(NotSendableError, match=r"^args\[0\]\['x'\]\.locks\['a'\]\[1\] \(a _thread.lock\)"):
+        pack(({"x": holder},), job.catalog, "args")
+    with pytest.raises(NotSendableError, match=r"^Trainer.step → self\.model \(a _thread.lock\)"):
+        pack(Trainer(lock).step, job.catalog)
+    with pytest.raises(NotSendableError, match=r"^partial\(<lambda>\) → argument 'y' \(a _thread.lock\)"):
+        pack(functools.partial(lambda y: y, y=lock), job.catalog)
+    with pytest.raises(NotSendableError, match=r"^the Trainer\.model \(a _thread.lock\)"):
+        pack(Trainer(lock), job.catalog)
+
+
+def test_what_cannot_be_found_again_is_still_described(job):
+    class Odd:
+        def __reduce__(self) -> Any:
+            return (list, (threading.Lock(),))  # made for the occasion: nothing holds it
+
+    with pytest.raises(NotSendableError, match=r"^args → something in it \(a _thread.lock\) cannot travel"):
+        pack((Odd(),), job.catalog, "args")
+
+
+def test_standard_streams_and_memory_files_travel(job):
+    buffer = io.StringIO("text")
+    fn = job.send(lambda: (sys.stderr, buffer.getvalue()), job.world())
+    assert fn()[1] == "text"
+
+
+def test_frozen_modules_of_no_scope_travel_by_value(job):
+    extractor = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval().requires_grad_(False)
+    own = job.send(lambda: extractor, job.world())()
+    assert own is not extractor
+    assert own.training is False
+    assert torch.equal(own[0].weight, extractor[0].weight)
+    assert isinstance(own[0].weight, nn.Parameter)
+    assert not own[0].weight.requires_grad
+    assert len(pack(lambda: extractor, job.catalog).tensors) == 7
+
+
+def test_much_data_in_a_closure_is_worth_one_warning(job, monkeypatch):
+    monkeypatch.setattr(closures, "LARGE_BYTES", 1_000_000)
+    small, data = torch.zeros(1000), {"train": torch.zeros(1_000_000)}
+    array = np.zeros(2_000_000)
+    extractor = nn.Linear(1000, 1000).requires_grad_(False)
+
+    def step() -> Any:
+        return small, data
+
+    def by_array() -> Any:
+        return array
+
+    def by_module() -> Any:
+        return extractor
+
+    with pytest.warns(UserWarning, match=r"step takes 4 MiB .* as step → closure variable 'data'\['train'\] \(4 MiB\)"):
+        pack(step, job.catalog)
+    pack(step, job.catalog)  # once
+    with pytest.warns(UserWarning, match=r"by_array → closure variable 'array' \(15 MiB\).*create_per_worker_dataset"):
+        pack(by_array, job.catalog)
+    with pytest.warns(UserWarning, match=r"by_module → closure variable 'extractor' \(4 MiB\)"):
+        pack(by_module, job.catalog)
+    pack((data,), job.catalog, "args")  # arguments are meant to be data
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_plain_values(job):
+    world = job.world()
+    model = own_model(job, world)
+    result = {
+        "loss": model(torch.ones(1, 2)).sum(),
+        "weight": model.weight,
+        "state": model.state_dict(),
+        "variable": ts.Variable(2.0),
+        "none": None,
+        "words": np.array(["a", "b"], dtype=object),
+    }
+    packed = pack_result(result, world)
+    assert packed.tokens == frozenset()
+    found = unpack_result(packed)
+    assert type(found["weight"]) is torch.Tensor
+    assert not found["weight"].requires_grad
+    assert found["weight"].data_ptr() != model.weight.data_ptr()
+    assert torch.equal(found["weight"], model.weight)
+    assert torch.equal(found["state"]["bias"], model.bias)
+    assert found["loss"].item() == result["loss"].item()
+    assert found["variable"].item() == 2.0
+    assert found["none"] is None
+    assert found["words"].tolist() == ["a", "b"]
+
+
+def test_a_model_made_in_the_function_may_be_returned(job):
+    made = nn.Linear(1, 1)
+    back = unpack_result(pack_result(made, job.world()))
+    assert torch.equal(back.weight, made.weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda world: {"model": Trainer(threading.Lock())}, r"result\['model'\]\.model \(a _thread.lock\)"),
+        (lambda world: [next(world.modules())[1]], r"result\[0\] \(a torch.nn.modules.linear.Linear\).*it is captured"),
+        (lambda world: (1, next(world.optimizers())[1]), r"result\[1\] \(a torch.optim.sgd.SGD\).*it is captured"),
+        (lambda world: world.resolve(("strategy",)), r"result \(an? .*Trainer\).*belongs to this worker"),
+        (lambda world: _generator_object(), r"result \(a generator\)"),
+    ],
+    ids=["lock", "module", "optimizer", "registered", "generator"],
+)
+def test_results_that_cannot_be_sent_are_named(job, make, path):
+    world = job.world()
+    world.register(("strategy",), Trainer(None))
+    with pytest.raises(NotSendableError, match=f"^{path}"):
+        pack_result(make(world), world)
+
+
+def test_a_class_comes_home_as_it_is(job):
+    class Local:
+        calls = 0
+
+        def number(self) -> int:
+            return 1
+
+    def make() -> Any:
+        return Local()
+
+    world = job.world()
+    packed = pack_result(job.send(make, world)(), world)
+    method = vars(Local)["number"]
+    assert type(unpack_result(packed)) is Local
+    assert vars(Local)["number"] is method
