@@ -6,6 +6,8 @@
     python scripts/train.py -m strategy=one_device,mirrored,central_storage
     torchrun --nproc-per-node 2 scripts/train.py strategy=central_storage
     python scripts/train.py data=csv data.path=rows.csv model=mlp optimizer=adamw
+    python scripts/train.py experiment=recsys data=click_logs data.path=day_0.tsv
+    python scripts/train.py experiment=recsys strategy=parameter_server strategy.workers=4
     python scripts/train.py --help
 
 Settings are described in ``torchstrat/config.py``; results go to one folder per run, printed at its end.
@@ -14,9 +16,9 @@ Settings are described in ``torchstrat/config.py``; results go to one folder per
 import sys
 from pathlib import Path
 
-from torchstrat.experiments import launch, loop
+from torchstrat.experiments import launch, train
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 if __name__ == "__main__":
-    sys.exit(launch.main(loop.train, CONFIGS))
+    sys.exit(launch.main(train.train, CONFIGS))

@@ -103,6 +103,30 @@ def _require_replicas_or_devices(key: str, replicas: int | None, devices: list[s
 
 
 @dataclass
+class ParameterServerConfig(StrategyConfig):
+    """Asynchronous training: every worker takes its own steps, on variables that the servers hold.
+
+    ``workers`` and ``servers`` are for a run that finds no cluster in the environment and starts one on this machine;
+    a cluster that is described there (``torchstrat launch``, ``TF_CONFIG``) has as many of each as it says.
+    """
+
+    name: str = "parameter_server"
+    workers: int = 2
+    servers: int = 2
+    max_shards: int | None = None
+    """A variable is cut into at most this many pieces by rows. None: as many as there are servers."""
+    min_shard_bytes: int = 256 << 10
+    """No piece needs to be smaller than this: what is smaller as a whole stays on one server."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("strategy.workers", self.workers)
+        _require_positive("strategy.servers", self.servers)
+        _require_positive("strategy.max_shards", self.max_shards)
+        _require_positive("strategy.min_shard_bytes", self.min_shard_bytes)
+
+
+@dataclass
 class ModelConfig:
     name: str = MISSING
 
@@ -143,12 +167,29 @@ class ConvNetConfig(ModelConfig):
 
 
 @dataclass
+class WideAndDeepConfig(ModelConfig):
+    """Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016): for click logs."""
+
+    name: str = "wide_and_deep"
+    embedding_width: int = 16
+    """Numbers that the deep part keeps for a category; the wide part keeps one."""
+    hidden: list[int] = field(default_factory=lambda: [128, 64])
+    """Widths of the deep part's hidden layers."""
+    sparse_gradients: bool = True
+    """The gradient of a table has only the rows that a batch looks up. SGD and Adagrad can use it, Adam cannot."""
+
+    def __post_init__(self) -> None:
+        _require_positive("model.embedding_width", self.embedding_width)
+        _require(all(width > 0 for width in self.hidden), f"model.hidden={self.hidden} must be positive widths.")
+
+
+@dataclass
 class DataConfig:
     """Where examples come from. Rows are split once into training and held-out rows, by ``split_seed``."""
 
     name: str = MISSING
     global_batch: int = 64
-    """Rows per step, over all replicas together."""
+    """Rows per step, over all replicas together; with ``strategy=parameter_server``, of one worker's step."""
     test_fraction: float = 0.2
     """Share of the rows held out for evaluation, where the source does not bring its own."""
     split_seed: int = 0
@@ -204,6 +245,47 @@ class NpzConfig(DataConfig):
 
 
 @dataclass
+class ClickLogsConfig(DataConfig):
+    """A click log in the format of Criteo's data sets, one impression a line, without a header.
+
+    40 fields with tabs between them: the label (1: clicked, 0: not), 13 integers, 26 categories as hexadecimal
+    numbers; an empty field is a missing value. The end of the log is held out, since a log is in order of time and
+    what has to be predicted is the future: ``split_seed`` has no effect.
+    """
+
+    name: str = "click_logs"
+    path: str = MISSING
+    test_path: str | None = None
+    """A second log with the held-out rows, instead of ``test_fraction``."""
+    category_rows: int = 1 << 16
+    """Rows of the tables that categories are hashed into, over all 26 fields together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("data.category_rows", self.category_rows)
+
+
+@dataclass
+class SyntheticClicksConfig(DataConfig):
+    """A synthetic click log, written by a seeded generator in the format of `ClickLogsConfig`. No real clicks."""
+
+    name: str = "synthetic_clicks"
+    rows: int = 20_000
+    """Of the whole log, held-out rows included."""
+    seed: int = 0
+    folder: str = "outputs/synthetic_clicks"
+    """Where the log is kept; a run that finds it there does not write it again."""
+    category_rows: int = 1 << 16
+    """As for ``click_logs``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("data.rows", self.rows)
+        _require(self.seed >= 0, f"data.seed={self.seed} must not be negative.")
+        _require_positive("data.category_rows", self.category_rows)
+
+
+@dataclass
 class OptimizerConfig:
     name: str = MISSING
     lr: float = 1e-3
@@ -233,6 +315,23 @@ class AdamWConfig(OptimizerConfig):
     name: str = "adamw"
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
+
+
+@dataclass
+class AdagradConfig(OptimizerConfig):
+    """A rate of its own for each row of a table: rare categories keep learning after frequent ones have settled."""
+
+    name: str = "adagrad"
+    lr: float = 0.05
+    initial_accumulator_value: float = 0.1
+    """What the sums of squared gradients start from; 0 makes every first step as long as ``lr``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(
+            self.initial_accumulator_value >= 0,
+            f"optimizer.initial_accumulator_value={self.initial_accumulator_value} must not be negative.",
+        )
 
 
 @dataclass
@@ -300,6 +399,23 @@ class ExperimentConfig:
             "strategy.gradient_reduce_op=sum belongs to losses that are sums; this experiment's train_step computes a "
             "mean loss, so leave it at mean.",
         )
+        if isinstance(self.model, WideAndDeepConfig) and self.model.sparse_gradients:
+            _require_sparse_gradients(self.optimizer)
+
+
+def _require_sparse_gradients(optimizer: OptimizerConfig) -> None:
+    """PyTorch would say so too, but in the first step, and without the names of the settings."""
+    dense = "or set model.sparse_gradients=false, which updates whole tables at every step."
+    _require(
+        not isinstance(optimizer, AdamConfig | AdamWConfig),
+        f"optimizer={optimizer.name} cannot use the sparse gradients of model=wide_and_deep; use optimizer=adagrad or "
+        f"optimizer=sgd, {dense}",
+    )
+    _require(
+        optimizer.weight_decay == 0,
+        f"optimizer.weight_decay={optimizer.weight_decay} shrinks every row, and the gradients of model=wide_and_deep "
+        f"are sparse; set it to 0, {dense}",
+    )
 
 
 GROUPS: Mapping[str, Mapping[str, type]] = {
@@ -308,10 +424,17 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
         "mirrored": MirroredConfig,
         "multi_worker_mirrored": MultiWorkerMirroredConfig,
         "central_storage": CentralStorageConfig,
+        "parameter_server": ParameterServerConfig,
     },
-    "model": {"mlp": MlpConfig, "convnet": ConvNetConfig},
-    "data": {"digits": DigitsConfig, "csv": CsvConfig, "npz": NpzConfig},
-    "optimizer": {"sgd": SgdConfig, "adam": AdamConfig, "adamw": AdamWConfig},
+    "model": {"mlp": MlpConfig, "convnet": ConvNetConfig, "wide_and_deep": WideAndDeepConfig},
+    "data": {
+        "digits": DigitsConfig,
+        "csv": CsvConfig,
+        "npz": NpzConfig,
+        "click_logs": ClickLogsConfig,
+        "synthetic_clicks": SyntheticClicksConfig,
+    },
+    "optimizer": {"sgd": SgdConfig, "adam": AdamConfig, "adamw": AdamWConfig, "adagrad": AdagradConfig},
     "cluster": {"auto": ClusterConfig, "local": LocalClusterConfig, "torchrun": TorchrunClusterConfig},
 }
 """Config group → name → schema. The ``name`` of a mapping picks its class, ``configs/<group>/<name>.yaml`` sets it."""
@@ -323,9 +446,7 @@ def experiment_from_mapping(values: Mapping[str, Any]) -> ExperimentConfig:
     Raises `InvalidArgumentError` naming the key for unknown keys, names, missing values and meaningless combinations.
     Types are not converted: ``"64"`` is not 64.
     """
-    groups = {
-        group: _group_from_mapping(group, values[group]) for group in GROUPS if values.get(group) is not None
-    }
+    groups = {group: _group_from_mapping(group, values[group]) for group in GROUPS if values.get(group) is not None}
     experiment: ExperimentConfig = _build(ExperimentConfig, {**values, **groups}, "")
     return experiment
 

@@ -14,7 +14,11 @@ from torchstrat.experiments.launch import register_schema  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
-NEEDED = {"data/csv": ["data.path=rows.csv"], "data/npz": ["data.path=rows.npz"]}
+NEEDED = {
+    "data/csv": ["data.path=rows.csv"],
+    "data/npz": ["data.path=rows.npz"],
+    "data/click_logs": ["data.path=log.tsv"],
+}
 
 
 def compose(*overrides: str) -> schema.ExperimentConfig:
@@ -69,6 +73,14 @@ def test_an_experiment_picks_one_of_each_and_can_be_overridden():
     assert config.optimizer.lr == 0.5
 
 
+def test_recsys_runs_on_a_log_that_the_user_names_as_well():
+    assert compose("experiment=recsys").data == schema.SyntheticClicksConfig(global_batch=256)
+    config = compose("experiment=recsys", "data=click_logs", "data.path=log.tsv", "strategy=parameter_server")
+    assert config.data == schema.ClickLogsConfig(path="log.tsv", global_batch=256)
+    assert (config.model.name, config.optimizer.name) == ("wide_and_deep", "adagrad")
+    assert config.strategy == schema.ParameterServerConfig(workers=2, servers=2)
+
+
 @pytest.mark.parametrize("name", [path.stem for path in (CONFIGS / "debug").glob("*.yaml")])
 def test_debug_runs_are_short_and_on_the_cpu(name):
     config = compose("experiment=digits_convnet", f"debug={name}")
@@ -96,6 +108,21 @@ def test_debug_runs_are_short_and_on_the_cpu(name):
         ({"model": {"name": "mlp", "hidden": [8, "x"]}}, r"model\.hidden=\[8, 'x'\] is not of type list\[int\]"),
         ({"model": {"name": "convnet", "channels": [6]}}, r"cannot be split into model\.groups=4 groups"),
         ({"model": {"name": "convnet", "norm": "layer"}}, r"choose one of group, batch, sync_batch"),
+        ({"model": {"name": "wide_and_deep", "embedding_width": 0}}, r"embedding_width=0 must be greater than 0"),
+        (
+            {"model": {"name": "wide_and_deep"}, "optimizer": {"name": "adam"}},
+            r"optimizer=adam cannot use the sparse gradients .* use optimizer=adagrad .* model\.sparse_gradients=false",
+        ),
+        (
+            {"model": {"name": "wide_and_deep"}, "optimizer": {"name": "adagrad", "weight_decay": 0.1}},
+            r"optimizer\.weight_decay=0\.1 shrinks every row",
+        ),
+        ({"optimizer": {"name": "adagrad", "initial_accumulator_value": -1.0}}, r"must not be negative"),
+        ({"data": {"name": "click_logs"}}, r"data\.path has no default; set data\.path=…"),
+        ({"data": {"name": "click_logs", "path": "x", "category_rows": 0}}, r"category_rows=0 must be greater than 0"),
+        ({"data": {"name": "synthetic_clicks", "seed": -1}}, r"data\.seed=-1 must not be negative"),
+        ({"strategy": {"name": "parameter_server", "workers": 0}}, r"strategy\.workers=0 must be greater than 0"),
+        ({"strategy": {"name": "parameter_server", "servers": 0}}, r"strategy\.servers=0 must be greater than 0"),
         ({"epoch": 3}, r"epoch is not a setting; there are name, strategy"),
         ({"epochs": 0}, r"epochs=0 must be greater than 0"),
         ({"progress": "loud"}, r"choose one of auto, bar, lines, off"),

@@ -1,4 +1,4 @@
-"""From settings to objects: the strategy by its registry name, the optimizer by its own."""
+"""From settings to objects: the strategy by its registry name, model and optimizer by their own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ import torch
 
 from torchstrat import registry
 from torchstrat.cluster import ProcessPlan
+from torchstrat.cluster_resolver import ClusterResolver
 from torchstrat.config import (
+    AdagradConfig,
     AdamConfig,
     AdamWConfig,
     CentralStorageConfig,
     ClusterConfig,
     ExperimentConfig,
     MirroredConfig,
+    ModelConfig,
     OneDeviceConfig,
     OptimizerConfig,
+    ParameterServerConfig,
     SgdConfig,
+    WideAndDeepConfig,
 )
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments import models
+from torchstrat.experiments.click_logs import ClickExamples
+from torchstrat.experiments.data import AnyExamples
+from torchstrat.experiments.wide_and_deep import WideAndDeep
 from torchstrat.strategy import Strategy
 
 CPU_REPLICAS = 2
@@ -59,6 +68,21 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     return built
 
 
+def parameter_server(
+    config: ExperimentConfig, chosen: ParameterServerConfig, resolver: ClusterResolver, servers: int
+) -> Strategy:
+    """The strategy for the cluster that ``resolver`` describes, connected to its ``servers`` servers."""
+    from torchstrat.partitioners import MinSizePartitioner
+
+    return registry.create(
+        chosen.name,
+        cluster_resolver=resolver,
+        variable_partitioner=MinSizePartitioner(chosen.min_shard_bytes, chosen.max_shards or servers),
+        gradient_reduce_op=chosen.gradient_reduce_op,
+        timeout=timedelta(seconds=config.cluster.timeout_seconds),
+    )
+
+
 def _require_launcher(cluster: ClusterConfig, launched: bool) -> None:
     if cluster.name == "torchrun" and not launched:
         raise InvalidArgumentError(
@@ -89,6 +113,27 @@ def _devices(replicas: int | None, devices: list[str] | None, launched: bool, cp
     return [f"{'cuda' if has_gpus else 'cpu'}:{index}" for index in range(replicas)]
 
 
+def model(config: ModelConfig, examples: AnyExamples) -> torch.nn.Module:
+    """A fresh model for these examples. Call it inside ``strategy.scope()``.
+
+    Raises:
+        InvalidArgumentError: the model is not for such examples.
+    """
+    if isinstance(config, WideAndDeepConfig):
+        if not isinstance(examples, ClickExamples):
+            raise InvalidArgumentError(
+                "model=wide_and_deep is for click logs; use data=click_logs or data=synthetic_clicks, or model=mlp or "
+                "model=convnet."
+            )
+        return WideAndDeep(examples.category_rows, config)
+    if isinstance(examples, ClickExamples):
+        raise InvalidArgumentError(
+            f"model={config.name} is for inputs of one tensor, and click logs have integers and categories; use "
+            "model=wide_and_deep."
+        )
+    return models.build(config, examples.input_shape, examples.classes)
+
+
 def optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """A plain PyTorch optimizer. Call it inside ``strategy.scope()``."""
     if isinstance(config, SgdConfig):
@@ -103,4 +148,13 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter])
         kind = torch.optim.Adam if isinstance(config, AdamConfig) else torch.optim.AdamW
         first, second = config.betas
         return kind(parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay)
-    raise InvalidArgumentError(f"optimizer.name={config.name} is not known; choose one of sgd, adam, adamw.")
+    if isinstance(config, AdagradConfig):
+        # Its step builds sparse tensors out of valid ones. PyTorch warns unless told whether to check them again.
+        torch.sparse.check_sparse_tensor_invariants.disable()
+        return torch.optim.Adagrad(
+            parameters,
+            lr=config.lr,
+            initial_accumulator_value=config.initial_accumulator_value,
+            weight_decay=config.weight_decay,
+        )
+    raise InvalidArgumentError(f"optimizer.name={config.name} is not known; choose one of sgd, adam, adamw, adagrad.")

@@ -1,7 +1,8 @@
-"""Real examples with integer class labels, split into rows to train on and rows held out.
+"""Examples with their labels, split into rows to train on and rows held out.
 
-Every process loads the same rows in the same order; which of them a replica gets is the strategy's business. A file
-that is missing or malformed is one `InvalidArgumentError` that names the file and the setting.
+`Examples` are tables in memory with integer class labels; the rows of `click_logs` stay in their file. Every process
+loads the same rows in the same order; which of them a replica gets is the strategy's business. A file that is missing
+or malformed is one `InvalidArgumentError` that names the file and the setting.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchstrat.config import CsvConfig, DataConfig, DigitsConfig, NpzConfig
+from torchstrat.config import ClickLogsConfig, CsvConfig, DataConfig, DigitsConfig, NpzConfig, SyntheticClicksConfig
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments import click_logs, synthetic_clicks
+from torchstrat.experiments.click_logs import ClickExamples
+from torchstrat.experiments.files import existing_file
 
 Inputs = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
@@ -42,8 +45,16 @@ class Examples:
     def test_loader(self, global_batch: int) -> DataLoader[Any]:
         return DataLoader(self.test, batch_size=global_batch)
 
+    def share(self, index: int, count: int) -> Examples:
+        """Every ``count``-th training row belongs to one of ``count`` processes; these are the rows of one of them."""
+        own = TensorDataset(*(tensor[index::count] for tensor in self.train.tensors))
+        return replace(self, train=own)
 
-def load(config: DataConfig) -> Examples:
+
+AnyExamples = Examples | ClickExamples
+
+
+def load(config: DataConfig) -> AnyExamples:
     """The examples a config asks for. Raises `InvalidArgumentError`; touches no device."""
     for schema, loader in _LOADERS.items():
         if isinstance(config, schema):
@@ -73,7 +84,7 @@ def _load_csv(config: CsvConfig) -> Examples:
 
 
 def _read_csv(path: str, setting: str, config: CsvConfig) -> tuple[Inputs, Labels]:
-    file = _existing(path, setting)
+    file = existing_file(path, setting)
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         header = int(not all(_is_number(cell) for cell in lines[0].split(config.delimiter))) if lines else 0
@@ -107,7 +118,7 @@ def _read_csv(path: str, setting: str, config: CsvConfig) -> tuple[Inputs, Label
 
 
 def _load_npz(config: NpzConfig) -> Examples:
-    file = _existing(config.path, "data.path")
+    file = existing_file(config.path, "data.path")
     try:
         # Not a pickle: it would run its author's code.
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
@@ -139,14 +150,6 @@ def _pair(arrays: dict[str, Any], inputs_name: str, labels_name: str, path: str)
             "(rows,) with equal rows are needed."
         )
     return _checked(inputs, labels, path)
-
-
-def _existing(path: str, setting: str) -> Path:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        found = "is a folder" if file.is_dir() else "does not exist"
-        raise InvalidArgumentError(f"{setting}={path} {found} (looked in {file.resolve().parent}); name a file.")
-    return file
 
 
 def _is_number(cell: str) -> bool:
@@ -214,9 +217,15 @@ def _split(inputs: Inputs, labels: Labels, config: DataConfig, source: str) -> E
     return _standardized(*_cut(inputs, labels, config, source), standardize=False, dim=None)
 
 
-_LOADERS: dict[type[DataConfig], Callable[[Any], Examples]] = {
+def _load_synthetic_clicks(config: SyntheticClicksConfig) -> ClickExamples:
+    return click_logs.load(synthetic_clicks.as_log(config))
+
+
+_LOADERS: dict[type[DataConfig], Callable[[Any], AnyExamples]] = {
     DigitsConfig: _load_digits,
     CsvConfig: _load_csv,
     NpzConfig: _load_npz,
+    ClickLogsConfig: click_logs.load,
+    SyntheticClicksConfig: _load_synthetic_clicks,
 }
 _NAMES = [schema().name for schema in _LOADERS]

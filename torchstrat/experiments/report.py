@@ -51,6 +51,8 @@ class EvaluationRecord:
     accuracy: float
     rows: int
     """Held-out rows counted, over all replicas; always all of them."""
+    auc: float | None = None
+    """Area under the ROC curve over the held-out rows; click logs only."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class ResultRecord:
     examples_per_second: float
     """Over all training steps but those of the first epoch, if there was a second."""
     training_seconds: float
+    auc: float | None = None
+    """As in `EvaluationRecord`."""
+    data: str = ""
+    """``data.name``."""
 
 
 class Report(Protocol):
@@ -132,12 +138,14 @@ class FolderReport:
         self._evaluations.append(record)
         self._progress.evaluation(record)
         self._scalars(record.step, test_loss=record.loss, test_accuracy=record.accuracy)
+        if record.auc is not None:
+            self._scalars(record.step, test_auc=record.auc)
 
     def result(self, record: ResultRecord) -> None:
         self._write("result", record)
         self._progress.close()
         print(
-            f"{self._title}: accuracy {record.accuracy:.4f}, loss {record.loss:.4f}, "
+            f"{self._title}: accuracy {record.accuracy:.4f}, {_auc(record, ', ')}loss {record.loss:.4f}, "
             f"{record.examples_per_second:,.0f} examples/s → {self._folder}",
             file=sys.stderr,
         )
@@ -160,6 +168,10 @@ class FolderReport:
                 self._tensorboard.add_scalar(name, value, step)
 
 
+def _auc(record: EvaluationRecord | ResultRecord, separator: str) -> str:
+    return "" if record.auc is None else f"AUC {record.auc:.4f}{separator}"
+
+
 def read_metrics(folder: Path, event: str) -> list[dict[str, Any]]:
     """The records of one kind in a run's ``metrics.jsonl``, in order."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -167,7 +179,7 @@ def read_metrics(folder: Path, event: str) -> list[dict[str, Any]]:
 
 
 def draw_curves(file: Path, title: str, steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> None:
-    """A picture of training loss per step and held-out accuracy per epoch."""
+    """A picture of training loss per step and held-out accuracy (and AUC, where there is one) per epoch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -181,6 +193,11 @@ def draw_curves(file: Path, title: str, steps: list[StepRecord], evaluations: li
     losses.legend()
     accuracies.plot([record.epoch for record in evaluations], [record.accuracy for record in evaluations], marker=".")
     accuracies.set(title="held out", xlabel="epoch", ylabel="accuracy")
+    with_auc = [record for record in evaluations if record.auc is not None]
+    if with_auc:
+        accuracies.plot([record.epoch for record in with_auc], [record.auc for record in with_auc], marker=".")
+        accuracies.legend(["accuracy", "AUC"])
+        accuracies.set(ylabel="accuracy, AUC")
     accuracies.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (losses, accuracies):
         axes.grid(alpha=0.3)
@@ -252,7 +269,7 @@ class _Lines:
         if self._stream is not None:
             print(
                 f"{self._title}: epoch {record.epoch:>3}  loss {record.train_loss:.4f}  "
-                f"accuracy {record.accuracy:.4f}  {self._examples_per_second:,.0f} examples/s",
+                f"accuracy {record.accuracy:.4f}  {_auc(record, '  ')}{self._examples_per_second:,.0f} examples/s",
                 file=self._stream,
                 flush=True,
             )

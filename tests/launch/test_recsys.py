@@ -1,0 +1,183 @@
+"""Click prediction from the command line, synchronous and on parameter servers."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from tests.launch.test_train import TRAIN, check, distance, environment, torchrun, train
+from torchstrat.experiments.report import read_metrics
+
+TRIVIAL_AUC = 0.5
+
+
+def result_of(run: Path) -> dict:
+    (result,) = read_metrics(run, "result")
+    return result
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory) -> Path:
+    """Twenty steps under each synchronous strategy, and a whole run."""
+    folder = tmp_path_factory.mktemp("recsys")
+    strategies = "strategy=one_device,mirrored,central_storage"
+    check(train(folder, "-m", strategies, "experiment=recsys", "debug=steps", "hydra.sweep.dir=sweep"))
+    return folder
+
+
+def test_a_run_learns_and_says_that_its_clicks_are_synthetic(in_process):
+    finished = train(in_process, "experiment=recsys", "hydra.run.dir=run")
+    check(finished)
+    run = in_process / "run"
+    result = result_of(run)
+    assert result["auc"] > TRIVIAL_AUC + 0.15
+    assert result["data"] == "synthetic_clicks"
+    assert read_metrics(run, "evaluation")[0]["auc"] < result["auc"]
+    assert all("synthetic clicks" in line for line in finished.stderr.splitlines())
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    (log,) = (in_process / "outputs" / "synthetic_clicks").iterdir()
+    assert log.name.startswith("synthetic_clicks")
+
+
+@pytest.mark.parametrize("job", ["1-mirrored", "2-central_storage"])
+def test_two_replicas_equal_one_device(in_process, job):
+    assert distance(in_process / "sweep" / job, in_process / "sweep" / "0-one_device") <= 1e-5
+
+
+def test_torchrun_equals_one_device(in_process):
+    check(torchrun(in_process, "experiment=recsys", "debug=steps", "strategy=mirrored", "hydra.run.dir=torchrun"))
+    assert distance(in_process / "torchrun", in_process / "sweep" / "0-one_device") <= 1e-5
+
+
+def test_a_log_of_the_user(in_process, tmp_path):
+    (log,) = (in_process / "outputs" / "synthetic_clicks").iterdir()
+    (tmp_path / "day_0.tsv").write_bytes(log.read_bytes())
+    settings = ["experiment=recsys", "data=click_logs", "data.path=day_0.tsv", "data.workers=1", "epochs=1"]
+    finished = train(tmp_path, *settings, "hydra.run.dir=run")
+    check(finished)
+    assert result_of(tmp_path / "run")["data"] == "click_logs"
+    assert "synthetic" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data=click_logs", "data.path=bad.tsv"], "bad.tsv, line 1: 2 field(s), and 40 with tabs between them"),
+        (["data=click_logs", "data.path=absent.tsv"], "data.path=absent.tsv does not exist"),
+        (["data=digits"], "model=wide_and_deep is for click logs"),
+        (["model=mlp"], "model=mlp is for inputs of one tensor"),
+        (["optimizer.weight_decay=0.1"], "optimizer.weight_decay=0.1 shrinks every row"),
+        (["data.rows=2", "strategy=parameter_server", "strategy.workers=9"], "training rows for 9 workers"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, overrides, message):
+    (tmp_path / "bad.tsv").write_text("click\tuser\n")
+    finished = train(tmp_path, "experiment=recsys", *overrides)
+    assert finished.returncode != 0
+    (line,) = finished.stderr.splitlines()  # above all: no cluster was started
+    assert line.startswith("error: ")
+    assert message in line
+
+
+class TestParameterServer:
+    def test_it_starts_a_cluster_by_itself_and_learns_what_one_device_learns(self, in_process):
+        settings = ["experiment=recsys", "strategy=parameter_server", "hydra.run.dir=servers"]
+        finished = train(in_process, *settings)
+        check(finished)
+        result = result_of(in_process / "servers")
+        assert (result["processes"], result["replicas"]) == (5, 2)
+        assert result["auc"] > TRIVIAL_AUC + 0.15
+        assert "no cluster in the environment: starting 2 workers, 2 servers on this machine" in finished.stderr
+        assert "parameter_server (2 workers, 2 servers), synthetic clicks: accuracy" in finished.stderr
+
+    def test_one_worker_equals_one_device(self, in_process):
+        """Both tables are cut over the servers, and travel by rows."""
+        cut = ["strategy=parameter_server", "strategy.workers=1", "strategy.min_shard_bytes=1024"]
+        check(train(in_process, "experiment=recsys", "debug=steps", *cut, "hydra.run.dir=one_worker"))
+        assert distance(in_process / "one_worker", in_process / "sweep" / "0-one_device") <= 1e-6
+
+    def test_a_killed_worker_is_replaced(self, in_process):
+        command = [sys.executable, str(TRAIN), "experiment=recsys", "strategy=parameter_server", "epochs=4"]
+        run = subprocess.Popen(
+            [*command, "hydra.run.dir=killed"], cwd=in_process, env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        said = []
+        try:
+            for line in run.stderr:
+                said.append(line)
+                if "epoch   1" in line:
+                    (pid,) = re.findall(r"worker 0 listens on .*\(pid (\d+)\)", "".join(said))
+                    os.kill(int(pid), signal.SIGKILL)
+        finally:
+            if run.poll() is None and "epoch   4" not in "".join(said):
+                run.terminate()
+            status = run.wait(60)
+            run.stderr.close()
+        assert status == 0, "".join(said)
+        assert any("was ended by SIGKILL" in line for line in said)
+        assert [record["epoch"] for record in read_metrics(in_process / "killed", "evaluation")] == [1, 2, 3, 4]
+        steps = [record["step"] for record in read_metrics(in_process / "killed", "step")]
+        assert steps == list(range(1, len(steps) + 1))
+        assert result_of(in_process / "killed")["auc"] > TRIVIAL_AUC + 0.15
+
+    def test_torchstrat_launch(self, in_process):
+        launcher = [sys.executable, "-m", "torchstrat.launch", "--ps", "1", "--workers", "3"]
+        settings = ["experiment=recsys", "strategy=parameter_server", "debug=smoke", "hydra.run.dir=launched"]
+        finished = subprocess.run(
+            [*launcher, str(TRAIN), *settings],
+            cwd=in_process,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        check(finished)
+        assert result_of(in_process / "launched")["processes"] == 5
+        assert "starting" not in finished.stderr
+
+    def test_the_same_command_in_every_role(self, in_process, free_ports):
+        cluster = {"worker": free_ports[:1], "ps": free_ports[1:]}
+        settings = ["experiment=recsys", "strategy=parameter_server", "debug=smoke"]
+        roles = [{"task": {"type": "worker", "index": 0}}, {"task": {"type": "ps", "index": 0}}, {}]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(TRAIN), *settings, f"hydra.run.dir=role_{number}"],
+                cwd=in_process,
+                env={
+                    **environment(),
+                    "TORCHSTRAT_SECRET": "d" * 32,
+                    "TF_CONFIG": json.dumps({"cluster": cluster, **role}),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for number, role in enumerate(roles)
+        ]
+        try:
+            outputs = [process.communicate(timeout=180)[0] for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        assert [process.returncode for process in processes] == [0, 0, 0], outputs
+        assert result_of(in_process / "role_2")["steps"] == 5
+
+
+@pytest.fixture
+def free_ports():
+    from torchstrat.launch.ports import ReservedPort
+
+    reserved = [ReservedPort() for _ in range(2)]
+    yield [port.address for port in reserved]
+    for port in reserved:
+        port.close()

@@ -1,0 +1,296 @@
+"""The coordinator's loop and its cluster, on fakes. The real thing is in tests/launch."""
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("hydra")
+pytest.importorskip("cloudpickle")
+
+from tests.unit.fake_coordinator import FakeCoordinator, FakeStrategy
+from torchstrat import config as schema
+from torchstrat.cluster import ProcessPlan
+from torchstrat.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
+from torchstrat.cluster_spec import ClusterSpec
+from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
+from torchstrat.experiments import asynchronous, data, loop
+from torchstrat.experiments.asynchronous import AsynchronousTraining
+from torchstrat.experiments.parameter_server_cluster import ClusterSize, coordinates, given_resolver, local_cluster
+from torchstrat.experiments.worker_batches import EndlessBatches, with_absolute_paths
+
+SENT_AS_REFERENCES = (torch.nn.Module, torch.optim.Optimizer)
+
+
+class Recorder:
+    """A report that keeps what it is told."""
+
+    def __init__(self):
+        self.steps, self.evaluations, self.results, self.states = [], [], [], {}
+
+    def step(self, record):
+        self.steps.append(record)
+
+    def evaluation(self, record):
+        self.evaluations.append(record)
+
+    def result(self, record):
+        self.results.append(record)
+
+    def parameters(self, name, state):
+        self.states[name] = state
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """400 clicks: 320 to train on, in batches of 32."""
+
+    def make(**changes):
+        clicks = schema.SyntheticClicksConfig(
+            rows=400, category_rows=512, global_batch=32, folder=str(tmp_path / "clicks")
+        )
+        return schema.ExperimentConfig(
+            **{
+                "strategy": schema.ParameterServerConfig(),
+                "model": schema.WideAndDeepConfig(embedding_width=2, hidden=[4]),
+                "data": clicks,
+                "optimizer": schema.AdagradConfig(),
+                "epochs": 2,
+                **changes,
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def strategy():
+    with contextlib.closing(FakeStrategy()) as strategy:
+        yield strategy
+
+
+def train(config, strategy, workers=2):
+    examples = data.load(config.data)
+    coordinator, report = FakeCoordinator(strategy, workers, SENT_AS_REFERENCES), Recorder()
+    training = AsynchronousTraining(config, examples, strategy, coordinator, report, ClusterSize(workers, 2))
+    return training, coordinator, report, examples
+
+
+def test_a_run(settings, strategy):
+    config = settings()
+    training, coordinator, report, examples = train(config, strategy)
+    pulls = []
+    strategy.on_pull = lambda module: pulls.append((len(report.steps), len(coordinator.in_flight)))
+    training.run()
+    per_epoch = -(-len(examples.train) // 32)
+    assert [record.step for record in report.steps] == list(range(1, 2 * per_epoch + 1))
+    assert [record.epoch for record in report.steps] == [1] * per_epoch + [2] * per_epoch
+    assert coordinator.scheduled == [step % 2 for step in range(2 * per_epoch)]
+    assert coordinator.joins == 2
+    assert pulls == [(per_epoch, 0), (2 * per_epoch, 0)], "evaluation reads values that nothing changes meanwhile"
+    assert [record.rows for record in report.evaluations] == [len(examples.test)] * 2
+    assert [record.step for record in report.evaluations] == [per_epoch, 2 * per_epoch]
+    assert all(record.auc is not None for record in report.evaluations)
+    assert report.evaluations[-1].train_loss < report.evaluations[0].train_loss
+    (result,) = report.results
+    assert (result.strategy, result.processes, result.replicas) == ("parameter_server", 5, 2)
+    assert (result.steps, result.data) == (2 * per_epoch, "synthetic_clicks")
+    assert list(report.states) == ["parameters"]
+
+
+def test_one_worker_computes_what_the_synchronous_loop_computes(settings, strategy):
+    """The same step, the same batches in the same order, over two epochs: every number is equal."""
+    training, _, found, examples = train(settings(), strategy, workers=1)
+    training.run()
+    expected = Recorder()
+    loop._Training(settings(), examples, strategy_with_reduce(strategy), expected, processes=1).run()
+    assert [record.loss for record in found.steps] == [record.loss for record in expected.steps]
+    for name, value in expected.states["parameters"].items():
+        assert torch.equal(found.states["parameters"][name], value), name
+    for one, other in zip(found.evaluations, expected.evaluations, strict=True):
+        assert (one.loss, one.accuracy, one.auc) == (other.loss, other.accuracy, other.auc)
+        assert one.train_loss == pytest.approx(other.train_loss)
+
+
+def strategy_with_reduce(strategy):
+    return strategy._inner
+
+
+def test_digits_can_be_trained_the_same_way(settings, strategy):
+    pytest.importorskip("sklearn")
+    config = settings(
+        data=schema.DigitsConfig(), model=schema.MlpConfig(hidden=[32]), optimizer=schema.SgdConfig(), epochs=3
+    )
+    training, _, report, _ = train(config, strategy)
+    training.run()
+    assert report.evaluations[-1].accuracy > 0.85
+    assert report.evaluations[-1].auc is None
+
+
+@pytest.mark.parametrize("max_steps", [3, 10, 13])
+def test_max_steps_and_snapshots(settings, strategy, max_steps):
+    training, coordinator, report, _ = train(settings(max_steps=max_steps, snapshot_after_steps=3), strategy)
+    at_pull = []
+    strategy.on_pull = lambda module: at_pull.append((len(coordinator.scheduled), len(coordinator.in_flight)))
+    training.run()
+    assert len(report.steps) == len(coordinator.scheduled) == max_steps
+    assert at_pull[0] == (3, 0), "nothing is in flight, nor was more done, when the snapshot is taken"
+    assert list(report.states) == ["parameters_after_step_3", "parameters"]
+    same = all(
+        torch.equal(one, other)
+        for one, other in zip(*(state.values() for state in report.states.values()), strict=True)
+    )
+    assert same == (max_steps == 3)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 100])
+def test_only_so_many_steps_are_scheduled_ahead(settings, strategy, monkeypatch, ahead):
+    monkeypatch.setattr(asynchronous, "_AHEAD_PER_WORKER", ahead)
+    training, coordinator, report, _ = train(settings(), strategy)
+    training.run()
+    assert coordinator.most_in_flight == min(2 * ahead, len(report.steps) // 2)
+    assert [record.step for record in report.steps] == list(range(1, len(report.steps) + 1))
+
+
+def test_a_lost_server_ends_the_run_and_what_was_measured_stays(settings, strategy):
+    training, coordinator, report, _ = train(settings(), strategy)
+    schedule, calls = coordinator.schedule, itertools.count()
+
+    def lose_a_server(fn, args=()):
+        if next(calls) == 12:
+            raise ParameterServerUnavailable("parameter server 1 was lost")
+        return schedule(fn, args)
+
+    coordinator.schedule = lose_a_server
+    with pytest.raises(ParameterServerUnavailable, match="parameter server 1 was lost"):
+        training.run()
+    assert len(report.evaluations) == 1
+    assert report.results == []
+
+
+class TestWorkerBatches:
+    def rows(self, batches, count):
+        return [tuple(integers[:, 0].tolist()) for (integers, _), _ in itertools.islice(batches, count)]
+
+    def test_a_worker_goes_round_its_own_share_in_new_orders(self, settings):
+        config = settings().data
+        shares = [len(data.load(config).share(index, 2).train) for index in range(2)]
+        for index, share in enumerate(shares):
+            batches_per_round = -(-share // 32)
+            batches = iter(EndlessBatches(config, 0, index, 2))
+            first, second = self.rows(batches, batches_per_round), self.rows(batches, batches_per_round)
+            assert sum(map(len, first)) == share
+            assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second))
+            assert first != second
+
+    def test_every_worker_has_its_own_order(self, settings):
+        config = settings().data
+        orders = [self.rows(iter(EndlessBatches(config, 0, index, 1)), 3) for index in range(2)]
+        assert orders[0] != orders[1]
+        assert orders[0] == self.rows(iter(EndlessBatches(config, 0, 0, 1)), 3)
+
+    def test_a_worker_that_joined_later_takes_a_share_too(self, settings):
+        late = iter(EndlessBatches(settings().data, 0, 3, 2))
+        own = iter(EndlessBatches(settings().data, 0, 1, 2))
+        assert {value for batch in self.rows(late, 5) for value in batch} == {
+            value for batch in self.rows(own, 5) for value in batch
+        }
+
+    def test_a_share_without_rows_is_an_error_and_no_endless_wait(self, settings):
+        config = settings().data
+        with pytest.raises(InvalidArgumentError, match=r"the share of worker 0 has no rows; use fewer workers"):
+            EndlessBatches(config, 0, 0, 1_000_000)
+
+    def test_paths_mean_the_coordinators_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        config = with_absolute_paths(schema.ClickLogsConfig(path="log.tsv"))
+        assert (config.path, config.test_path) == (str(tmp_path / "log.tsv"), None)
+        assert with_absolute_paths(schema.SyntheticClicksConfig(folder="a")).folder == str(tmp_path / "a")
+        assert with_absolute_paths(schema.DigitsConfig()) == schema.DigitsConfig()
+
+
+CLUSTER = {"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "ps": ["127.0.0.1:4"]}
+
+
+def described(task=None, cluster=CLUSTER) -> str:
+    return json.dumps({"cluster": cluster, **({"task": task} if task else {})})
+
+
+class TestCluster:
+    def test_without_one_in_the_environment_there_is_none(self, monkeypatch):
+        monkeypatch.delenv("TF_CONFIG", raising=False)
+        assert given_resolver(schema.ClusterConfig(), None) is None
+
+    def test_a_cluster_that_is_started_is_announced_and_ended(self, monkeypatch, capsys):
+        events = []
+
+        class FakeCluster(contextlib.AbstractContextManager):
+            resolver = SimpleClusterResolver(ClusterSpec(CLUSTER))
+
+            def __init__(self, workers, ps):
+                events.append((workers, ps))
+
+            def __exit__(self, *_):
+                events.append("ended")
+
+        monkeypatch.setattr("torchstrat.launch.LocalCluster", FakeCluster)
+        with contextlib.suppress(ParameterServerUnavailable), local_cluster(ClusterSize(3, 1)) as resolver:
+            assert resolver is FakeCluster.resolver
+            assert events == [(3, 1)]
+            raise ParameterServerUnavailable("a run that fails")
+        assert events[-1] == "ended"
+        assert capsys.readouterr().err == (
+            "no cluster in the environment: starting 3 workers, 1 server on this machine\n"
+        )
+
+    def test_one_in_the_environment_is_used(self, monkeypatch):
+        monkeypatch.setenv("TF_CONFIG", described({"type": "chief", "index": 0}, {**CLUSTER, "chief": ["127.0.0.1:5"]}))
+        resolver = given_resolver(schema.ClusterConfig(), None)
+        assert ClusterSize.of(resolver.cluster_spec()) == ClusterSize(3, 1)
+        assert coordinates(resolver)
+
+    @pytest.mark.parametrize(("job", "here"), [("worker", False), ("ps", False), ("chief", True)])
+    def test_who_coordinates(self, monkeypatch, job, here):
+        monkeypatch.setenv("TF_CONFIG", described({"type": job, "index": 0}))
+        assert coordinates(TFConfigClusterResolver()) == here
+
+    def test_a_process_without_a_task_coordinates(self, monkeypatch):
+        monkeypatch.setenv("TF_CONFIG", described())
+        assert coordinates(TFConfigClusterResolver())
+
+    def test_an_evaluator_has_nothing_to_do(self):
+        resolver = SimpleClusterResolver(ClusterSpec(CLUSTER), task_type="evaluator", task_id=0)
+        with pytest.raises(InvalidArgumentError, match="makes this process an evaluator"):
+            coordinates(resolver)
+
+    @pytest.mark.parametrize(
+        ("environment", "cluster", "plan", "message"),
+        [
+            (None, "auto", ProcessPlan(0, 2, 0, 2, "env://", False, "rank 0"), "torchrun started 2 equal processes"),
+            (None, "torchrun", None, "cluster=torchrun is for synchronous strategies"),
+            (described(), "local", None, "cluster=local, but TF_CONFIG describes a cluster"),
+        ],
+    )
+    def test_starts_that_do_not_fit(self, monkeypatch, environment, cluster, plan, message):
+        monkeypatch.delenv("TF_CONFIG", raising=False)
+        if environment:
+            monkeypatch.setenv("TF_CONFIG", environment)
+        with pytest.raises(InvalidArgumentError, match=message):
+            given_resolver(schema.ClusterConfig(name=cluster), plan)
+
+    @pytest.mark.parametrize(
+        ("size", "text"),
+        [(ClusterSize(1, 1), "1 worker, 1 server"), (ClusterSize(4, 2), "4 workers, 2 servers")],
+    )
+    def test_a_size_reads_as_english(self, size, text):
+        assert str(size) == text
+
+
+def test_workers_need_none_of_the_applications_dependencies():
+    probe = "import sys, torchstrat.experiments.worker_batches as _; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"hydra", "omegaconf", "sklearn", "matplotlib"} & set(loaded)

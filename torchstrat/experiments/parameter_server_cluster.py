@@ -1,0 +1,96 @@
+"""Which cluster a run with ``strategy=parameter_server`` uses, and which part of it this process is.
+
+A cluster that the environment describes (``TF_CONFIG``; ``torchstrat launch`` sets it too) is used as it is: the
+process that is its chief, or no task of it, coordinates, and the same command in a worker's or a server's place serves.
+Without one, the run starts a cluster on this machine and ends it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torchstrat.cluster import ProcessPlan
+from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+from torchstrat.cluster_spec import EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
+from torchstrat.config import ClusterConfig
+from torchstrat.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class ClusterSize:
+    """Processes beside the coordinator."""
+
+    workers: int
+    servers: int
+
+    @classmethod
+    def of(cls, spec: ClusterSpec) -> ClusterSize:
+        return cls(_tasks(spec, WORKER), _tasks(spec, PARAMETER_SERVER))
+
+    def __str__(self) -> str:
+        return f"{self.workers} worker{'s' * (self.workers != 1)}, {self.servers} server{'s' * (self.servers != 1)}"
+
+
+def _tasks(spec: ClusterSpec, job: str) -> int:
+    return spec.num_tasks(job) if job in spec.jobs else 0
+
+
+def serve(resolver: ClusterResolver) -> None:
+    """Be the worker or the server that ``resolver`` says this process is, until the coordinator has finished."""
+    from torchstrat.server import Server
+
+    Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id, exit_when_finished=True).join()
+
+
+def given_resolver(cluster: ClusterConfig, plan: ProcessPlan | None) -> ClusterResolver | None:
+    """The cluster that the environment describes; None where it describes none, and the run is to start one.
+
+    Raises:
+        InvalidArgumentError: the settings do not fit how this process was started.
+        ClusterConfigError: ``TF_CONFIG`` is malformed.
+    """
+    given = TFConfigClusterResolver()
+    is_given = bool(given.cluster_spec())
+    _require_start(cluster, plan, is_given)
+    return given if is_given else None
+
+
+@contextmanager
+def local_cluster(size: ClusterSize) -> Iterator[ClusterResolver]:
+    """A cluster of processes on this machine, as long as the context lasts. Says so on stderr."""
+    from torchstrat.launch import LocalCluster  # nothing that synchronous runs need
+
+    print(f"no cluster in the environment: starting {size} on this machine", file=sys.stderr, flush=True)
+    with LocalCluster(workers=size.workers, ps=size.servers) as cluster:
+        yield cluster.resolver
+
+
+def _require_start(cluster: ClusterConfig, plan: ProcessPlan | None, is_given: bool) -> None:
+    if plan is not None and plan.size > 1:
+        raise InvalidArgumentError(
+            f"strategy=parameter_server has one coordinator, and torchrun started {plan.size} equal processes; run "
+            "torchstrat launch --ps 2 --workers 4 scripts/train.py …, or plain python scripts/train.py …."
+        )
+    if cluster.name == "torchrun" and not is_given:
+        raise InvalidArgumentError(
+            "cluster=torchrun is for synchronous strategies; strategy=parameter_server finds its cluster in TF_CONFIG, "
+            "or starts one: use cluster=auto."
+        )
+    if cluster.name == "local" and is_given:
+        raise InvalidArgumentError(
+            "cluster=local, but TF_CONFIG describes a cluster; unset it to start one on this machine, or use "
+            "cluster=auto."
+        )
+
+
+def coordinates(resolver: ClusterResolver) -> bool:
+    """Whether this process is the cluster's coordinator, rather than a worker or a server."""
+    if resolver.task_type == EVALUATOR:
+        raise InvalidArgumentError(
+            "TF_CONFIG makes this process an evaluator, and this program evaluates on its coordinator; do not start it "
+            "for that task."
+        )
+    return resolver.task_type not in (WORKER, PARAMETER_SERVER)

@@ -1,0 +1,24 @@
+"""One run, under whichever strategy: what ``scripts/train.py`` calls."""
+
+from __future__ import annotations
+
+import torch
+
+from torchstrat.config import ParameterServerConfig
+from torchstrat.experiments import asynchronous, loop
+from torchstrat.experiments.launch import Run
+
+
+def train(run: Run) -> None:
+    """Do one run, on every process of it. Leaves no process group, cluster, thread or file open.
+
+    Raises:
+        TorchstratError: the data cannot be read, the configuration does not fit it or the processes, or one is lost.
+    """
+    config = run.config
+    if config.cluster.threads_per_process is not None:
+        torch.set_num_threads(config.cluster.threads_per_process)
+    if isinstance(config.strategy, ParameterServerConfig):
+        asynchronous.train(run, config.strategy)
+    else:
+        loop.train(run)
