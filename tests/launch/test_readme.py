@@ -15,13 +15,31 @@ LAUNCHES = {
 }
 
 
+def save(number: int, file: Path) -> Path:
+    """The README's Python block with that number, as a file."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    file.write_text(blocks[number], encoding="utf-8")
+    return file
+
+
 @pytest.fixture
 def example(tmp_path):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert code is not None
-    file = tmp_path / "train.py"
-    file.write_text(code.group(1), encoding="utf-8")
-    return file
+    return save(0, tmp_path / "train.py")
+
+
+def test_the_parameter_server_example_trains(tmp_path):
+    finished = subprocess.run(
+        [sys.executable, "-m", "torchstrat.launch", "--ps", "2", "--workers", "2", str(save(1, tmp_path / "train.py"))],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    printed = re.findall(r"^loss ([\d.]+)", finished.stdout, re.MULTILINE)
+    assert len(printed) == 1, finished.stdout
+    assert float(printed[0]) < 10.0  # 13 for a model that always says 0
 
 
 @pytest.mark.parametrize(("launch", "replicas"), [("python", 1), ("torchrun", 2)])

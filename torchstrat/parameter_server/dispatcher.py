@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ from torchstrat.parameter_server.scheduler_events import (
 from torchstrat.parameter_server.scheduler_events import Dispatch as Send
 from torchstrat.parameter_server.tasks import Peer, Task
 
-_UNLIMITED_SECONDS = 1e8  # functions take as long as they take; a worker that is gone ends the call
+_UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker that is gone ends the call
 
 
 @dataclass(frozen=True)

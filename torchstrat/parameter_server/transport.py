@@ -11,12 +11,13 @@ agent itself, in C++, also answers calls of PyTorch's *builtin operators and Tor
 Python and cannot be refused here: whoever can open a connection to the port can run ``aten`` operators in this process,
 allocate memory, and read or create files through operators such as ``aten::from_file``. It is also easily broken: a few
 bytes that are not its protocol, such as an HTTP request, end the process, and a connection that ends without a word, as
-of a port scanner or a health check, closes its listener (those who watch this process are then told that it is lost,
-for only a restart helps). And nothing on the wire is encrypted. Agents therefore listen on loopback unless the cluster's
-description gives another address, and then the port (an ephemeral one, so the whole range
-``net.ipv4.ip_local_port_range``) must be reachable by the machines of the cluster only: a private network or a firewall
-rule, never the internet, never a network shared with people who may not run code as this user. On loopback the same
-holds for every user of this machine.
+of a port scanner or a health check, closes its listener; those who watch this process are then told that it is lost,
+for only a restart helps. And nothing on the wire is encrypted.
+
+Agents therefore listen on loopback unless the cluster's description gives another address, and then the port (an
+ephemeral one, so the whole range ``net.ipv4.ip_local_port_range``) must be reachable by the machines of the cluster
+only: a private network or a firewall rule, never the internet, never a network shared with people who may not run code
+as this user. On loopback the same holds for every user of this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import functools
 import os
 import secrets
 import socket
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +50,7 @@ from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.envelopes import REFUSAL, SELF_TEST, Envelopes, Received, Request
 from torchstrat.parameter_server.interfaces import interface_of
 from torchstrat.parameter_server.payloads import Packed
+from torchstrat.parameter_server.sockets import Listener, address_of, shut_down_connections
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.waiting import Waiting
 from torchstrat.parameter_server.watching import Watching
@@ -92,6 +93,7 @@ which is how the death of a process is seen at once, and it keeps a read open, w
 keep its file descriptors for ever. Nothing is kept for it at the process that is called."""
 
 _NEVER = 0.0
+_LONGEST = 1e6  # RPC counts milliseconds in 32 bits; who waits longer than 11 days means for ever
 _SELF_TEST_SECONDS = 30.0
 _INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
 _LARGEST_ID = 2**15 - 1
@@ -218,6 +220,8 @@ class RpcEndpoint:
             self._watching.lost(peer.incarnation, link.broken)
 
     def close(self) -> None:
+        if os.getpid() != self._peer.pid:
+            return  # a fork, which has inherited this object but none of its threads
         with self._lock:
             if self._closed:
                 return
@@ -296,7 +300,9 @@ class RpcEndpoint:
             link.is_asked = False
             try:
                 answer()
-            except CommunicationError as error:  # the connection broke, or the peer refuses this process, or is deaf
+            except PeerUnavailableError:
+                pass  # the lifeline tells
+            except CommunicationError as error:  # it refuses this process, or nobody else can reach it
                 self._watching.lost(peer.incarnation, str(error))
 
         self._send(link, _PING, Packed(b""), _NEVER, answered)
@@ -305,7 +311,7 @@ class RpcEndpoint:
         # Nothing in RPC closes a connection to a peer that lives. One that broke is closed already, and another process
         # may have its address by now.
         if link.has_lifeline and link.broken is None:
-            _shut_down_connections(link.peer.url)
+            shut_down_connections(link.peer.url)
 
     # Receiving. RPC's threads call these, and none of them raises: what they raise would be told to the sender.
 
@@ -334,7 +340,7 @@ class RpcEndpoint:
         text = (
             f"{self._peer} can no longer be connected to: something that is not a peer spoke to its port. Restart it."
         )
-        return pack_failure(PeerUnavailableError(text, self._peer), f"{self._peer}, answering a heartbeat")
+        return pack_failure(CommunicationError(text), f"{self._peer}, answering a heartbeat")
 
     def _reply(self, future: torch.futures.Future[Any], request: Request, answer: Packed) -> None:
         if not self._closed:
@@ -403,8 +409,8 @@ class _Agent:
                     _set_and_start_rpc_agent(self._agent)
                 self._check_hooks()
             self.url: str = self._store.get(f"addrs/{name}").decode()
-            self._listener = _Listener(_address_of(self.url))
-            if _address_of(self.url)[0] != address:
+            self._listener = Listener(address_of(self.url))
+            if address_of(self.url)[0] != address:
                 raise InvalidArgumentError(
                     f"asked to listen on {host} ({address}), PyTorch listens on {self.url}: it chooses an address once "
                     "per process, or the interface has several. Use its main address, from the start of the process."
@@ -433,6 +439,8 @@ class _Agent:
 
     def send(self, to: WorkerInfo, sealed: bytes, tensors: list[torch.Tensor], seconds: float) -> Any:
         """A torch future; 0 seconds: it may take for ever."""
+        if seconds > _LONGEST:
+            seconds = _NEVER
         if seconds != _NEVER:
             seconds = max(seconds, 0.001)  # RPC counts in milliseconds, and takes 0 for no limit
         return _invoke_rpc_python_udf(to, sealed, tensors, seconds, True)  # type: ignore[arg-type]
@@ -455,34 +463,6 @@ class _Agent:
                 f"torch {torch.__version__} does not let messages be authenticated before they are unpickled; the "
                 "process would run what anybody sends to it. Please report this version."
             )
-
-
-class _Listener:
-    """The socket on which an agent listens, found among this process's file descriptors.
-
-    An agent takes the end of a connection that has not said hello for an error of its listener, and closes that for
-    good. A stranger can do it, and so can a peer that is killed in the fraction of a millisecond before its hello.
-    """
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._descriptor, self._identity = -1, (0, 0)
-        for descriptor, candidate in _sockets():
-            with contextlib.suppress(OSError):
-                listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if listens and candidate.getsockname() == address:
-                    self._descriptor, self._identity = descriptor, _identity(descriptor)
-
-    @property
-    def is_open(self) -> bool:
-        try:
-            return _identity(self._descriptor) == self._identity
-        except OSError:
-            return False
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager
@@ -522,33 +502,6 @@ def _classified(error: RuntimeError, peer: Peer, method: str, seconds: float) ->
             "allow more time if the call is a long one."
         )
     return PeerUnavailableError(f"{peer} is gone; {method!r} was not answered ({text}).", peer)
-
-
-def _shut_down_connections(url: str) -> None:
-    """End every connection that this process has made to this address. The reads on them then fail, which makes RPC
-    close and free them; it offers no other way to hang up."""
-    address = _address_of(url)
-    for _, connection in _sockets():
-        with contextlib.suppress(OSError):  # not connected
-            if connection.getpeername() == address:
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process's internet sockets, with their file descriptors; each is a duplicate, closed when the next comes."""
-    folder = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
-    for descriptor in map(int, os.listdir(folder)):
-        with contextlib.suppress(OSError):  # closed in between
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-                    if duplicate.family == socket.AF_INET:
-                        yield descriptor, duplicate
-
-
-def _address_of(url: str) -> tuple[str, int]:
-    """Of ``uv://127.0.0.1:40123``."""
-    host, _, port = url.rpartition("//")[2].rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _positive(name: str, seconds: float) -> float:
