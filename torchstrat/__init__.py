@@ -4,6 +4,7 @@ Importing this package touches no device, reads no environment and starts nothin
 """
 
 from torchstrat import cluster_resolver, data, errors, partitioners, registry
+from torchstrat.checkpoint import Checkpoint
 from torchstrat.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -21,6 +22,7 @@ from torchstrat.parameter_server.coordinator import ClusterCoordinator
 from torchstrat.parameter_server.per_worker import PerWorkerValues
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.sharded_variable import ShardedVariable
+from torchstrat.parameter_server.task_server import Server
 from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.run_options import RunOptions
 from torchstrat.strategies.central_storage import CentralStorageStrategy
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
+    "Checkpoint",
     "ClusterCoordinator",
     "DistributedValues",
     "Ftrl",
@@ -57,6 +60,7 @@ __all__ = [
     "RemoteValue",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "ShardedVariable",
     "Strategy",
     "ValueContext",

@@ -182,9 +182,11 @@ def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: Any) 
         shape: of the whole variable; the partitioner gets it as a `torch.Size`.
         dtype: of the variable.
 
+    The first number of an answer counts; those of further dimensions may be left out, as they can only be 1.
+
     Raises:
-        InvalidArgumentError: the answer is not one number per dimension, the number of shards is not positive, or
-            another dimension than the first is cut; the message has the answer.
+        InvalidArgumentError: the answer is not a list of whole numbers, the number of shards is not positive, another
+            dimension than the first is cut, or there are no rows to cut; the message has the answer.
     """
     size = torch.Size(shape)
     if not size:
@@ -193,7 +195,7 @@ def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: Any) 
     partitions = _whole_numbers(answer)
     called = f"the partitioner {_name(partitioner)} returned {answer!r} for shape {tuple(size)}"
     wanted = f"return one whole number per dimension, such as {[2] + [1] * (len(size) - 1)}"
-    if partitions is None or len(partitions) != len(size):
+    if not partitions:
         raise InvalidArgumentError(f"{called}; {wanted}.")
     if any(number != 1 for number in partitions[1:]):
         raise InvalidArgumentError(
@@ -201,6 +203,8 @@ def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: Any) 
         )
     if partitions[0] < 1:
         raise InvalidArgumentError(f"{called}: there must be at least 1 shard, and a row for it; {wanted}.")
+    if partitions[0] > 1 and size[0] == 0:
+        raise InvalidArgumentError(f"{called}: a variable without rows cannot be cut; return 1 for it.")
     return min(partitions[0], size[0]) or 1
 
 

@@ -200,8 +200,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _variable_made(self, variable: Variable) -> None:
         """A `Variable` of this strategy is complete."""
 
-    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any) -> Any:
-        """What to make instead of a `Variable`; None where this strategy does not split variables."""
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> Any:
+        """What to make instead of a `Variable`; None where this strategy does not split variables.
+
+        ``kind``: the aggregation and the synchronization."""
         return None
 
     def _place_of(self, variable: Any) -> str | None:

@@ -13,12 +13,15 @@ import numpy as np
 import torch
 
 import torchstrat as ts
-from torchstrat.errors import StructureMismatchError, TorchstratError
+from torchstrat.errors import CancelledError, ClosureInputError, StructureMismatchError, TorchstratError
 
 BUILTIN: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, KeyError, NotImplementedError, StopIteration)
 }
 """Error classes that callers catch by name: here the same ones."""
+
+SAME_NAME: dict[str, type[Exception]] = {kind.__name__: kind for kind in (CancelledError, ClosureInputError)}
+"""Classes of TensorFlow's coordinator that torchstrat has under the same name."""
 
 INTERNAL = {
     "InvalidArgumentError", "NotFoundError", "OutOfRangeError", "UnavailableError", "InternalError",
@@ -66,7 +69,8 @@ def _compare_mapping(recorded: dict[str, Any], actual: Any, tolerance: float, pa
         _compare_spec(recorded, actual, path)
     elif recorded.keys() == {"python", "type"}:
         _expect(type(actual).__name__ == recorded["type"], path, f"a Python {recorded['type']}", actual)
-        _expect(actual == recorded["python"], path, repr(recorded["python"]), actual)
+        found = actual.decode() if isinstance(actual, bytes) else actual
+        _expect(found == recorded["python"], path, repr(recorded["python"]), actual)
     elif len(recorded) == 1 and next(iter(recorded)) in _CONTAINERS:
         [(kind, content)] = recorded.items()
         _CONTAINERS[kind](content, actual, tolerance, path)
@@ -199,7 +203,8 @@ def compare_error(recorded: str, bases: list[str], actual: Any, path: str) -> bo
     try:
         if recorded in INTERNAL:
             return _compare_internal_error(recorded, actual, path)
-        wanted = next((BUILTIN[name] for name in (recorded, *bases) if name in BUILTIN), None)
+        known = BUILTIN | SAME_NAME
+        wanted = next((known[name] for name in (recorded, *bases) if name in known), None)
         assert wanted is not None, f"{path}: no rule for the recorded class {recorded}"
         _expect(isinstance(actual, wanted), path, wanted.__name__, actual)
         return True

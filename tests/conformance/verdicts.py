@@ -17,9 +17,11 @@ AREAS = (
     "extended", "variable_aggregation", "central_storage", "central_train", "multi_worker", "tf_config",
     "cluster_spec", "simple_resolver", "cluster_roles", "cluster_resolver_property", "v1", "replica_context",
     "value_context", "partitioner", "sharded_variable", "sharded_assign", "sharded_ops", "sharded_scatter",
-    "sharded_slicing", "embedding_lookup", "union_resolver",
+    "sharded_slicing", "embedding_lookup", "union_resolver", "ps_partition", "ps_placement", "ps_strategy",
+    "ps_strategy_args", "ps_train", "coordinator", "coordinator_errors", "per_worker_dataset", "fault_tolerance",
+    "server", "checkpoint",
 )  # fmt: skip
-"""The areas that are replayed. Those of parameter servers and TPUs have no adapter yet."""
+"""The areas that are replayed. Those of TPUs have no adapter yet."""
 
 Kind = Literal["passed", "differs", "no counterpart", "failed"]
 

@@ -8,7 +8,19 @@ import textwrap
 
 import pytest
 
-FORBIDDEN = ["torch.distributed.rpc", "cloudpickle", "torch_xla", "hydra", "omegaconf", "sklearn", "matplotlib", "tensorboard", "tqdm"]
+FORBIDDEN = (
+    "torch.distributed.rpc cloudpickle torch_xla hydra omegaconf sklearn matplotlib tensorboard tqdm"
+).split()
+    "torch.distributed.rpc",
+    "cloudpickle",
+    "torch_xla",
+    "hydra",
+    "omegaconf",
+    "sklearn",
+    "matplotlib",
+    "tensorboard",
+    "tqdm",
+]
 
 PROBE = textwrap.dedent(
     """

@@ -142,7 +142,16 @@ def test_a_scalar_is_whole_without_asking() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "shards"),
-    [([2, 1], 2), ((2, 1), 2), ([1, 1], 1), ([9, 1], 4), (np.array([2, 1]), 2), ([np.int64(3), 1], 3)],
+    [
+        ([2, 1], 2),
+        ((2, 1), 2),
+        ([1, 1], 1),
+        ([9, 1], 4),
+        (np.array([2, 1]), 2),
+        ([np.int64(3), 1], 3),
+        ([2], 2),
+        ([2, 1, 1], 2),
+    ],
 )
 def test_answers_that_say_a_number_of_shards(answer: Any, shards: int) -> None:
     assert shards_of(lambda shape, dtype: answer, (4, 2), torch.float32) == shards
@@ -150,7 +159,7 @@ def test_answers_that_say_a_number_of_shards(answer: Any, shards: int) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [[1, 2], [2, 2], [0, 1], [-1, 1], [], [2], [2, 1, 1], None, 2, "21", [2.0, 1], [None, 1], {0: 2, 1: 1}],
+    [[1, 2], [2, 2], [0, 1], [-1, 1], [], [0], [2, 1, 2], None, 2, "21", [2.0, 1], [None, 1], {0: 2, 1: 1}],
 )
 def test_nonsense_is_refused_with_what_was_returned(answer: Any) -> None:
     def mine(shape: Any, dtype: Any) -> Any:
@@ -167,6 +176,8 @@ def test_variables_without_rows() -> None:
     with pytest.raises(InvalidArgumentError, match=r"FixedShardsPartitioner returned \[0, 1\]"):
         shards_of(FixedShardsPartitioner(2), (0, 4), torch.float32)
     assert shards_of(MinSizePartitioner(4, 2), (0, 4), torch.float32) == 1
+    with pytest.raises(InvalidArgumentError, match="without rows"):
+        shards_of(lambda shape, dtype: [2, 1], (0, 4), torch.float32)
 
 
 def test_the_partitioner_gets_the_shape_and_the_dtype() -> None:

@@ -28,7 +28,7 @@ class CapturedVariables:
         self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
         self._beside: dict[int, VariableSpec] = {}
         self._versions: dict[int, int] = {}
-        self._seen_changes = -1
+        self._to_create: list[VariableSpec] = []
 
     # -- who is who -------------------------------------------------------------------------------------------------
 
@@ -46,6 +46,13 @@ class CapturedVariables:
     def specs(self) -> list[VariableSpec]:
         return list(self._specs.values())
 
+    def parameters(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
+        """Every parameter that the program still has."""
+        for number in self._parameters:
+            tensor = self.tensor(number)
+            if tensor is not None:
+                yield self._specs[number], tensor
+
     def specs_under(self, modules: Iterable[nn.Module]) -> list[VariableSpec]:
         """The variables of these modules and their children, each once."""
         found: dict[int, VariableSpec] = {}
@@ -62,29 +69,32 @@ class CapturedVariables:
         """``tensor`` is to live with ``spec``; said before it is placed."""
         self._beside[id(tensor)] = spec
 
-    def place_new(self) -> list[VariableSpec]:
+    def place_new(self) -> None:
         """Give every variable that has none yet its place, in order of creation."""
-        new: list[VariableSpec] = []
-        tables = {
-            id(module.weight)
-            for module in self._registry.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        }
+        tables = set(_possible_tables(self._registry.modules()))
         for name, tensor in self._registry.named_tensors().items():
             if id(tensor) not in self._numbers:
-                new.append(self._place(name, tensor, is_table=id(tensor) in tables))
+                self._place(name, tensor, is_table=id(tensor) in tables)
         for name, slot in self._registry.named_buffer_slots().items():
             if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
-                new.append(self._place_buffer(name, slot))
+                self._place_buffer(name, slot)
         self._follow_buffers()
-        return new
+
+    def to_create(self) -> list[VariableSpec]:
+        """What has a place and is not on the servers yet, as far as the program still has it."""
+        self._to_create = [spec for spec in self._to_create if self.tensor(spec.number) is not None]
+        return list(self._to_create)
+
+    def created(self) -> None:
+        """The servers have all of `to_create` now."""
+        self._to_create.clear()
 
     def place_now(self, tensor: torch.Tensor) -> None:
         """Do not wait for the others: somebody asks where ``tensor`` lives."""
         if id(tensor) not in self._numbers:
             self.place_new()
 
-    def _place(self, name: str, tensor: torch.Tensor, *, is_table: bool) -> VariableSpec:
+    def _place(self, name: str, tensor: torch.Tensor, *, is_table: bool) -> None:
         spec = self._placement.place(
             name,
             tensor.shape,
@@ -99,18 +109,17 @@ class CapturedVariables:
         numbers = self._numbers
         self._parameters[number] = weakref.ref(tensor, lambda _: numbers.pop(key, None))
         self._register(spec, tensor)
-        return spec
 
-    def _place_buffer(self, name: str, slot: BufferSlot) -> VariableSpec:
+    def _place_buffer(self, name: str, slot: BufferSlot) -> None:
         assert slot.tensor is not None
         spec = self._placement.place(name, slot.tensor.shape, slot.tensor.dtype, "buffer", may_split=False)
         self._buffers[spec.number] = slot
         self._slots[id(slot.module), slot.name] = spec.number
         self._register(spec, slot.tensor)
-        return spec
 
     def _register(self, spec: VariableSpec, tensor: torch.Tensor) -> None:
         self._specs[spec.number] = spec
+        self._to_create.append(spec)
         self._numbers[id(tensor)] = spec.number
         self._versions[spec.number] = tensor._version
 
@@ -148,6 +157,14 @@ class CapturedVariables:
             if tensor._version != self._versions[number]:
                 self._versions[number] = tensor._version
                 yield spec, tensor
+
+
+def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
+    """Ids of the parameters that `torch.nn.functional.embedding` may look up: weights of embeddings, and what a module
+    of the user's own holds itself. Weights of torch's other layers are used whole."""
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or not type(module).__module__.startswith("torch."):
+            yield from (id(parameter) for parameter in module._parameters.values())
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -37,8 +37,8 @@ class StatePiece:
 class WriteOrder:
     """Write these shards and states, at one moment, as file ``number`` into ``folder``.
 
-    ``fill``: states that this server does not have, because no step has touched the shard yet, and other servers have
-    for their shards: write what they are before the first step.
+    ``fill``: the states are such as this server does not have, because no step has touched the shard yet, while other
+    servers have them for their shards: write what they are before the first step.
     """
 
     folder: str
@@ -51,12 +51,13 @@ class WriteOrder:
 @dataclass(frozen=True)
 class WriteReport:
     """``whole``: entries of the state of cut variables that are not cut themselves (``step``), with their paths; all
-    shards of a variable have them, and one is to be written. ``without_state``: what it had no state of."""
+    shards of a variable have them, and one is to be written. ``without_state``: what it had no state of.
+    ``applied``: the records of the same moment; None where only states were filled in."""
 
     part: WrittenPart
     whole: tuple[tuple[Path, Any], ...]
     without_state: tuple[StatePiece, ...]
-    applied: AppliedPushes
+    applied: AppliedPushes | None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torchstrat.parameter_server.per_worker import (
     PerWorkerValues,
     ResourceTable,
     refuse_remote_values,
-    require_dataset_function,
+    require_builder,
 )
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.tasks import Task
@@ -95,6 +95,8 @@ class ClusterCoordinator:
         """
         require_callable(fn, "schedule")
         require_list_or_tuple(args)
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise WrongTypeError(f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}.")
         refuse_remote_values((list(args), kwargs or {}), RemoteValue, "schedule")
         self._raise_pending("this call's function was not queued")
         job = self._job
@@ -103,12 +105,12 @@ class ClusterCoordinator:
         code = pack(fn, job.catalog, what="fn")
         arguments = pack((tuple(args), dict(kwargs or {})), job.catalog, what="args")
         job.catalog.increments(job.catalog.version)  # what cannot travel is an error of this call
-        options, training = job.options(), job.training_flags()
+        options, modes = job.options(), job.modes()
         name = getattr(fn, "__qualname__", type(fn).__name__)
 
         def make(number: int) -> Work:
             value = RemoteValue(number, name, self._dispatcher.where)
-            return Work(code.digest, code, arguments, options, training, torch.initial_seed(), value)
+            return Work(code.digest, code, arguments, options, modes, torch.initial_seed(), value)
 
         return self._dispatcher.submit(make)
 
@@ -152,9 +154,9 @@ class ClusterCoordinator:
         """
         if hasattr(dataset_fn, "_per_worker_source"):
             dataset_fn = dataset_fn._per_worker_source
-        elif not callable(dataset_fn) or hasattr(dataset_fn, "__getitem__") or hasattr(dataset_fn, "__iter__"):
+        elif not _is_function(dataset_fn):
             dataset_fn = _Constant(_require_dataset(dataset_fn))
-        require_dataset_function(dataset_fn)
+        require_builder(dataset_fn, "create_per_worker_dataset")
         name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
         number = self._resources.next_number()
         spec = ResourceSpec(number, f"the per-worker dataset {name}", self._pack_builder(dataset_fn, "dataset_fn"))
@@ -164,7 +166,7 @@ class ClusterCoordinator:
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """What else every worker makes for itself by calling ``fn()``: a vocabulary, a cache, a connection."""
         require_callable(fn, "create_per_worker_resource")
-        require_dataset_function(fn)
+        require_builder(fn, "create_per_worker_resource")
         name = getattr(fn, "__qualname__", type(fn).__name__)
         spec = ResourceSpec(
             self._resources.next_number(), f"the per-worker resource {name}", self._pack_builder(fn, "fn")
@@ -218,6 +220,13 @@ class _Constant:
 
     def __call__(self) -> Any:
         return self._dataset
+
+
+def _is_function(dataset_fn: Any) -> bool:
+    """Whether to call it for a dataset: a class of datasets is called; one of its objects, even if callable, is not."""
+    if isinstance(dataset_fn, type):
+        return True
+    return callable(dataset_fn) and not (hasattr(dataset_fn, "__getitem__") or hasattr(dataset_fn, "__iter__"))
 
 
 def _require_dataset(dataset: Any) -> Any:

@@ -36,7 +36,10 @@ class Recent:
 
 
 Options = Mapping[int, tuple[Mapping[str, Any], ...]]
-"""Optimizer's number → hyperparameters of its parameter groups."""
+"""Optimizer's number → its parameter groups: hyperparameters, and under ``params`` the numbers of the variables."""
+
+Modes = Mapping[Any, bool]
+"""Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Dispatch:
         options: hyperparameters in force when the function was scheduled; None: as at the last dispatch.
         servers: who the servers are; None: as at the last dispatch.
         rested: the worker's copies of variables may be out of date.
-        training: which modules are in training mode on the coordinator; None: as at the last dispatch.
+        modes: which modules train and which parameters take gradients on the coordinator; None: as at the last
+            dispatch.
         seed: the program's; with the function's number it seeds the function's random state.
     """
 
@@ -65,7 +69,7 @@ class Dispatch:
     servers: Mapping[int, Peer] | None
     rested: bool
     seed: int
-    training: Mapping[Any, bool] | None
+    modes: Modes | None
 
 
 @dataclass(frozen=True)

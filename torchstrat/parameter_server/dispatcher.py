@@ -23,6 +23,7 @@ from torchstrat.parameter_server.closures import Packed
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
     Dispatch,
+    Modes,
     NotRun,
     Options,
     Raised,
@@ -67,7 +68,7 @@ class Work:
     packed_code: Packed
     arguments: Packed
     options: Options
-    training: Mapping[Any, bool]
+    modes: Modes
     seed: int
     value: RemoteValue
 
@@ -81,7 +82,7 @@ class _KnownWorker:
     version: int = 0
     resources: set[int] = field(default_factory=set)
     options: Options | None = None
-    training: Mapping[Any, bool] | None = None
+    modes: Modes | None = None
     servers: Mapping[int, Peer] | None = None
 
 
@@ -322,8 +323,8 @@ class Dispatcher:
         known.resources.update(spec.number for spec in resources)
         options = None if known.options == work.options else work.options
         known.options = work.options
-        training = None if known.training == work.training else work.training
-        known.training = work.training
+        modes = None if known.modes == work.modes else work.modes
+        known.modes = work.modes
         peers = self._job.server_peers()
         servers = None if known.servers == peers else peers
         known.servers = peers
@@ -338,7 +339,7 @@ class Dispatcher:
             servers,
             action.rested,
             work.seed,
-            training,
+            modes,
         )
 
     def _answered(self, action: Send, peer: Peer, done: Future[Any]) -> None:

@@ -45,8 +45,9 @@ class EventThread(Generic[End]):
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end."""
-        self._thread.join()
+        """Wait for the end, in pieces: a signal just before an endless wait would not be seen until the next one."""
+        while self._thread.is_alive():
+            self._thread.join(0.2)
 
     def tell(self, action: Callable[[], End | None]) -> None:
         """Have ``action`` run; what it returns, unless None, or raises ends the thread. Past the end: nothing.

@@ -135,6 +135,8 @@ def _expect(channel: ControlChannel, kind: str) -> dict[str, Any]:
         return message
     if message["type"] == MESSAGE_FENCED:
         raise FencedError(message["reason"])
+    if message["type"] == MESSAGE_GOODBYE:
+        raise RefusedError(f"{channel.name} says good-bye: {message['reason']}", BUSY)
     if message["type"] == "refused":
         raise RefusedError(f"{channel.name} refuses: {message['message']}", message["why"])
     raise CommunicationError(f"{channel.name} said {message['type']!r} where {kind!r} was expected.")

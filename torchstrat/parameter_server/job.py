@@ -16,6 +16,7 @@ from torchstrat.errors import ParameterServerUnavailable
 from torchstrat.parameter_server.captured_variables import CapturedVariables
 from torchstrat.parameter_server.catalog import Catalog
 from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.fixed_structure import FixedStructure
 from torchstrat.parameter_server.initial_values import recipe_of
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
@@ -27,12 +28,17 @@ from torchstrat.parameter_server.messages import (
     StateOfShard,
     VariableSpec,
 )
+from torchstrat.parameter_server.outgoing import token_of_spec
 from torchstrat.parameter_server.placement import Partitioner, Placement, pieces
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.server_group import ServerGroup
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variable_access import CoordinatorSender, VariableAccess, shard_edits, shard_keys
 from torchstrat.variables import VariableRegistry
+
+_MOST_UNSEEN_FUNCTIONS = 2**20
+"""How far the number of a function that a coordinator has dispatched may be above those that the servers have heard of:
+functions that push nothing, and the length of its queue, with room to spare."""
 
 
 class Job:
@@ -46,6 +52,7 @@ class Job:
         num_servers: int,
         partitioner: Partitioner | None,
         *,
+        rows_only: bool = True,
         timeout_seconds: float,
     ) -> None:
         self.membership = membership
@@ -63,11 +70,14 @@ class Job:
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
         self.on_worker_leaves: Callable[[Peer], None] = lambda peer: None
         self._registry = registry
+        self._structure = FixedStructure()
+        self._rows_only = rows_only
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._joined: dict[int, Peer] = {}
         self._in_use: dict[int, Peer] = {}
         self._holds_values = False
+        self._takes_over = False  # from a coordinator that was lost: the servers know its variables
         self._lost_servers: set[int] = set()
         self._on_worker_joined: Callable[[Peer], None] | None = None
         self._early_workers: list[Peer] = []
@@ -82,6 +92,17 @@ class Job:
         self.membership.start(self._process_joined, self._process_lost)
         self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
         self._use_joined_servers()
+        if self._takes_over:
+            self._retire_earlier_functions()
+
+    def _retire_earlier_functions(self) -> None:
+        """Number this coordinator's functions above all of an earlier one, and refuse what those still push.
+
+        One of them may be running on a worker, under a number that no server has seen yet. Were it given out again, the
+        servers would take one function's pushes for repetitions of the other's.
+        """
+        self.first_function += _MOST_UNSEEN_FUNCTIONS
+        self.servers.ask_all("ps.forget_below", self.first_function)
 
     def _server_tasks(self) -> list[Task]:
         return [Task(PARAMETER_SERVER, index) for index in range(self.num_servers)]
@@ -114,6 +135,7 @@ class Job:
             return
         with self._lock:
             self.first_function = max(self.first_function, int(status.get("next_function", 0)))
+            self._takes_over |= self.first_function > 0 or int(status.get("variables", 0)) > 0
             self._joined[peer.task.index] = peer
             replaced = self._in_use.get(peer.task.index)
         if replaced is not None and replaced.incarnation != peer.incarnation:
@@ -180,9 +202,12 @@ class Job:
 
     def commit(self) -> None:
         """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
-        new = self.variables.place_new()
+        self._structure.check(self._registry.modules())
+        self.variables.place_new()
+        new = self.variables.to_create()
         if new:
             self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
+            self.variables.created()
         self._add_optimizers()
         by_server: dict[int, list[ShardEdit]] = defaultdict(list)
         for spec, value in self.variables.take_changed():
@@ -220,7 +245,8 @@ class Job:
                 continue
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-            self.servers.ask_all("ps.add_optimizer", NewOptimizer(number, pack_optimizer(optimizer), groups))
+            new = NewOptimizer(number, pack_optimizer(optimizer), groups, self._rows_only)
+            self.servers.ask_all("ps.add_optimizer", new)
             self._optimizers[number] = groups
 
     def _number_of(self, optimizer: Optimizer) -> int:
@@ -236,10 +262,10 @@ class Job:
                 yield spec.number
 
     def options(self) -> dict[int, tuple[dict[str, Any], ...]]:
-        """The hyperparameters of all optimizers as they are now."""
+        """The parameter groups of all optimizers as they are now, with numbers in the place of parameters."""
         return {
             self._number_of(optimizer): tuple(
-                {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+                {**group, "params": tuple(self._numbers(group["params"]))} for group in optimizer.param_groups
             )
             for optimizer in self._registry.optimizers()
         }
@@ -285,9 +311,10 @@ class Job:
         known = self.catalog.token_of(optimizer) is not None and self._specs_of(optimizer)
         return self._number_of(optimizer) if known else None
 
-    def training_flags(self) -> dict[Any, bool]:
-        """Which modules are in training mode, by their tokens."""
-        return {self.catalog.token_of(module): module.training for module in self._registry.modules()}
+    def modes(self) -> dict[Any, bool]:
+        """Which modules are in training mode and which parameters require gradients, by their tokens."""
+        modes = {self.catalog.token_of(module): module.training for module in self._registry.modules()}
+        return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 
     # -- reading ----------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,9 @@ class ControlListener:
                 sock.close()
                 return
             if len(self._strangers) >= MAXIMAL_STRANGERS:
-                shut_down(next(iter(self._strangers)))
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]  # its thread may take a while to notice
+                shut_down(oldest)
             self._strangers[sock] = None
             self._threads.add(thread)
         try:

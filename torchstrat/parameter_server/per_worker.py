@@ -114,12 +114,13 @@ class ResourceTable:
         return list(found.values())
 
 
-def require_dataset_function(dataset_fn: Any) -> None:
+def require_builder(fn: Any, call: str) -> None:
+    """That ``fn``, which ``call`` got, can be called without arguments."""
     try:
-        inspect.signature(dataset_fn).bind()
+        inspect.signature(fn).bind()
     except TypeError:
         raise WrongTypeError(
-            f"create_per_worker_dataset calls the dataset function without arguments; {dataset_fn!r:.80} needs some. "
+            f"{call} has every worker call the function without arguments; {fn!r:.80} needs some. "
             "Bind them with functools.partial, or read them from its closure."
         ) from None
     except ValueError:  # a builtin without a signature

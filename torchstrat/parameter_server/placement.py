@@ -40,7 +40,7 @@ class Placement:
         Args:
             with_variable: put it on the server of this one (its first shard's), whole; takes no turn.
             may_split: False keeps it whole whatever the partitioner says.
-            is_table: an embedding's weight, which workers read by rows if there is a partitioner at all.
+            is_table: may be an embedding's weight: workers read it by rows, if there is a partitioner at all.
 
         Raises `InvalidArgumentError` for what a user's own partitioner returned.
         """
@@ -59,7 +59,7 @@ class Placement:
                 for start, stop in (row_offsets(rows, count) if count > 1 else [(0, rows)])
             ),
             requires_grad=requires_grad,
-            by_rows=partitioner is not None and kind == "parameter" and len(shape) == 2 and (is_table or count > 1),
+            by_rows=partitioner is not None and kind == "parameter" and len(shape) == 2 and is_table,
         )
 
     def _server(self, with_variable: VariableSpec | None) -> int:

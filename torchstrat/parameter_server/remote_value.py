@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from torchstrat import nest
-from torchstrat.errors import CommunicationTimeoutError
+from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
 
 
 class RemoteValue:
@@ -41,8 +41,13 @@ class RemoteValue:
         return self._result
 
     def fetch(self, timeout: timedelta | float | None = None) -> Any:
-        """The result with every tensor as a NumPy array. Otherwise as `get`."""
+        """The result with every tensor as a NumPy array, but for sparse and nested ones. Otherwise as `get`."""
         return nest.map_structure(_to_numpy, self.get(timeout))
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidArgumentError(
+            f"{self._describe()} is awaited on the coordinator and cannot be pickled; fetch it, and pass what it gives."
+        )
 
     def _set_result(self, result: Any) -> None:
         self._result = result
@@ -66,7 +71,7 @@ class RemoteValue:
 
 
 def _to_numpy(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return leaf
     if leaf.dtype == torch.bfloat16:
         leaf = leaf.float()  # NumPy has no bfloat16

@@ -105,7 +105,7 @@ class Rendezvous:
         dial_interval_seconds: Between attempts.
 
     The callbacks run one at a time, on threads of the rendezvous, in order for each task. They should be short; all
-    methods may be called from them.
+    methods but `wait_for` may be called from them.
     """
 
     def __init__(
@@ -342,19 +342,27 @@ class Rendezvous:
 
     def _converse(self, place: _Place, channel: ControlChannel) -> None:
         """From the greeting to the end of the connection; returns when the task has left."""
-        greeted = greet_task(
-            channel,
-            self._coordinator,
-            given_up=lambda peer: self._given_up.get(peer.incarnation),
-            add_peer=self._add_peer,
-        )
-        peer = greeted.peer
         with self._changed:
             if place.stop.is_set():
                 return
-            place.channel, place.peer, place.let_go = channel, peer, False
-            place.problem = place.busy_since = None
+            place.channel = channel  # for a good-bye, which may come while they greet each other
         try:
+            greeted = greet_task(
+                channel,
+                self._coordinator,
+                given_up=lambda peer: self._given_up.get(peer.incarnation),
+                add_peer=self._add_peer,
+            )
+            peer = greeted.peer
+            with self._changed:
+                if place.stop.is_set():
+                    return
+                place.peer, place.let_go = peer, False
+                place.problem = place.busy_since = None
+                given_up = self._given_up.get(peer.incarnation)
+            if given_up is not None:  # while they greeted each other
+                self.give_up(peer, given_up)
+                return
             self._call_back(self._on_joined, peer, greeted.status)
             with self._changed:
                 if place.stop.is_set():

@@ -108,7 +108,7 @@ class ServerCheckpoint:
             parts,
             [(Piece(path, tuple(value.shape)), value) for path, value in tensors.items()],
             [(path, value) for path, value in whole.items() if path not in tensors],
-            {str(server): asdict(report.applied) for server, report in reports.items()},
+            {str(server): asdict(report.applied) for server, report in reports.items() if report.applied is not None},
         )
 
     def _by_server(
@@ -241,5 +241,3 @@ def _warn_of_lost(names: Sequence[str], folder: Folder) -> None:
             "ts.Checkpoint(…) to have them saved.",
             stacklevel=4,
         )
-
-

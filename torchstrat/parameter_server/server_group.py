@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -48,13 +48,18 @@ class ServerGroup:
         with self._lock:
             return dict(self._peers)
 
-    def ask(self, method: str, payloads: Mapping[int, Any]) -> dict[int, Any]:
-        """Send each server its payload, and wait for all answers.
+    def ask(
+        self, method: str, payloads: Mapping[int, Any], on_answer: Callable[[], None] | None = None
+    ) -> dict[int, Any]:
+        """Send each server its payload, and wait for all answers. ``on_answer`` is called for each that comes.
 
         Raises `ParameterServerUnavailable` naming the server that is gone or did not answer in time. What a handler
         raised is raised here. All answers have arrived, or failed, when this returns or raises.
         """
         futures = {index: self.send(index, method, payload) for index, payload in payloads.items()}
+        if on_answer is not None:
+            for future in futures.values():
+                future.add_done_callback(lambda _: on_answer())
         concurrent.futures.wait(futures.values())
         return {index: self._result(index, method, future) for index, future in futures.items()}
 

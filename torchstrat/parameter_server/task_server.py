@@ -27,6 +27,7 @@ from torchstrat.parameter_server.task_host import (
 from torchstrat.parameter_server.tasks import Task
 
 ORPHAN_TIMEOUT_VARIABLE = "TORCHSTRAT_ORPHAN_TIMEOUT"
+PLAN_VARIABLE = "TORCHSTRAT_FAULT_PLAN"
 DEFAULT_PROTOCOL = "grpc"
 """What TensorFlow's programs and `Server.target` call it. What travels is torch.distributed.rpc."""
 
@@ -196,6 +197,10 @@ class Server:
             self._host.join()
 
     def _make_host(self) -> TaskHost:
+        if PLAN_VARIABLE in os.environ:  # a test makes processes of this task die at chosen places
+            from torchstrat.testing.fault_plan import follow_plan
+
+            follow_plan(os.environ[PLAN_VARIABLE], self._task)
         if self._protocol != DEFAULT_PROTOCOL:
             raise InvalidArgumentError(
                 f"protocol={self._protocol!r} is unknown; leave it out, or give {DEFAULT_PROTOCOL!r}."

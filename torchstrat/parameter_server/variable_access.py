@@ -20,6 +20,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.placement import pieces
 from torchstrat.parameter_server.server_group import ServerGroup
+from torchstrat.parameter_server.worker import phases
 
 EditName = Literal["assign", "add", "sub", "mul", "div", "min", "max"]
 
@@ -98,9 +99,14 @@ class VariableAccess:
         if not parts:
             return {}
         function, index, incarnation = self._sender().next_push()
-        return self.servers.ask(
-            "ps.push", {server: Push(function, index, incarnation, **part) for server, part in parts.items()}
-        )
+        pushes = {server: Push(function, index, incarnation, **part) for server, part in parts.items()}
+        replies = self.servers.ask("ps.push", pushes, _one_has_answered if phases.is_observed() else None)
+        phases.reached(phases.PUSHED)
+        return replies
+
+
+def _one_has_answered() -> None:
+    phases.reached(phases.PUSHED_TO_ONE)
 
 
 def shard_keys(specs: Iterable[VariableSpec]) -> dict[int, list[ShardKey]]:

@@ -52,6 +52,8 @@ class ParameterServerStrategy(Strategy):
             which need not be listed.
         variable_partitioner: one of `ts.partitioners`, or a function ``(shape, dtype) -> [shards, 1, …]``: splits
             variables along their first axis, and makes embedding tables travel by rows.
+        rows_only: rows of a table that no gradient touches stay as they are, momentum and weight decay included, for
+            every optimizer (as `torch.optim.SparseAdam` does). False: the rule for dense gradients, on whole shards.
         gradient_reduce_op: accepted on every strategy; a worker is one replica.
         timeout: how long to wait for servers that are not there yet, and for their answers.
 
@@ -69,13 +71,14 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: ClusterResolver,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
+        rows_only: bool = True,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
         _membership: Membership | None = None,
     ) -> None:
         self._made_with = (
             (cluster_resolver, variable_partitioner),
-            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout},
+            {"rows_only": rows_only, "gradient_reduce_op": gradient_reduce_op, "timeout": timeout},
         )
         if not isinstance(cluster_resolver, ClusterResolver):
             raise WrongTypeError(
@@ -87,11 +90,13 @@ class ParameterServerStrategy(Strategy):
         self._spec: ClusterSpec = cluster_resolver.cluster_spec()
         check_parameter_server_cluster(self._spec, cluster_resolver.task_type, cluster_resolver.task_id)
         self._partitioner = variable_partitioner
+        self._rows_only = rows_only
         self._timeout = timeout
         self._membership = _membership
         self._connected: Job | None = None
         self._coordinator: ClusterCoordinator | None = None
         self._lock = threading.RLock()
+        self._closed = False
         self._scopes: list[ExitStack] = []
         self._beside: list[VariableSpec] = []
         self._keeps_whole = False
@@ -120,6 +125,7 @@ class ParameterServerStrategy(Strategy):
     def _job(self) -> Job:
         """The servers, and what is on them."""
         with self._lock:
+            self._require_open()
             if self._connected is None:
                 self._connected = self._make_job()
             return self._connected
@@ -136,6 +142,7 @@ class ParameterServerStrategy(Strategy):
             self._engine.registry,
             self._spec.num_tasks(PARAMETER_SERVER),
             self._partitioner,
+            rows_only=self._rows_only,
             timeout_seconds=seconds,
         )
         _close_at_exit(self)
@@ -145,12 +152,18 @@ class ParameterServerStrategy(Strategy):
         with self._lock:
             if self._is_worker:
                 raise ContextError("a scheduled function runs on a worker, which has no ClusterCoordinator of its own.")
+            self._require_open()
             if self._coordinator is None:
                 self._coordinator = make()
             return self._coordinator
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ContextError("this ParameterServerStrategy was closed; its job is over. Make a new strategy.")
+
     def close(self) -> None:
         """Tell servers and workers that the job is over, and stop. May be called twice."""
+        self._closed = True
         if not self._is_worker and self._connected is not None:
             job, self._connected = self._connected, None
             if self._coordinator is not None:
@@ -202,7 +215,7 @@ class ParameterServerStrategy(Strategy):
             raise InvalidArgumentError(
                 f"the function uses trainable variables made outside of the scope: {', '.join(adopted)}. They are not "
                 "on the parameter servers, and a worker would train a copy that nobody sees. Create them, and the "
-                "optimizer, within `with strategy.scope():`."
+                "optimizer, within `with strategy.scope():`, each in a module or an optimizer."
             )
         self._hook_state_dicts()
 
@@ -244,7 +257,7 @@ class ParameterServerStrategy(Strategy):
                 variable, ("variable", storage.spec.number), recipe_of_variable(variable, storage)
             )
 
-    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any) -> Any:
+    def _make_sharded_variable(self, initial_value: Any, name: Any, shape: Any, dtype: Any, **kind: Any) -> Any:
         self._require_coordinator("Variable")
         if self._partitioner is None or self._beside or self._keeps_whole or not self._scopes:
             return None
@@ -253,7 +266,7 @@ class ParameterServerStrategy(Strategy):
         def make(value: torch.Tensor, part_name: str | None) -> Variable:
             self._keeps_whole = True
             try:
-                return Variable(value, name=part_name)
+                return Variable(value, name=part_name, **kind)
             finally:
                 self._keeps_whole = False
 

@@ -2,8 +2,12 @@
 
 `spawn` and `Workers` run functions in a group of real processes; `torchstrat.testing.contract` is the table of
 training cases with the strategies they run under; `torchstrat.testing.divergence` holds the steps that must fail.
+
+For programs with a `ClusterCoordinator`: `LocalCluster` is a cluster of real processes on this machine,
+`torchstrat.testing.fake_cluster.FakeCluster` one of threads, with faults on command.
 """
 
+from torchstrat.launch.local_cluster import LocalCluster
 from torchstrat.testing.spawn import Failure, Workers, WorkersError, spawn
 
-__all__ = ["Failure", "Workers", "WorkersError", "spawn"]
+__all__ = ["Failure", "LocalCluster", "Workers", "WorkersError", "spawn"]

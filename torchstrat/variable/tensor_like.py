@@ -87,6 +87,13 @@ class TensorLike(abc.ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self._lend().detach().cpu().numpy(), dtype=dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Called by ``torch.as_tensor`` and ``torch.tensor``, which otherwise build tensors of rows wrongly."""
+        return self._lend().detach().clone().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._lend().__dlpack_device__()
+
     def __float__(self) -> float:
         return float(self._lend())
 

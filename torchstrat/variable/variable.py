@@ -10,7 +10,7 @@ import torch
 
 from torchstrat import context, reduction
 from torchstrat.devices import torch_device
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.values import PerReplica
 from torchstrat.variable.aggregation import Given
@@ -84,7 +84,9 @@ class Variable(TensorLike):
                 "a Variable is not trained: no optimizer sees it. Use torch.nn.Parameter for trained state."
             )
         strategy = context.get_strategy()
-        sharded = strategy._make_sharded_variable(initial_value, name, shape, dtype)
+        sharded = strategy._make_sharded_variable(
+            initial_value, name, shape, dtype, aggregation=aggregation, synchronization=synchronization
+        )
         if sharded is not None:
             return sharded  # type: ignore[no-any-return]  # parameter servers with a partitioner; documented there
 
@@ -301,9 +303,12 @@ class Variable(TensorLike):
         return apply(self, Edit.SCATTER_ADD, sparse_delta)
 
     def __repr__(self) -> str:
-        values = [cell.copy() for cell in self._cells]
-        shown = repr(values[0])
-        if self._components:
+        try:
+            values = [cell.copy() for cell in self._cells]
+            shown = repr(values[0])
+        except TorchstratError as error:  # on a server that is gone, say: whoever looks wants to know what this is
+            values, shown = [], f"no value to show ({error})"
+        if values and self._components:
             shown = "{" + ", ".join(f"{r}: {v!r}" for r, v in zip(self._replicas, values, strict=True)) + "}"
         facts = f"shape={tuple(self._cells[0].shape)}, dtype={self.dtype}, aggregation={self.aggregation.name}"
         return f"<Variable {self.name!r} {facts} on {', '.join(cell.device for cell in self._cells)}: {shown}>"

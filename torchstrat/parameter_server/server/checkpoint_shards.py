@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as Folder
 from typing import Any
 
 import torch
 
 from torchstrat.checkpoint.files import read, write_part
-from torchstrat.checkpoint.pieces import Piece, goes_by_rows
+from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.checkpoint_orders import AdoptOrder, ReadOrder, StatePiece, WriteOrder, WriteReport
@@ -40,43 +40,49 @@ class CheckpointShards:
         Raises `InvalidArgumentError` where the folder cannot be seen or written to from here.
         """
         folder = self._visible(order.folder)
-        snapshot = self._store.snapshot()
-        tensors = [(one.piece, _held(snapshot, one.key, self._store.owner)) for one in order.values]
-        values: list[tuple[tuple[str | int, ...], Any]] = []
-        whole: list[tuple[tuple[str | int, ...], Any]] = []
-        without: list[StatePiece] = []
-        for one in order.states:
-            shard = _held(snapshot, one.key, self._store.owner)
-            state = snapshot.states.get(one.optimizer, {}).get(one.key)
-            if order.fill:
-                state = self._store.untouched_state(one.optimizer, one.key)
-            if not state:
-                without.append(one)
-                continue
-            for name, value in state.items():
-                if one.cut and goes_by_rows(value, len(shard), tuple(shard.shape)):
-                    tensors.append((one.piece.entry(name, (one.piece.shape[0], *value.shape[1:])), value))
-                elif one.cut:
-                    whole.append(((*one.piece.path, name), value))
-                elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                    tensors.append((one.piece.entry(name, tuple(value.shape)), value))
-                else:
-                    values.append(((*one.piece.path, name), value))
+        found = self._untouched(order) if order.fill else self._collected(order)
         try:
-            part = write_part(folder, order.number, tensors, values)
+            part = write_part(folder, order.number, found.tensors, found.values)
         except OSError as error:
             raise InvalidArgumentError(
                 f"{self._store.owner} cannot write its part of a checkpoint to {folder}: {error}"
             ) from error
-        assert snapshot.applied is not None
-        return WriteReport(part, tuple(whole), tuple(without), snapshot.applied)
+        return WriteReport(part, tuple(found.whole), tuple(found.without_state), found.applied)
+
+    def _collected(self, order: WriteOrder) -> _Collected:
+        snapshot = self._store.snapshot()
+        found = _Collected(snapshot.applied)
+        found.tensors += [(one.piece, _held(snapshot, one.key, self._store.owner)) for one in order.values]
+        for one in order.states:
+            shard = _held(snapshot, one.key, self._store.owner)
+            state = snapshot.states.get(one.optimizer, {}).get(one.key)
+            if not state:
+                found.without_state.append(one)
+            for name, value in (state or {}).items():
+                path = (*one.piece.path, name)
+                if one.cut and goes_by_rows(value, len(shard), tuple(shard.shape)):
+                    found.add_rows(one, name, value)
+                elif one.cut:
+                    found.whole.append((path, value))
+                elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                    found.tensors.append((Piece(path, tuple(value.shape)), value))
+                else:
+                    found.values.append((path, value))
+        return found
+
+    def _untouched(self, order: WriteOrder) -> _Collected:
+        found = _Collected(None)
+        for one in order.states:
+            for name, value in self._store.untouched_state(one.optimizer, one.key).items():
+                found.add_rows(one, name, value)
+        return found
 
     def _visible(self, name: str) -> Folder:
         folder = Folder(name)
         if not folder.is_dir():
             raise InvalidArgumentError(
-                f"{self._store.owner} does not see {folder}. The path of a checkpoint must be on a file system that the "
-                "coordinator and all parameter servers share, under the same name."
+                f"{self._store.owner} does not see {folder}. The path of a checkpoint must be on a file system that "
+                "the coordinator and all parameter servers share, under the same name."
             )
         return folder
 
@@ -89,7 +95,7 @@ class CheckpointShards:
         """
         stored = open_checkpoint(self._visible(order.folder))
         wanted: list[tuple[Piece, int | None]] = [
-            (one.piece, self._rows(one.key) if one.piece.shape else None) for one in order.values
+            (one.piece, self._store.shard_rows(one.key) if one.piece.shape else None) for one in order.values
         ]
         wanted += [(one.piece, one.rows) for one in order.states]
         found = read(stored, wanted)
@@ -100,9 +106,6 @@ class CheckpointShards:
         ready = Snapshot(values, {number: dict(of_shards) for number, of_shards in states.items()}, None)
         with self._lock:
             self._ready = order.token, ready
-
-    def _rows(self, key: ShardKey) -> int:
-        return self._store.shard_rows(key)
 
     def adopt(self, order: AdoptOrder) -> None:
         """Replace values, states and records by what was read, in one cut.
@@ -118,6 +121,20 @@ class CheckpointShards:
             )
         applied = AppliedPushes(order.next_function, order.next_function, {})
         self._store.restore(replace(ready[1], applied=applied))
+
+
+@dataclass
+class _Collected:
+    """What goes into one file, and what a `WriteReport` says beside it."""
+
+    applied: AppliedPushes | None
+    tensors: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
+    values: list[tuple[Path, Any]] = field(default_factory=list)
+    whole: list[tuple[Path, Any]] = field(default_factory=list)
+    without_state: list[StatePiece] = field(default_factory=list)
+
+    def add_rows(self, state: StatePiece, name: str, value: torch.Tensor) -> None:
+        self.tensors.append((state.piece.entry(name, (state.piece.shape[0], *value.shape[1:])), value))
 
 
 def _held(snapshot: Snapshot, key: ShardKey, owner: str) -> torch.Tensor:

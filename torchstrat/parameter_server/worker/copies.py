@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
+from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variable_access import EditName, VariableAccess
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
-BufferEdit = tuple[VariableSpec, EditName, torch.Tensor, None]
+Edit = tuple[VariableSpec, EditName, torch.Tensor, None]
 
 
 class Copies:
@@ -40,7 +42,7 @@ class Copies:
             self._by_rows.add(spec.number)
         else:
             value = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-        tensor = nn.Parameter(value, spec.requires_grad) if spec.kind == "parameter" else value
+        tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
         self._specs[spec.number] = spec
         self._tensors[spec.number] = tensor
         self._numbers[id(tensor)] = spec.number
@@ -55,6 +57,9 @@ class Copies:
                     slots = self._slots.setdefault(number, [])
                     if not any(known() is module and n == name for known, n in slots):
                         slots.append((weakref.ref(module), name))
+
+    def tensor_of(self, number: int) -> torch.Tensor:
+        return self._tensors[number]
 
     # -- what is known of a tensor ----------------------------------------------------------------------------------
 
@@ -92,7 +97,7 @@ class Copies:
             if spec.kind == "buffer":
                 self._store_buffer(spec, value)
             else:
-                self._tensors[spec.number].data.copy_(value)
+                self._parameter(spec.number).store(value)
         self._fresh.add(spec.number)
 
     def _store_buffer(self, spec: VariableSpec, value: torch.Tensor) -> None:
@@ -113,14 +118,39 @@ class Copies:
         number = self._numbers[id(tensor)]
         spec = self._specs[number]
         self._by_rows.discard(number)
-        with torch.no_grad():
-            tensor.data = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        self._parameter(number).replace(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
         self.refresh([number])
 
-    def buffer_edits(self, numbers: Iterable[int]) -> list[BufferEdit]:
-        """What the function changed in buffers since they were read: floating ones as they are now (the last writer's
-        stay), integral ones as differences (counters count every worker's steps)."""
-        edits: list[BufferEdit] = []
+    def _parameter(self, number: int) -> WatchedParameter:
+        tensor = self._tensors[number]
+        assert isinstance(tensor, WatchedParameter)
+        return tensor
+
+    # -- what the function wrote by hand ----------------------------------------------------------------------------
+
+    def take_edits(self, numbers: Iterable[int]) -> list[Edit]:
+        """What the function itself has changed since the values were read, to be told to the servers.
+
+        Parameters and floating buffers as they are now (the last writer's stay), integral buffers as differences, so
+        that counters count every worker's steps. Tables are not held here, and cannot be written as a whole.
+        """
+        numbers = list(numbers)
+        return [*self._parameter_edits(numbers), *self._buffer_edits(numbers)]
+
+    def _parameter_edits(self, numbers: Iterable[int]) -> Iterator[Edit]:
+        for spec in self.dense(numbers):
+            if spec.kind == "parameter" and spec.number in self._fresh and self._parameter(spec.number).is_written():
+                parameter = self._parameter(spec.number)
+                if parameter.shape != torch.Size(spec.shape):
+                    raise InvalidArgumentError(
+                        f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(parameter.shape)}. "
+                        "Variables on parameter servers keep their shape."
+                    )
+                yield spec, "assign", parameter.detach().clone(), None
+                parameter.settle()
+
+    def _buffer_edits(self, numbers: Iterable[int]) -> list[Edit]:
+        edits: list[Edit] = []
         for number in numbers:
             reference = self._reference.get(number)
             if reference is None:

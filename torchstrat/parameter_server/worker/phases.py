@@ -8,8 +8,11 @@ IDLE = "idle"
 UNPICKLING = "while unpickling"
 BUILDING = "while building a dataset"
 INSIDE = "inside a function"
+PUSHED_TO_ONE = "between two answers"
+"""One of several servers has applied a push and answered; the others may have or not."""
 PUSHED = "between push and answer"
-PHASES = (IDLE, UNPICKLING, BUILDING, INSIDE, PUSHED)
+"""All servers have applied a push; their answers are here and nothing is done with them yet."""
+PHASES = (IDLE, UNPICKLING, BUILDING, INSIDE, PUSHED_TO_ONE, PUSHED)
 
 _observer: Callable[[str], None] | None = None
 
@@ -18,6 +21,10 @@ def observe(observer: Callable[[str], None] | None) -> None:
     """Call ``observer(phase)`` whenever this process reaches one; None ends it."""
     global _observer
     _observer = observer
+
+
+def is_observed() -> bool:
+    return _observer is not None
 
 
 def reached(phase: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchstrat.errors import ClosureInputError, OutOfRangeError, WrongTypeError
+from torchstrat.errors import ClosureInputError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.parameter_server.worker import phases
 
 
@@ -18,6 +18,10 @@ class ResourceSpec:
     what: str
     builder: Any = None
     source: int | None = None
+
+
+class MisusedBuilderError(ClosureInputError, InvalidArgumentError):
+    """A builder asked torchstrat for something that cannot be, such as a new variable."""
 
 
 class WorkerIterator:
@@ -65,7 +69,8 @@ class Resources:
             except ClosureInputError:
                 raise
             except Exception as error:
-                raise ClosureInputError(f"{spec.what} could not be built on this worker: {error!r}") from error
+                kind = MisusedBuilderError if isinstance(error, InvalidArgumentError) else ClosureInputError
+                raise kind(f"{spec.what} could not be built on its worker: {error!r}") from error
         return self._built[number]
 
     def _build(self, spec: ResourceSpec) -> Any:

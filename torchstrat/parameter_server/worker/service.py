@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.devices import local_devices, torch_device
@@ -18,6 +19,7 @@ from torchstrat.parameter_server.closures import pack_result, unpack
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
     Dispatch,
+    Modes,
     NotRun,
     Options,
     Outcome,
@@ -164,9 +166,8 @@ class _Session:
             self._resources.learn(spec)
         if dispatch.options is not None:
             self._set_options(dispatch.options)
-        for token, flag in (dispatch.training or {}).items():
-            if self._world.knows(token):
-                self._world.resolve(token).training = flag
+        if dispatch.modes is not None:
+            self._set_modes(dispatch.modes)
 
     def _load(self, dispatch: Dispatch) -> tuple[Any, tuple[Any, ...], dict[str, Any], Iterable[Any]]:
         phases.reached(phases.UNPICKLING)
@@ -185,8 +186,19 @@ class _Session:
         for number, groups in options.items():
             if self._world.knows(("helper", number)):
                 optimizer = self._world.resolve(("helper", number))
+                for values in groups[len(optimizer.param_groups) :]:
+                    optimizer.param_groups.append({"params": [self._copies.tensor_of(n) for n in values["params"]]})
                 for group, values in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(values)
+                    group.update({name: value for name, value in values.items() if name != "params"})
+
+    def _set_modes(self, modes: Modes) -> None:
+        for token, flag in modes.items():
+            if self._world.knows(token):
+                captured = self._world.resolve(token)
+                if isinstance(captured, nn.Module):
+                    captured.training = flag
+                else:
+                    captured.requires_grad_(flag)
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
         token = self._world.token_of(optimizer)
@@ -206,6 +218,8 @@ def portable(error: BaseException) -> BaseException:
     error that does."""
     text = "".join(traceback.format_exception(error))
     try:
+        if not isinstance(error, Exception):  # sys.exit() in a function is not to end the coordinator
+            raise TypeError
         copy: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:
         copy = FunctionError(f"{type(error).__name__}: {error}")

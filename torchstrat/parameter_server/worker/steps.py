@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
 from torchstrat.parameter_server.placement import pieces
 from torchstrat.parameter_server.variable_access import VariableAccess, shard_edits, shard_keys
@@ -24,7 +25,7 @@ from torchstrat.replicas.central_step import closure_of, make_stand_in
 
 
 class _Here(threading.local):
-    steps: RemoteSteps | None = None
+    before: Callable[[Optimizer, Any, Any], Any] | None = None
 
 
 _here = _Here()
@@ -43,6 +44,7 @@ class StepHook:
         with cls._lock:
             cls._workers += 1
             if cls._workers == 1:
+                warm_up.begin()
                 cls._handle = register_optimizer_step_pre_hook(_before_step)
 
     @classmethod
@@ -51,10 +53,11 @@ class StepHook:
             cls._workers -= 1
             if cls._workers == 0:
                 cls._handle.remove()
+                warm_up.wait()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    return None if _here.steps is None else _here.steps.before(optimizer, args, kwargs)
+    return None if _here.before is None else _here.before(optimizer, args, kwargs)
 
 
 class RemoteSteps:
@@ -80,11 +83,11 @@ class RemoteSteps:
         """Whether a step has brought fresh values."""
 
     def __enter__(self) -> RemoteSteps:
-        _here.steps = self
+        _here.before = warm_up.uncompiled(self.before)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _here.steps = None
+        _here.before = None
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What PyTorch asks before a step of this thread: what to call instead, or None."""
@@ -123,7 +126,7 @@ class RemoteSteps:
                 parts[server]["steps"] = (
                     OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server])),
                 )
-        for spec, op, value, _ in self._copies.buffer_edits(reached):
+        for spec, op, value, _ in self._copies.take_edits(reached):
             for server, edit in shard_edits(spec, op, value, None):
                 parts[server]["edits"] = (*parts[server].get("edits", ()), edit)
         dense = self._copies.dense(reached)

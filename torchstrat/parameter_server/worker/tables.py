@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variable_access import VariableAccess
+from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
 
 _LARGE_BYTES = 64 << 20
@@ -47,6 +48,9 @@ class TableLookups(TorchFunctionMode):
         super().__init__()
         self._copies = copies
         self._access = access
+        # The step may be compiled, and this is in the middle of it.
+        self._make_dense = uncompiled(self._make_dense_now)
+        self._rows = uncompiled(self._rows_now)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,7 +69,7 @@ class TableLookups(TorchFunctionMode):
                 if isinstance(tensor, torch.nn.Parameter) and self._copies.is_table(tensor):
                     self._make_dense(tensor)
 
-    def _make_dense(self, tensor: torch.Tensor) -> None:
+    def _make_dense_now(self, tensor: torch.Tensor) -> None:
         spec = self._copies.spec_of(tensor)
         assert spec is not None
         size = tensor.numel() * tensor.element_size()
@@ -121,7 +125,7 @@ class TableLookups(TorchFunctionMode):
         ids, places, rows = self._rows(weight, input, max_norm, norm_type)
         return call(places, rows, _place_of(padding_idx, ids, len(weight)), None, False)  # type: ignore[no-any-return]
 
-    def _rows(
+    def _rows_now(
         self, table: torch.Tensor, ids: torch.Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The unique ids on the CPU, where each of ``ids`` is among them, and the rows ``(unique, dim)``."""

@@ -1,0 +1,42 @@
+"""Every training case on parameter servers with one worker: the numbers of one device, or an error that says why."""
+
+from __future__ import annotations
+
+import pytest
+
+import torchstrat as ts
+from torchstrat.testing import contract
+from torchstrat.testing.contract_on_servers import PYTHON_STATE, REFUSED, run_case_on_servers
+from torchstrat.testing.fake_cluster import FakeCluster
+
+pytestmark = [pytest.mark.unit, pytest.mark.deadline(120)]
+
+CASES = {name: case for name, case in contract.CASES.items() if not case.needs_compiler}
+TRAINED = [name for name in CASES if name not in REFUSED and name not in PYTHON_STATE]
+
+
+def on_servers(case: contract.Case, shards: int | None):
+    partitioner = None if shards is None else ts.partitioners.FixedShardsPartitioner(shards)
+    with FakeCluster(workers=1, ps=2) as cluster:
+        # The numbers of one device are those of dense gradients; what rows_only does is compared elsewhere.
+        strategy = cluster.strategy(partitioner, rows_only=False, gradient_reduce_op=case.gradient_reduce_op)
+        return run_case_on_servers(case, strategy)
+
+
+@pytest.mark.parametrize("shards", [None, 5])
+@pytest.mark.parametrize("name", TRAINED)
+def test_numbers_of_one_device(name, shards):
+    case = CASES[name]
+    contract.check(case, on_servers(case, shards), contract.reference(case, 1))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name):
+    with pytest.raises(REFUSED[name], match=r"function|server|scope"):
+        on_servers(CASES[name], None)
+
+
+def test_the_lists_name_cases():
+    assert set(REFUSED) <= set(CASES)
+    assert set(PYTHON_STATE) <= set(CASES)
+    assert len(TRAINED) >= 80

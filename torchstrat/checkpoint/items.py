@@ -1,0 +1,282 @@
+"""The objects of a checkpoint: what each is made of, under which names, and how it takes its values back.
+
+An item says what is to be written and what it wants to read; it does neither. What lives on parameter servers it only
+names: `RemoteSlot` and `RemoteState` go to the servers, which write and read it themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchstrat.checkpoint.pieces import Path, Piece, flatten, unflatten
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.shard_handles import handle_of
+from torchstrat.parameter_server.sharded_variable import ShardedVariable
+from torchstrat.variable.variable import Variable
+
+if TYPE_CHECKING:
+    from torchstrat.checkpoint.files import Stored
+
+Want = tuple[Piece, int | None]
+"""What to read: a piece and its number of rows; None for the whole tensor, or for another value than a tensor."""
+
+
+@dataclass(frozen=True)
+class RemoteSlot:
+    """A variable on the servers, and what piece of a checkpoint's tensor it is."""
+
+    spec: VariableSpec
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class RemoteState:
+    """An optimizer's state of a variable on the servers. The entries of the state lie under ``piece.path``."""
+
+    optimizer: int
+    spec: VariableSpec
+    piece: Piece
+
+
+class Servers(Protocol):
+    """What items ask of the parameter servers that their objects may live on. None of it asks a server."""
+
+    def spec_of(self, value: Any) -> VariableSpec | None:
+        """Of a tensor or a `Variable`; None for one that lives in this process."""
+
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Of an optimizer that the servers step; None for another."""
+
+
+@dataclass
+class Writes:
+    """What an item has in this process to be written."""
+
+    tensors: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
+    values: list[tuple[Path, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Reads:
+    """What an item wants: ``wants`` here, the rest on the servers. ``put`` takes the values of ``wants``."""
+
+    wants: list[Want] = field(default_factory=list)
+    put: Callable[[Sequence[Any]], None] = lambda values: None
+    slots: list[RemoteSlot] = field(default_factory=list)
+    states: list[tuple[RemoteState, tuple[Path, ...]]] = field(default_factory=list)
+    """With the paths of the entries that the checkpoint has."""
+
+
+class Item(Protocol):
+    """One object of a checkpoint."""
+
+    name: str
+
+    def remote_slots(self) -> list[RemoteSlot]: ...
+    def remote_states(self) -> list[RemoteState]: ...
+    def writes(self) -> Writes: ...
+
+    def reads(self, stored: Stored, problems: list[str]) -> Reads:
+        """Compare with what is stored. Adds to ``problems`` what does not fit; changes nothing."""
+
+
+def expect(stored: Stored, piece: Piece, dtype: torch.dtype | None, problems: list[str]) -> bool:
+    """Whether the checkpoint has this tensor (``dtype`` None: this other value)."""
+    if piece.key not in stored.paths:
+        problems.append(f"{piece.key} is missing in the checkpoint")
+        return False
+    shape, found = stored.shape(piece.key), stored.dtype(piece.key)
+    if (found is None) != (dtype is None):
+        problems.append(f"{piece.key} is {'no' if found is None else 'a'} tensor in the checkpoint")
+        return False
+    if dtype is not None and (shape != piece.shape or found != dtype):
+        problems.append(f"{piece.key} is {found} {shape} in the checkpoint and {dtype} {piece.shape} in the program")
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of a module, or a shard of a `ShardedVariable`. ``key``: in the module's state_dict; None: a shard."""
+
+    piece: Piece
+    holder: Any
+    key: str | None = None
+
+    @property
+    def rows(self) -> int | None:
+        shape = handle_of(self.holder).shape if self.key is None else self.holder.shape
+        return int(shape[0]) if len(shape) else None
+
+
+class TensorsItem:
+    """A module, a `Variable`, a `ShardedVariable` or a tensor. Shards together are one tensor, under the name of the
+    whole."""
+
+    def __init__(self, name: str, value: Any, servers: Servers | None) -> None:
+        self.name = name
+        self._value = value
+        self._servers = servers
+        self._values: dict[Path, Any] = {}
+        self.parts: list[_Part] = []
+        if isinstance(value, ShardedVariable):
+            self._add_shards((name,), value)
+        elif isinstance(value, nn.Module):
+            self._add_module(value)
+        else:
+            self.parts.append(_Part(Piece((name,), tuple(value.shape)), value, ""))
+
+    def _add_module(self, module: nn.Module) -> None:
+        sharded = {path: one for path, one in module.named_modules() if isinstance(one, ShardedVariable)}
+        for path, one in sharded.items():
+            self._add_shards((self.name, path), one)
+        shards = tuple(f"{path}.part_" for path in sharded)
+        # A prefix: what is hooked to the outermost state_dict() of a module on parameter servers fetches all values.
+        state = module.state_dict(prefix=f"{self.name}.", keep_vars=True)
+        for key, value in state.items():
+            key = key.removeprefix(f"{self.name}.")
+            if shards and key.startswith(shards):
+                continue
+            if isinstance(value, torch.Tensor) and is_lazy(value):
+                raise InvalidArgumentError(
+                    f"{self.name}.{key} has no shape yet: run the lazy module once before it is saved or restored."
+                )
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                self.parts.append(_Part(Piece((self.name, key), tuple(value.shape)), value, key))
+            else:
+                self._values[self.name, key] = value
+
+    def _add_shards(self, path: Path, sharded: ShardedVariable) -> None:
+        for shard, (start, _) in zip(sharded.variables, sharded.row_spans, strict=True):
+            self.parts.append(_Part(Piece(path, tuple(sharded.shape), start), shard))
+
+    def _spec(self, part: _Part) -> VariableSpec | None:
+        return None if self._servers is None else self._servers.spec_of(part.holder)
+
+    def remote_slots(self) -> list[RemoteSlot]:
+        return [RemoteSlot(spec, part.piece) for part in self.parts if (spec := self._spec(part)) is not None]
+
+    def remote_states(self) -> list[RemoteState]:
+        return []
+
+    def writes(self) -> Writes:
+        here = [part for part in self.parts if self._spec(part) is None]
+        return Writes([(part.piece, _read(part)) for part in here], list(self._values.items()))
+
+    def reads(self, stored: Stored, problems: list[str]) -> Reads:
+        fits = [expect(stored, part.piece, _dtype(part.holder), problems) for part in self.parts]
+        fits += [expect(stored, Piece(path, ()), None, problems) for path in self._values]
+        known = {part.piece.key for part in self.parts} | {Piece(path, ()).key for path in self._values}
+        problems += [
+            f"{key} is in the checkpoint and not in the program" for key in stored.under(self.name).keys() - known
+        ]
+        if not all(fits):
+            return Reads()
+        here = [part for part in self.parts if self._spec(part) is None]
+        wants: list[Want] = [(part.piece, part.rows) for part in here]
+        wants += [(Piece(path, ()), None) for path in self._values]
+        return Reads(wants, lambda values: self._put(here, values), self.remote_slots())
+
+    def _put(self, parts: Sequence[_Part], values: Sequence[Any]) -> None:
+        of_module: dict[str, Any] = {}
+        for part, value in zip(parts, values, strict=False):
+            if part.key and isinstance(self._value, nn.Module):
+                of_module[part.key] = value
+            else:
+                _write(part, value)
+        for path, value in zip(self._values, values[len(parts) :], strict=True):
+            of_module[str(path[1])] = value
+        if of_module:
+            self._value.load_state_dict(of_module, strict=False)  # names have been compared already
+
+
+def _dtype(holder: Any) -> torch.dtype:
+    dtype: torch.dtype = holder.dtype
+    return dtype
+
+
+def _read(part: _Part) -> torch.Tensor:
+    if isinstance(part.holder, Variable):
+        return part.holder.read_value()
+    tensor: torch.Tensor = part.holder if isinstance(part.holder, torch.Tensor) else handle_of(part.holder).read()
+    if tensor.is_meta:
+        raise InvalidArgumentError(
+            f"{part.piece.key} is on meta and has no value: it is on no parameter server of an open strategy. Create "
+            "it in the scope of the strategy, or give it a device."
+        )
+    return tensor
+
+
+def _write(part: _Part, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        if isinstance(part.holder, Variable):
+            part.holder.assign(value)
+        elif isinstance(part.holder, torch.Tensor):
+            part.holder.copy_(value)
+        else:
+            handle_of(part.holder).edit("assign", value)
+
+
+class StatefulItem:
+    """Anything else with ``state_dict()`` and ``load_state_dict()``: schedulers, scalers, what the user has made."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self._value = value
+
+    def remote_slots(self) -> list[RemoteSlot]:
+        return []
+
+    def remote_states(self) -> list[RemoteState]:
+        return []
+
+    def writes(self) -> Writes:
+        writes = Writes()
+        for path, value in flatten((self.name,), self._value.state_dict()).items():
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+                writes.tensors.append((Piece(path, tuple(value.shape)), value))
+            else:
+                writes.values.append((path, value))
+        return writes
+
+    def reads(self, stored: Stored, problems: list[str]) -> Reads:
+        paths = list(stored.under(self.name).values())
+        if not paths:
+            problems.append(f"{self.name} is missing in the checkpoint")
+        wants: list[Want] = [(Piece(path, ()), None) for path in paths]
+
+        def put(values: Sequence[Any]) -> None:
+            self._value.load_state_dict(unflatten(dict(zip(paths, values, strict=True)), depth=1))
+
+        return Reads(wants, put)
+
+
+def make_items(objects: Mapping[str, Any], servers: Servers | None) -> list[Item]:
+    """Raises `InvalidArgumentError` for an object that has no state to save."""
+    from torchstrat.checkpoint.optimizer_item import OptimizerItem
+
+    tensors: dict[str, TensorsItem] = {}
+    for name, value in objects.items():
+        if isinstance(value, nn.Module | Variable | torch.Tensor):
+            tensors[name] = TensorsItem(name, value, servers)
+    items: list[Item] = []
+    for name, value in objects.items():
+        if name in tensors:
+            items.append(tensors[name])
+        elif isinstance(value, torch.optim.Optimizer):
+            items.append(OptimizerItem(name, value, list(tensors.values()), servers))
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            items.append(StatefulItem(name, value))
+        else:
+            raise InvalidArgumentError(
+                f"Checkpoint({name}=…) got {type(value).__name__} {value!r:.80}. It takes modules, optimizers, "
+                "ts.Variable, ts.ShardedVariable, tensors, and objects with state_dict() and load_state_dict()."
+            )
+    return items

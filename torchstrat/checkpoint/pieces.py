@@ -1,0 +1,75 @@
+"""What a checkpoint calls things: a path for each value, and pieces of tensors with their place in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Path = tuple[str | int, ...]
+"""Where a value is in the checkpoint's nest: ``("model", "embedding.weight")``,
+``("optimizer", "state", "embedding.weight", "exp_avg")``, ``("optimizer", "param_groups", 0, "lr")``."""
+
+
+def key_of(path: Path) -> str:
+    """The flat name under which torch.distributed.checkpoint files it."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows, from number ``start``, of the tensor that the checkpoint calls ``path``; ``shape`` is the whole's.
+
+    How many rows is said by the tensor it is the piece of. A scalar is a piece of itself.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def key(self) -> str:
+        return key_of(self.path)
+
+    def offsets(self, first_row: int = 0) -> tuple[int, ...]:
+        """Of the piece's row ``first_row``, in the whole."""
+        return (self.start + first_row, *[0] * (len(self.shape) - 1)) if self.shape else ()
+
+    def part(self, start: int) -> Piece:
+        """The piece that begins ``start`` rows further down."""
+        return Piece(self.path, self.shape, self.start + start)
+
+    def entry(self, name: str, shape: tuple[int, ...] | None = None) -> Piece:
+        """Something that is kept beside this tensor, row by row: its optimizer's moments. ``shape``: of the whole."""
+        return Piece((*self.path, name), self.shape if shape is None else shape, self.start)
+
+
+def goes_by_rows(value: Any, rows: int, shape: tuple[int, ...]) -> bool:
+    """Whether an entry of an optimizer's state has one row for each of the ``rows`` of a tensor of ``shape``: it is cut
+    with the tensor then. Anything else is of the tensor as a whole."""
+    if not isinstance(value, torch.Tensor) or not shape or value.dim() == 0 or value.layout != torch.strided:
+        return False
+    return tuple(value.shape) == shape or (rows > 1 and value.shape[0] == rows)
+
+
+def flatten(path: Path, value: Any) -> dict[Path, Any]:
+    """A ``state_dict`` as its leaves. Dictionaries with string keys are opened; everything else is a leaf as it is, so
+    that it comes back as what it was."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
+        return {path: value}
+    return {leaf: found for key, inner in value.items() for leaf, found in flatten((*path, key), inner).items()}
+
+
+def unflatten(leaves: Mapping[Path, Any], depth: int) -> Any:
+    """The reverse of `flatten`; the first ``depth`` entries of all paths are left out."""
+    root: dict[Any, Any] = {}
+    for path, value in leaves.items():
+        if len(path) == depth:
+            return value
+        inside = root
+        for key in path[depth:-1]:
+            inside = inside.setdefault(key, {})
+        inside[path[-1]] = value
+    return root

@@ -1,0 +1,19 @@
+"""Clusters of roles on one machine: ``torchstrat launch``, and `LocalCluster` for tests and notebooks.
+
+::
+
+    command_line.py   what the user typed, checked before anything starts
+    launcher.py       the coordinator's process around a local cluster: signals, exit status
+    local_cluster.py  the servers and workers of one cluster
+    supervised.py     one of them: started, watched, started again
+    restarts.py       when it is started again: pure
+    ports.py          addresses that stay the cluster's over restarts
+    output.py         lines with the name of the task before them
+    reaper.py         nothing stays behind, even after kill -9 of the launcher; with _reaper.py and _child.py, small
+                      programs of their own that never import torchstrat: importing torch takes seconds
+"""
+
+from torchstrat.launch.local_cluster import LocalCluster
+from torchstrat.launch.restarts import RestartPolicy
+
+__all__ = ["LocalCluster", "RestartPolicy"]

@@ -1,0 +1,298 @@
+"""The servers and workers of one cluster as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from torchstrat.cluster_resolver import SimpleClusterResolver
+from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
+from torchstrat.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
+from torchstrat.launch.output import Console
+from torchstrat.launch.ports import ReservedPort, is_listening
+from torchstrat.launch.reaper import Reaper
+from torchstrat.launch.restarts import RestartPolicy
+from torchstrat.launch.supervised import SupervisedProcess
+from torchstrat.parameter_server.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
+from torchstrat.parameter_server.tasks import Task
+
+SERVER_COMMAND = (sys.executable, "-m", "torchstrat.server")
+GRACE_SECONDS = 10.0
+_LAST_SECONDS = 10.0  # for a process to disappear after SIGKILL
+_POLL_SECONDS = 0.05
+
+
+class LocalCluster:
+    """Servers and workers on free loopback ports; this process is their coordinator.
+
+    ::
+
+        with LocalCluster(workers=2, ps=2) as cluster:
+            strategy = ts.ParameterServerStrategy(cluster.resolver)
+
+    Processes that end are started again at the same address. Their output appears here, each line with its task before
+    it. Inside the block ``os.environ`` has the cluster's secret, a fresh one unless it had one before; at the end it is
+    as it was. No process is left after the block, nor when this process ends in any other way.
+
+    Args:
+        workers, ps: How many, at least 1 each.
+        env: Variables for the workers and servers, on top of this process's own. OMP_NUM_THREADS is 1 for them if
+            neither has it, since they share the cores of one machine; PYTHONUNBUFFERED is 1 likewise, and
+            TORCH_CPP_LOG_LEVEL is ERROR, since RPC warns of every connection that ends.
+        restart: Whether, or when, processes that ended are started again: one answer for all, or one per job.
+        server_command: The program of workers and servers. ``--cluster JSON --job ps --index 0`` follows it.
+        grace_seconds: From SIGTERM to SIGKILL, at the end.
+
+    Raises:
+        InvalidArgumentError: there would be no worker or no server, or a variable is no string.
+    """
+
+    def __init__(
+        self,
+        workers: int = 2,
+        ps: int = 2,
+        *,
+        env: Mapping[str, str] | None = None,
+        restart: bool | RestartPolicy | Mapping[str, RestartPolicy] = True,
+        server_command: Sequence[str] = SERVER_COMMAND,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        for name, count in (("workers", workers), ("ps", ps)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise InvalidArgumentError(f"{name}={count!r}: a cluster needs at least 1 of them.")
+        for variable, value in (env or {}).items():
+            if not isinstance(variable, str) or not isinstance(value, str):
+                raise InvalidArgumentError(f"env has {variable!r}: {value!r}; environment variables are strings.")
+        self._numbers = {PARAMETER_SERVER: ps, WORKER: workers}
+        self._env = dict(env or {})
+        if isinstance(restart, bool):
+            restart = RestartPolicy(limit=None if restart else 0)
+        if isinstance(restart, RestartPolicy):
+            restart = dict.fromkeys(self._numbers, restart)
+        self._policies = {**dict.fromkeys(self._numbers, RestartPolicy()), **restart}
+        self._server_command = tuple(server_command)
+        self._grace_seconds = grace_seconds
+        self._console = Console()
+        self._ports: dict[Task, ReservedPort] = {}
+        self._tasks: dict[Task, SupervisedProcess] = {}
+        self._reaper: Reaper | None = None
+        self._secret = ""
+        self._environment_before: dict[str, str | None] = {}
+        self._hurried = threading.Event()
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        # Without the secret: what is shown ends up in logs.
+        state = "running" if self._reaper is not None else "stopped" if self._ports else "not started"
+        return f"LocalCluster(workers={self._numbers[WORKER]}, ps={self._numbers[PARAMETER_SERVER]}, {state})"
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def cluster_spec(self) -> ClusterSpec:
+        """All addresses, the coordinator's (``chief``) too."""
+        if not self._ports:
+            raise ContextError("the cluster has no addresses before it is started: use it in a with statement.")
+        jobs: dict[str, dict[int, str]] = {}
+        for task, port in self._ports.items():
+            jobs.setdefault(task.job, {})[task.index] = port.address
+        return ClusterSpec(jobs)
+
+    @property
+    def resolver(self) -> SimpleClusterResolver:
+        """Describes the cluster to this process, its coordinator."""
+        return SimpleClusterResolver(self.cluster_spec, task_type=CHIEF, task_id=0)
+
+    @property
+    def secret(self) -> str:
+        """What every process of the cluster has to know. Inside the block it is in ``os.environ`` as well."""
+        return self._secret
+
+    def environment_of(self, job: str, index: int) -> dict[str, str]:
+        """What a process started by hand as this task needs beside the usual: TF_CONFIG and the secret."""
+        tf_config = {"cluster": self.cluster_spec.as_dict(), "task": {"type": job, "index": index}}
+        return {"TF_CONFIG": json.dumps(tf_config), SECRET_VARIABLE: self._secret}
+
+    def process(self, job: str, index: int) -> subprocess.Popen[bytes]:
+        """A task's process: the one that runs, or the last one that did. For its ``pid``; use `kill` to end it."""
+        return self._task(job, index).process()
+
+    # ---- what can be done to it --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all processes; does not wait for them. A cluster is started once."""
+        if self._ports:
+            raise ContextError("the cluster was started before; make another LocalCluster.")
+        self._secret = _secret_of(os.environ)
+        try:
+            self._reaper = Reaper()
+            for task in (
+                Task(CHIEF, 0),
+                *(Task(job, i) for job, number in self._numbers.items() for i in range(number)),
+            ):
+                self._ports[task] = ReservedPort()
+            self._set_environment()
+            for task in self._ports:
+                if task.job != CHIEF:
+                    self._start(task)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End all processes: SIGTERM, then SIGKILL for those that are still there. May be called again."""
+        try:
+            self._let_them_end()
+        except BaseException:  # Ctrl-C: once more, and faster
+            self._hurried.set()
+            raise
+        finally:
+            self._kill_the_rest()
+            if self._reaper is not None:
+                self._reaper.close()
+                self._reaper = None
+            for port in self._ports.values():
+                port.close()
+            self._restore_environment()
+
+    def hurry(self) -> None:
+        """Kill everything now: a `stop` in another thread, or in the one that this interrupts, waits no longer."""
+        self._hurried.set()
+
+    def kill(self, job: str, index: int, signal_number: int = signal.SIGKILL) -> int:
+        """Send a signal to a task's process and return its pid; with SIGKILL, once it has ended.
+
+        Raises:
+            ContextError: the task has no process now.
+        """
+        supervised = self._task(job, index)
+        pid = supervised.send_signal(signal_number)
+        if pid is None:
+            raise ContextError(f"{job} {index} has no process at the moment; see wait_until_restarted.")
+        if signal_number == signal.SIGKILL:
+            supervised.wait_for_end(pid, _LAST_SECONDS)
+        return pid
+
+    def restart(self, job: str, index: int) -> subprocess.Popen[bytes]:
+        """Start a task's process again, now: kills the one that runs. Returns the new one."""
+        return self._task(job, index).restart()
+
+    def add_worker(self) -> int:
+        """Start one more worker, which joins the coordinator by itself, and return its index."""
+        if self._reaper is None:
+            raise ContextError("a worker can be added to a cluster that runs, inside the with statement.")
+        task = Task(WORKER, self._numbers[WORKER])
+        self._numbers[WORKER] += 1
+        self._ports[task] = ReservedPort()
+        self._start(task)
+        return task.index
+
+    def wait_until_restarted(
+        self, job: str, index: int, pid: int, timeout_seconds: float = 30.0
+    ) -> subprocess.Popen[bytes]:
+        """Wait until a task has another process than the one with this pid, and return it.
+
+        Raises:
+            CommunicationTimeoutError: it has not.
+        """
+        return self._task(job, index).wait_for_another(pid, timeout_seconds)
+
+    def wait_until_listening(self, timeout_seconds: float = 120.0) -> None:
+        """Wait until every task accepts connections.
+
+        Raises:
+            CommunicationTimeoutError: some do not in time, or ended and are not started again; the message names them.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        waited_for = list(self._tasks)
+        while waited_for := [task for task in waited_for if not is_listening(self._ports[task].address)]:
+            ended = [f"{task} {how}" for task in waited_for if (how := self._tasks[task].given_up)]
+            if ended or time.monotonic() > deadline:
+                states = "; ".join(ended) if ended else f"after {timeout_seconds:g} s; see their output"
+                names = ", ".join(f"{task} at {self._ports[task].address}" for task in waited_for)
+                raise CommunicationTimeoutError(f"not listening: {names} ({states}).")
+            time.sleep(_POLL_SECONDS)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _task(self, job: str, index: int) -> SupervisedProcess:
+        supervised = self._tasks.get(Task(job, index))
+        if supervised is None:
+            known = ", ".join(map(str, self._tasks)) or "none; it has not been started"
+            raise ClusterConfigError(f"there is no {job} {index} here; the tasks of this cluster are: {known}.")
+        return supervised
+
+    def _start(self, task: Task) -> None:
+        assert self._reaper is not None
+        cluster = json.dumps(self.cluster_spec.as_dict())
+        command = [*self._server_command, "--cluster", cluster, "--job", task.job, "--index", str(task.index)]
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **os.environ,
+            **self._env,
+            **self.environment_of(task.job, task.index),
+        }
+        environment.pop(SECRET_FILE_VARIABLE, None)
+        policy = self._policies[task.job]
+        self._tasks[task] = SupervisedProcess(str(task), command, environment, policy, self._reaper, self._console)
+
+    def _let_them_end(self) -> None:
+        for supervised in self._tasks.values():
+            supervised.request_stop()
+        deadline = time.monotonic() + self._grace_seconds
+        for supervised in self._tasks.values():
+            while not supervised.join(_POLL_SECONDS) and time.monotonic() < deadline and not self._hurried.is_set():
+                pass
+
+    def _kill_the_rest(self) -> None:
+        rest = {task: supervised for task, supervised in self._tasks.items() if supervised.alive}
+        for task, supervised in rest.items():
+            if not self._hurried.is_set():
+                self._console.report(f"{task} did not end within {self._grace_seconds:g} s of SIGTERM; killed")
+            supervised.send_signal(signal.SIGKILL, whole_group=True)
+        for task, supervised in rest.items():
+            if not supervised.join(_LAST_SECONDS):
+                self._console.report(f"{task} is still there {_LAST_SECONDS:g} s after SIGKILL")
+
+    def _set_environment(self) -> None:
+        self._environment_before = {name: os.environ.get(name) for name in (SECRET_VARIABLE, SECRET_FILE_VARIABLE)}
+        os.environ[SECRET_VARIABLE] = self._secret
+        os.environ.pop(SECRET_FILE_VARIABLE, None)
+
+    def _restore_environment(self) -> None:
+        for name, value in self._environment_before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._environment_before = {}
+
+
+def _secret_of(environ: Mapping[str, str]) -> str:
+    """The secret that the environment says, else a fresh one."""
+    if environ.get(SECRET_VARIABLE) or environ.get(SECRET_FILE_VARIABLE):
+        try:
+            return load_secret(environ).decode()
+        except UnicodeDecodeError:
+            raise ClusterConfigError(
+                f"the file named by {SECRET_FILE_VARIABLE} is not text, which an environment variable has to be; make "
+                "one with `openssl rand -hex 32`."
+            ) from None
+    return new_secret()

@@ -1,0 +1,203 @@
+"""One task of a local cluster: its process is started, watched, and started again when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from torchstrat.errors import CommunicationTimeoutError, ContextError
+from torchstrat.launch.output import Console, PrefixedOutput
+from torchstrat.launch.reaper import Reaper
+from torchstrat.launch.restarts import RestartPolicy, Restarts
+
+
+class SupervisedProcess:
+    """A task's processes, one after the other, until `stop` is asked for. Any thread may call.
+
+    A thread of its own starts them all and lives as long as they do, which the reaper requires.
+
+    Args:
+        name: Of the task, such as ``worker 1``.
+        command: The program and its arguments.
+        environment: The whole environment of the program.
+        policy: When it is started again.
+        reaper: Ends it with this process.
+        console: Where its output goes, and what happens to it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        policy: RestartPolicy,
+        reaper: Reaper,
+        console: Console,
+    ) -> None:
+        self.name = name
+        self._command, self._environment = list(command), dict(environment)
+        self._restarts = Restarts(policy)
+        self._reaper, self._console = reaper, console
+        self._changed = threading.Condition()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._runs = False  # and its number is its own: signals are sent while this holds, under the lock
+        self._stopping = False
+        self._start_asked = False
+        self._given_up: str | None = None
+        self._thread = threading.Thread(target=self._live, name=f"supervisor of {name}", daemon=True)
+        self._thread.start()
+
+    # ---- asked by others ---------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs, or another one will."""
+        return self._thread.is_alive()
+
+    @property
+    def given_up(self) -> str | None:
+        """How its last process ended, if no other is going to be started; None otherwise."""
+        return self._given_up
+
+    def process(self, timeout_seconds: float = 30.0) -> subprocess.Popen[bytes]:
+        """The process that runs, or the last one that did; waits for the first."""
+        self.wait_for_another(None, timeout_seconds)
+        assert self._process is not None
+        return self._process
+
+    def wait_for_another(self, pid: int | None, timeout_seconds: float) -> subprocess.Popen[bytes]:
+        """Wait until the task has had a process after the one with this number (None: any), and return it.
+
+        Raises:
+            CommunicationTimeoutError: none was started in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._process is not None and self._process.pid != pid, timeout_seconds
+            ):
+                after = "no process" if pid is None else f"no process after pid {pid}"
+                ended = f"; it {self._given_up} and is not restarted" if self._given_up else ""
+                raise CommunicationTimeoutError(f"{self.name} had {after} within {timeout_seconds:g} s{ended}.")
+            assert self._process is not None
+            return self._process
+
+    def send_signal(self, number: int, *, whole_group: bool = False) -> int | None:
+        """Send a signal to its process, or to all of its group; returns the process's number, None if none runs."""
+        with self._changed:
+            if not self._runs or self._process is None:
+                return None
+            (os.killpg if whole_group else os.kill)(self._process.pid, number)
+            return self._process.pid
+
+    def wait_for_end(self, pid: int, timeout_seconds: float) -> bool:
+        """Wait until its process is not, or no longer, the one with this number; False if it still is."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._runs or self._process is None or self._process.pid != pid, timeout_seconds
+            )
+
+    def restart(self, timeout_seconds: float = 30.0) -> subprocess.Popen[bytes]:
+        """Kill its process, if there is one, and start another at once, whatever the policy says; return that."""
+        with self._changed:
+            if self._stopping:
+                raise ContextError(f"{self.name} belongs to a cluster that was stopped; start another one.")
+            before = self._process.pid if self._process is not None else None
+            self._start_asked = True
+            self._changed.notify_all()
+            self.send_signal(signal.SIGKILL)  # still under the lock, so that it cannot hit the new one
+        return self.wait_for_another(before, timeout_seconds)
+
+    def request_stop(self) -> None:
+        """Ask its process to end (SIGTERM); no other one is started."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGCONT)  # a process that was stopped would not hear it
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for its end after `request_stop`; False if it is still there."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # ---- the supervisor's own thread ---------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        while not self._stopping:
+            started = time.monotonic()
+            how = self._run()
+            if not self._wait_for_next_start(how, time.monotonic() - started):
+                return
+
+    def _run(self) -> str:
+        """One process, from start to end; returns how it ended."""
+        try:
+            process = self._reaper.start(
+                self._command,
+                own_group=True,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        except OSError as error:  # no more processes, memory or descriptors; there may be some again later
+            return f"could not be started ({error})"
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output = PrefixedOutput(process.stdout, process.stderr, self.name, self._console)
+        with self._changed:
+            self._process, self._runs, self._start_asked = process, True, False
+            self._changed.notify_all()
+            late = self._stopping
+        if late:  # it was asked for while this one was being started
+            self.send_signal(signal.SIGTERM)
+        status = self._reaper.collect(process, own_group=True, before_status=self._ended)
+        output.finish()
+        return f"(pid {process.pid}) {describe_end(status)}"
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._runs = False
+            self._changed.notify_all()
+
+    def _wait_for_next_start(self, how: str, lived_seconds: float) -> bool:
+        """Whether there is to be another process; returns when it is time to start it."""
+        how = f"{how} after {lived_seconds:.1f} s"
+        with self._changed:
+            if self._stopping:
+                return False
+            if self._start_asked:
+                return True
+            delay = self._restarts.delay_seconds(lived_seconds)
+            if delay is None:
+                self._given_up = how
+                self._console.report(f"{self.name} {how}; not restarted (limit: {self._restarts.policy.limit})")
+            elif delay:
+                times = f"for the {ordinal(self._restarts.quick_ends)} time in a row"
+                self._console.report(f"{self.name} {how}, so soon {times}; next start in {delay:g} s")
+            else:
+                self._console.report(f"{self.name} {how}; restarted")
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stopping or self._start_asked, delay)
+            self._given_up = None
+            return not self._stopping
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, from what `subprocess.Popen.returncode` says."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def ordinal(number: int) -> str:
+    """2 → 2nd."""
+    last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if 10 <= number % 100 <= 20 else last}"

@@ -1,0 +1,41 @@
+"""What PyTorch imports at an optimizer's first step (its compiler, about two seconds), imported ahead of it.
+
+In a thread, while a process that has just started waits for its coordinator. And torchstrat's own code must not be
+compiled where it is called in the middle of a compiled training step: `uncompiled` needs that same import.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def begin() -> None:
+    """Start importing, once per process."""
+    global _thread
+    with _lock:
+        if _thread is None:
+            _thread = threading.Thread(target=_import, name="torchstrat-warm-up", daemon=True)
+            _thread.start()
+
+
+def wait() -> None:
+    """Until it is done; it is not waited for where `begin` was not called."""
+    if _thread is not None:
+        _thread.join()
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as one that ``torch.compile`` leaves alone. Waits for the import."""
+    wait()
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def _import() -> None:
+    torch.compiler.disable(_import)

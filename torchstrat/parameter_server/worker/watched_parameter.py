@@ -1,0 +1,62 @@
+"""A worker's copy of a parameter, which knows whether the function has written to it.
+
+What a function writes to a parameter by hand (weight decay, clamping, an average) must reach the servers. In-place
+operators count in ``_version``; what goes through ``.data`` does not, so reading ``.data`` keeps the value from before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_DATA: Any = torch.Tensor.data
+
+
+class WatchedParameter(nn.Parameter):
+    """Otherwise an ordinary parameter: torch does not look at its class."""
+
+    _version_stored = 0
+    _before: torch.Tensor | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        raw: torch.Tensor = _DATA.__get__(self)
+        if self._before is None:
+            self._before = raw.clone()
+        return raw
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self._before is None:
+            self._before = _DATA.__get__(self)
+        _DATA.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is an ordinary parameter of the function's own."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def store(self, value: torch.Tensor) -> None:
+        """``value`` is what the servers hold."""
+        _DATA.__get__(self).copy_(value)
+        self.settle()
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Another tensor of the same shape takes the place of the values."""
+        _DATA.__set__(self, value)
+        self.settle()
+
+    def settle(self) -> None:
+        """Servers and this copy agree now."""
+        self._version_stored, self._before = self._version, None
+
+    def is_written(self) -> bool:
+        """Whether the function has changed the values since they agreed."""
+        if self._version != self._version_stored:
+            return True
+        before = self._before
+        current = _DATA.__get__(self)
+        return before is not None and (before.shape != current.shape or not torch.equal(before, current))

@@ -1,0 +1,71 @@
+"""The training cases on parameter servers: the same steps, the coordinator's loop. With one worker, the same numbers.
+
+The functions run one after the other, each fetched before the next is scheduled, and the coordinator pulls before it
+looks at the model or writes to it: what its own tensors hold is what was last pulled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.testing.references import named_losses, step_for
+from torchstrat.testing.training import Batch, Case, Snapshot, read
+
+FETCH_SECONDS = 120.0
+
+REFUSED: Mapping[str, type[Exception]] = {
+    "lbfgs": UnsupportedError,  # step(closure)
+    "lbfgs_strong_wolfe": UnsupportedError,
+    "closure_of_sgd": UnsupportedError,
+    "third_party_optimizer": UnsupportedError,  # keeps state beside state[parameter]
+    "scheduler_in_step": ContextError,  # schedulers are stepped by the coordinator
+    "one_cycle_scheduler_in_step": ContextError,
+    "lazy_in_run": UnsupportedError,  # has no shape when it is to be placed
+    "lazy_in_run_drawn": UnsupportedError,
+    "tensor_hooks": UnsupportedError,  # hooks on parameters, which workers have others of
+    "assigned_state_dict": UnsupportedError,  # replaces parameters that workers have
+    "pruned_half_way": UnsupportedError,
+}
+"""Cases that parameter servers refuse, and the error that says so."""
+
+PYTHON_STATE: Mapping[str, str] = {
+    "built_in_run": "the model is made by the function, so it is the worker's own",
+    "built_in_run_drawn": "the model is made by the function, so it is the worker's own",
+    "rate_set_by_hand": "the function sets its worker's copy of the learning rate",
+    "deepcopy_kept_between_steps": "the coordinator clears a dict of which the worker has a copy",
+    "grad_scaler": "every worker has a scaler of its own, and the coordinator's is looked at",
+    "grad_scaler_overflow": "every worker has a scaler of its own, and the coordinator's is looked at",
+    "dropout": "every function has random numbers of its own",
+}
+"""Cases that look at Python state, which is a copy per worker, or at the program's random state."""
+
+
+def run_case_on_servers(case: Case, strategy: Any) -> Snapshot:
+    """Train under a `ParameterServerStrategy` with one worker, and read everything the case watches."""
+    import torchstrat as ts
+
+    with case.conditions():
+        with strategy.scope():
+            training = case.build()
+        coordinator = ts.ClusterCoordinator(strategy)
+        losses: list[torch.Tensor] = []
+        for index, batch in enumerate(case.batches()):
+            strategy.extended.pull()
+            training.before(index)
+            step = step_for(training, index)
+
+            def function(batch: Batch, step: Any = step) -> Any:
+                return strategy.run(step, args=(batch,))
+
+            result = coordinator.schedule(function, args=(batch,)).get(timeout=FETCH_SECONDS)
+            loss = strategy.reduce("mean", result, axis=0)
+            strategy.extended.pull()
+            training.after(index, loss)
+            losses.append(loss)
+        strategy.extended.pull()
+        snapshot = {**named_losses(losses), **read(training.watch)}
+        return snapshot | {f"{name} on replica 0": number for name, number in snapshot.items()}
