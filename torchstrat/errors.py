@@ -24,6 +24,7 @@
     │   └── VersionMismatchError              the processes of a cluster run different versions
     ├── FunctionError (RuntimeError)          a scheduled function
     │   ├── CancelledError                    was cancelled before it ran, because another one failed
+    │   │   └── CancelledByServerLossError    (also a ParameterServerUnavailable)
     │   └── ClosureInputError                 could not run: its dataset or resource could not be built on the worker
     ├── NotSendableError (TypeError)          a function, an argument or a result that cannot travel between processes
     ├── OutOfRangeError (RuntimeError)        `get_next` past the end of the data
@@ -151,6 +152,10 @@ class FunctionError(TorchstratError, RuntimeError):
 
 class CancelledError(FunctionError):
     """A scheduled function was cancelled before it ran, because an earlier one failed or a server was lost."""
+
+
+class CancelledByServerLossError(CancelledError, ParameterServerUnavailable):
+    """A scheduled function was cancelled because a parameter server was lost. ``task``: which one."""
 
 
 class ClosureInputError(FunctionError):

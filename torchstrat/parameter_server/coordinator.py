@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchstrat import nest
 from torchstrat.cluster_spec import WORKER
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
@@ -110,7 +108,7 @@ class ClusterCoordinator:
 
         def make(number: int) -> Work:
             value = RemoteValue(number, name, self._dispatcher.where)
-            return Work(code.digest, code, arguments, options, modes, torch.initial_seed(), value)
+            return Work(code.digest, code, arguments, options, modes, job.seed, value)
 
         return self._dispatcher.submit(make)
 

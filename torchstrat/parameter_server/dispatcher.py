@@ -12,6 +12,7 @@ from typing import Any
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import (
+    CancelledByServerLossError,
     CancelledError,
     CommunicationError,
     CommunicationTimeoutError,
@@ -232,8 +233,11 @@ class Dispatcher:
         self._job.fence(peer)
         self.put(WorkerLost(peer.task.index, peer.incarnation))
 
-    def worker_leaves(self, peer: Peer) -> None:
+    def worker_leaves(self, peer: Peer) -> int:
+        """It says that it will end. Returns how many of its functions have not been answered yet."""
         self.put(HandedBack(peer.task.index, peer.incarnation, None))
+        with self._changed:
+            return len(self._scheduler.functions_at(peer.task.index))
 
     def servers_lost(self, error: ParameterServerUnavailable) -> None:
         self._loss = error
@@ -276,6 +280,18 @@ class Dispatcher:
     def _after(self, event: Event) -> None:
         if isinstance(event, Finished):
             self._finished = None
+        elif isinstance(event, ServersLost | WorkerLost | HandedBack) and self._scheduler.servers_lost:
+            self._tell_who_waits_in_vain()
+
+    def _tell_who_waits_in_vain(self) -> None:
+        """What is queued when a server is lost never runs: it is cancelled when the user takes the error. Who waits for
+        such a result, and may never call anything else, is told now."""
+        error = self._scheduler.pending_error
+        if not isinstance(error, ParameterServerUnavailable):
+            return
+        for function, work in self._works.items():
+            if self._scheduler.worker_of(function) is None:
+                work.value._set_error(_cancelled(Cancel(function, error)))
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
@@ -376,7 +392,7 @@ class Dispatcher:
 
 def _cancelled(action: Cancel) -> BaseException:
     if isinstance(action.because, ParameterServerUnavailable):
-        error: BaseException = ParameterServerUnavailable(
+        error: BaseException = CancelledByServerLossError(
             f"function {action.function} was cancelled: {action.because}", action.because.task
         )
     else:

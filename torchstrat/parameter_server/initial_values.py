@@ -99,11 +99,21 @@ class _Recorded:
     obstacle: str | None = None
 
 
+_DRAWS = frozenset(
+    f"aten::{name}_" for name in ["normal", "uniform", "exponential", "log_normal", "cauchy", "geometric", "random", "bernoulli"]
+)
+
+
 class RecordInitialisers(TorchDispatchMode):
     """``with RecordInitialisers():`` notes how tensors on ``meta`` are initialised. Everything else is untouched.
 
     On the thread that enters it. Generators given to initialisers are not used: each shard has a seed of its own.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks its subclasses; True would import its compiler at the first operator, 75 MB and two seconds."""
+        return False
 
     def __enter__(self) -> RecordInitialisers:
         self._skipped = _NoteSkipped()
@@ -119,7 +129,9 @@ class RecordInitialisers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        # Drawing on meta does nothing, and torch's way of doing it imports its compiler.
+        draws = func._schema.name in _DRAWS and args[0].is_meta
+        result = args[0] if draws else func(*args, **kwargs)
         if func._schema.is_mutable:
             _note_written(func, args, kwargs)
         elif isinstance(result, torch.Tensor) and result.is_meta:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable
 from torchstrat.parameter_server.captured_variables import CapturedVariables
@@ -68,10 +69,12 @@ class Job:
         """Function numbers below were used by an earlier coordinator of the same servers."""
         self.on_worker_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
-        self.on_worker_leaves: Callable[[Peer], None] = lambda peer: None
+        self.on_worker_leaves: Callable[[Peer], int] = lambda peer: 0
         self._registry = registry
         self._structure = FixedStructure()
         self._rows_only = rows_only
+        self.seed = torch.initial_seed()
+        """Of the program, at the end of its last scope; random numbers of functions come from it."""
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._joined: dict[int, Peer] = {}
@@ -157,8 +160,9 @@ class Job:
         if on_joined is not None:
             on_joined(peer)
 
-    def _worker_leaves(self, sender: Peer, _: Any) -> None:
-        self.on_worker_leaves(sender)
+    def _worker_leaves(self, sender: Peer, _: Any) -> int:
+        """How many functions of it are awaited still."""
+        return self.on_worker_leaves(sender)
 
     def _process_lost(self, peer: Peer, reason: str) -> None:
         if peer.task.job != PARAMETER_SERVER:
@@ -203,6 +207,10 @@ class Job:
     def commit(self) -> None:
         """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
         self._structure.check(self._registry.modules())
+        with optimizers_without_compiler():  # trials of what an optimizer's class does; it never steps here
+            self._commit()
+
+    def _commit(self) -> None:
         self.variables.place_new()
         new = self.variables.to_create()
         if new:
@@ -219,7 +227,7 @@ class Job:
         tensor = self.variables.tensor(spec.number)
         assert tensor is not None
         if tensor.is_meta:
-            seed = hash((torch.initial_seed(), spec.number)) % 2**63  # of the variable: shards draw parts of one table
+            seed = hash((self.seed, spec.number)) % 2**63  # of the variable: shards draw parts of one table
             return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed)
         return NewShard(spec, number, pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous())
 

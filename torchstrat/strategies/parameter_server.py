@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from torchstrat import nest
+from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_resolver import ClusterResolver
 from torchstrat.cluster_spec import PARAMETER_SERVER, ClusterSpec
 from torchstrat.data.options import InputContext, InputOptions
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from torchstrat.parameter_server.coordinator import ClusterCoordinator
     from torchstrat.parameter_server.job import Job
     from torchstrat.parameter_server.membership import Membership
+
+logger = logging.getLogger("torchstrat.parameter_server")
 
 
 @final
@@ -187,6 +190,7 @@ class ParameterServerStrategy(Strategy):
             if not self._scopes:
                 from torchstrat.parameter_server.initial_values import RecordInitialisers
 
+                stack.enter_context(optimizers_without_compiler())
                 stack.enter_context(RecordInitialisers())  # type: ignore[no-untyped-call]
                 self._engine.registry.on_member = self._note_member
         except BaseException:
@@ -201,6 +205,7 @@ class ParameterServerStrategy(Strategy):
             self._engine.registry.on_member = None
         super()._leave_scope(failed=failed)
         if not failed and not self._scopes:
+            self._job.seed = torch.initial_seed()
             self._job.commit()
             self._hook_state_dicts()
 
@@ -309,13 +314,12 @@ class ParameterServerStrategy(Strategy):
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """In a scheduled function: call ``fn`` as this worker's one replica. See `Strategy.run`.
 
-        On the coordinator it runs here, on the values that were last pulled, and warns: training belongs on workers.
+        On the coordinator it runs here, on the values that were last pulled, and logs a warning.
         """
         if not self._is_worker:
-            warnings.warn(
-                "strategy.run was called on the coordinator, so it runs here and changes no variable on the parameter "
-                "servers. Schedule a function that calls it: coordinator.schedule(fn).",
-                stacklevel=2,
+            logger.warning(
+                "strategy.run was called on the coordinator, so it runs here and changes no variable on the servers. "
+                "Schedule a function that calls it: coordinator.schedule(fn)."
             )
         return super().run(fn, args, kwargs, options)
 

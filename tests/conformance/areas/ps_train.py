@@ -41,12 +41,17 @@ def first_values(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return decode(case.inputs["embedding0"]), torch.tensor(case.inputs["w0"])
 
 
-def with_optimizer(make_optimizer: MakeOptimizer, lookup: Lookup, *, in_run: bool) -> Callable[[Case], Any]:
-    """A module and an optimizer made in the scope, an ordinary step, through ``strategy.run`` or not."""
+def with_optimizer(
+    make_optimizer: MakeOptimizer, lookup: Lookup, *, in_run: bool, rows_only: bool = True
+) -> Callable[[Case], Any]:
+    """A module and an optimizer made in the scope, an ordinary step, through ``strategy.run`` or not.
+
+    ``rows_only=False`` where the recorded optimizer changes every row of the table at every step.
+    """
 
     def operation(case: Case) -> dict[str, Any]:
         cluster = cluster_of(case)
-        strategy = cluster.strategy(FixedShardsPartitioner(case.setup["num_shards"]))
+        strategy = cluster.strategy(FixedShardsPartitioner(case.setup["num_shards"]), rows_only=rows_only)
         with strategy.scope():
             model = Model(*first_values(case))
             optimizer = make_optimizer(model.parameters())
@@ -145,7 +150,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 OPS: dict[str, Callable[[Case], Any]] = {
     "adam_manual": adam_by_hand,
-    "adam_v1_in_run": with_optimizer(adam, as_a_matrix, in_run=True),
+    "adam_v1_in_run": with_optimizer(adam, by_rows, in_run=True, rows_only=False),
     "sgd_dense": with_optimizer(sgd, as_a_matrix, in_run=False),
     "sgd_sparse": with_optimizer(sgd, by_rows, in_run=False),
     "sgd_v1_in_run": with_optimizer(sgd, by_rows, in_run=True),

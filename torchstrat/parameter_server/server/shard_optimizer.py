@@ -43,6 +43,9 @@ class ShardOptimizer:
         self.attributes = dict(attributes)
         check_supported(cls, self.options)
         self._constructor_makes_state = self._find_whether_constructor_makes_state()
+        self.bare_step = inspect.unwrap(cls.step)
+        """``step`` without torch's profiling and compiling around it, which costs the import of torch's compiler: for
+        the trials of a process that never steps. To be called under `torch.no_grad`."""
         self.needs_sparse = self._find_whether_it_needs_sparse()
         """Whether it steps on sparse gradients alone, as SparseAdam does."""
 
@@ -120,7 +123,9 @@ class ShardOptimizer:
         parameter.grad = gradient
         groups = [[parameter], *([] for _ in self.options[1:])]
         try:
-            self.step(self.options, groups, {parameter: self.initial_state(self.options[0], parameter)})
+            states: dict[torch.Tensor, StateOfShard] = {parameter: self.initial_state(self.options[0], parameter)}
+            with torch.no_grad():
+                self.bare_step(self.stand_in(self.options, groups, states))
         except Exception:  # a class of the user's own: what it can raise is not known; a real step will tell
             return False
         return True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import pickle
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.devices import local_devices, torch_device
-from torchstrat.errors import FencedError, FunctionError, ParameterServerUnavailable
+from torchstrat.errors import FencedError, FunctionError, ParameterServerUnavailable, TorchstratError
 from torchstrat.parameter_server.closures import pack_result, unpack
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
@@ -41,6 +43,7 @@ from torchstrat.parameter_server.worker.steps import StepHook
 from torchstrat.parameter_server.world import World
 
 SERVER_TIMEOUT_SECONDS = 60.0
+_ARRIVAL_POLL_SECONDS = 0.01
 
 
 class FunctionWorker:
@@ -79,6 +82,7 @@ class FunctionWorker:
             self._coordinator = None
 
     def drain(self, timeout_seconds: float) -> None:
+        until = time.monotonic() + timeout_seconds
         with self._lock:
             self._leaving = True
             coordinator = self._coordinator
@@ -89,8 +93,18 @@ class FunctionWorker:
                 coordinator, "coordinator.worker_leaves", {"index": self._index}, timeout_seconds=timeout_seconds
             )
             concurrent.futures.wait([told, behind], timeout=timeout_seconds)
+            self._wait_for_arrival(coordinator, self._endpoint, until)
         else:
             concurrent.futures.wait([behind], timeout=timeout_seconds)
+
+    def _wait_for_arrival(self, coordinator: Peer, endpoint: Endpoint, until: float) -> None:
+        """Until the coordinator has the last function's answer. The news of this process's end goes another way, and
+        would overtake it: then the function would run again elsewhere."""
+        with contextlib.suppress(TorchstratError):  # the coordinator has gone
+            while (left := until - time.monotonic()) > 0 and endpoint.call(
+                coordinator, "coordinator.worker_leaves", {"index": self._index}, timeout_seconds=left
+            ).result():
+                time.sleep(_ARRIVAL_POLL_SECONDS)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
