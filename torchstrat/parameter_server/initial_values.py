@@ -99,8 +99,9 @@ class _Recorded:
     obstacle: str | None = None
 
 
-_DRAWS = frozenset(
-    f"aten::{name}_" for name in ["normal", "uniform", "exponential", "log_normal", "cauchy", "geometric", "random", "bernoulli"]
+_DRAWN_IN_PLACE = frozenset(
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "exponential", "log_normal", "cauchy", "geometric", "random", "bernoulli")
 )
 
 
@@ -130,7 +131,7 @@ class RecordInitialisers(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Drawing on meta does nothing, and torch's way of doing it imports its compiler.
-        draws = func._schema.name in _DRAWS and args[0].is_meta
+        draws = func._schema.name in _DRAWN_IN_PLACE and args[0].is_meta
         result = args[0] if draws else func(*args, **kwargs)
         if func._schema.is_mutable:
             _note_written(func, args, kwargs)
