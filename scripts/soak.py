@@ -6,11 +6,13 @@ failed in any round.
 
 import argparse
 import collections
+import contextlib
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 
 DEFAULT_TESTS = ["tests/multiprocess", "tests/launch", "tests/faults"]
@@ -19,19 +21,41 @@ DEFAULT_TESTS = ["tests/multiprocess", "tests/launch", "tests/faults"]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="./scripts/soak")
     parser.add_argument("-n", dest="rounds", type=int, default=20, help="how many rounds (default 20)")
+    parser.add_argument("--busy", type=int, default=0, metavar="CORES", help="how many cores to keep busy meanwhile")
     options, pytest_arguments = parser.parse_known_args()
+    if pytest_arguments[:1] == ["faults"]:
+        pytest_arguments[:1] = ["tests/faults"]
+        options.busy = max(options.busy, 1)
+    with busy_cores(options.busy):
+        return soak(options.rounds, pytest_arguments or DEFAULT_TESTS)
+
+
+@contextlib.contextmanager
+def busy_cores(number: int) -> Iterator[None]:
+    """Processes that do nothing but compute, each enough for one core."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def soak(rounds: int, tests: list[str]) -> int:
+    """Run the rounds, print what came of them; the exit status."""
     failures: collections.Counter[str] = collections.Counter()
     totals: collections.Counter[str] = collections.Counter()
-    for number in range(1, options.rounds + 1):
+    for number in range(1, rounds + 1):
         began = time.perf_counter()
-        outcomes = run_round(pytest_arguments or DEFAULT_TESTS)
+        outcomes = run_round(tests)
         counts = collections.Counter(outcomes.values())
         totals.update(counts)
         failures.update(name for name, outcome in outcomes.items() if outcome == "failed")
-        print(f"round {number}/{options.rounds}: {show(counts)} in {time.perf_counter() - began:.0f} s", flush=True)
-    print(f"\n{options.rounds} rounds: {show(totals)}")
+        print(f"round {number}/{rounds}: {show(counts)} in {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"\n{rounds} rounds: {show(totals)}")
     for name, count in failures.most_common():
-        print(f"  {count}/{options.rounds}  {name}")
+        print(f"  {count}/{rounds}  {name}")
     return int(bool(failures) or not totals["passed"])
 
 

@@ -193,7 +193,11 @@ class LocalCluster:
         return self._task(job, index).restart()
 
     def add_worker(self) -> int:
-        """Start one more worker, which joins the coordinator by itself, and return its index."""
+        """Start one more worker, and return its index.
+
+        It listens where ``cluster.cluster_spec.task_address("worker", index)`` says. A strategy that was made before
+        does not know of it: tell its coordinator, ``coordinator.add_worker(index, address)``.
+        """
         if self._reaper is None:
             raise ContextError("a worker can be added to a cluster that runs, inside the with statement.")
         task = Task(WORKER, self._numbers[WORKER])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -57,6 +58,8 @@ from torchstrat.parameter_server.scheduler_events import (
 )
 from torchstrat.parameter_server.scheduler_events import Dispatch as Send
 from torchstrat.parameter_server.tasks import Peer, Task
+
+logger = logging.getLogger("torchstrat.parameter_server")
 
 _UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker that is gone ends the call
 
@@ -230,6 +233,7 @@ class Dispatcher:
         self.put(WorkerJoined(peer.task.index, peer.incarnation, readmit))
 
     def worker_lost(self, peer: Peer, reason: str) -> None:
+        logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)
         self._job.fence(peer)
         self.put(WorkerLost(peer.task.index, peer.incarnation))
 
@@ -245,6 +249,8 @@ class Dispatcher:
 
     def servers_restored(self) -> None:
         with self._changed:
+            if isinstance(self._scheduler.pending_error, ParameterServerUnavailable):
+                self._put_now(ErrorTaken())  # who restores knows of the loss
             self._put_now(ServersRestored())
 
     def _put_now(self, event: Event) -> None:
@@ -363,6 +369,8 @@ class Dispatcher:
         worker, incarnation, function = action.worker, action.incarnation, action.function
         error = done.exception()
         if isinstance(error, CommunicationError):
+            # Usually the membership knows by now. A process that lives and cannot be talked to must start afresh.
+            self._job.membership.give_up(peer, f"its answer did not come: {error}")
             self.put(WorkerLost(worker, incarnation))
             return
         outcome = Raised(error) if error is not None else done.result()

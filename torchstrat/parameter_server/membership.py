@@ -29,6 +29,9 @@ class Membership(Protocol):
     def add_task(self, task: Task, address: str) -> None: ...
     def remove_task(self, task: Task) -> None: ...
 
+    def give_up(self, peer: Peer, reason: str) -> None:
+        """Count a process as lost, whether or not it lives. Nothing for one that is lost already."""
+
     def close(self, *, finished: bool) -> None:
         """``finished``: tell everybody that the job is over, so that they let go of its state."""
 
@@ -68,6 +71,9 @@ class ClusterMembership:
 
     def remove_task(self, task: Task) -> None:
         self._rendezvous.remove_task(task)
+
+    def give_up(self, peer: Peer, reason: str) -> None:
+        self._lost(peer, reason)
 
     def close(self, *, finished: bool) -> None:
         self._rendezvous.close(finished)

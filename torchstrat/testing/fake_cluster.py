@@ -180,6 +180,9 @@ class FakeMembership:
                 missing = ", ".join(map(str, sorted(wanted - self._joined)))
                 raise CommunicationTimeoutError(f"{missing} did not join within {timeout_seconds} s.")
 
+    def give_up(self, peer: Peer, reason: str) -> None:
+        self._lost(peer, reason)
+
     def add_task(self, task: Task, address: str) -> None: ...
 
     def remove_task(self, task: Task) -> None: ...
