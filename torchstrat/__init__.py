@@ -19,10 +19,10 @@ from torchstrat.errors import OutOfRangeError
 from torchstrat.ftrl import Ftrl
 from torchstrat.losses import compute_average_loss, scale_regularization_loss
 from torchstrat.parameter_server.coordinator import ClusterCoordinator
+from torchstrat.parameter_server.meeting.task_server import Server
 from torchstrat.parameter_server.per_worker import PerWorkerValues
 from torchstrat.parameter_server.remote_value import RemoteValue
-from torchstrat.parameter_server.sharded_variable import ShardedVariable
-from torchstrat.parameter_server.task_server import Server
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.run_options import RunOptions
 from torchstrat.strategies.central_storage import CentralStorageStrategy

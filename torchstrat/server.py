@@ -22,8 +22,8 @@ from pathlib import Path
 from torchstrat import cluster_resolver
 from torchstrat.cluster_resolver import ClusterSpec
 from torchstrat.errors import ClusterConfigError, TorchstratError
-from torchstrat.parameter_server.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
-from torchstrat.parameter_server.task_server import Server, end_even_if_stuck
+from torchstrat.parameter_server.meeting.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
+from torchstrat.parameter_server.meeting.task_server import Server, end_even_if_stuck
 
 __all__ = ["Server", "main"]
 

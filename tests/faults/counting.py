@@ -11,7 +11,7 @@ from torch import nn
 
 import torchstrat as ts
 from torchstrat.cluster_resolver import ClusterResolver
-from torchstrat.parameter_server.task_host import TaskHost
+from torchstrat.parameter_server.meeting.task_host import TaskHost
 from torchstrat.testing.fault_plan import FaultPlan, Line
 
 PATIENCE_SECONDS = 120.0

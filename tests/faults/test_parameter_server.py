@@ -22,7 +22,7 @@ from tests.faults.counting import PATIENCE_SECONDS, SIZE, Gate, Training, is_bac
 from torchstrat.checkpoint import Checkpoint
 from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
-from torchstrat.parameter_server.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, new_secret
+from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, new_secret
 from torchstrat.parameter_server.worker import phases
 from torchstrat.testing.fault_plan import Fault, FaultPlan
 

@@ -190,8 +190,8 @@ class _Unreachable:
 def run_task(options: dict[str, Any]) -> None:
     """``spec``, ``job``, ``index``; ``torch``: pretend to have that version; ``stuck``: have a thread that hangs, and
     little patience with it; others are `ts.Server`'s."""
-    from torchstrat.parameter_server import task_host, task_server, versions
-    from torchstrat.parameter_server.task_server import Server
+    from torchstrat.parameter_server.meeting import task_host, task_server, versions
+    from torchstrat.parameter_server.meeting.task_server import Server
 
     pretended = options.pop("torch", None)
     if pretended is not None:
@@ -216,8 +216,8 @@ def run_coordinator(options: dict[str, Any]) -> None:
     """Tells of joining and leaving until stdin ends; then it has finished. A line on stdin gives that worker up."""
     from torchstrat.cluster_spec import ClusterSpec
     from torchstrat.errors import TorchstratError
-    from torchstrat.parameter_server.rendezvous import Rendezvous
-    from torchstrat.parameter_server.secret import load_secret
+    from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
+    from torchstrat.parameter_server.meeting.secret import load_secret
     from torchstrat.parameter_server.tasks import Task
 
     rendezvous = Rendezvous(

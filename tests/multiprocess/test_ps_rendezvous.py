@@ -18,13 +18,13 @@ import pytest
 from tests.multiprocess.ps_programs import SOON, Program
 from torchstrat.cluster_spec import ClusterSpec
 from torchstrat.errors import AuthenticationError, CommunicationError, VersionMismatchError
-from torchstrat.parameter_server.control import connect
-from torchstrat.parameter_server.greeting import greet_task
-from torchstrat.parameter_server.handshake import _MAGIC, _OPENING, PROTOCOL, Introduction, Side, shake_hands
-from torchstrat.parameter_server.rendezvous import Rendezvous
-from torchstrat.parameter_server.secret import derive_key
+from torchstrat.parameter_server.meeting.control import connect
+from torchstrat.parameter_server.meeting.greeting import greet_task
+from torchstrat.parameter_server.meeting.handshake import _MAGIC, _OPENING, PROTOCOL, Introduction, Side, shake_hands
+from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
+from torchstrat.parameter_server.meeting.secret import derive_key
+from torchstrat.parameter_server.meeting.versions import local_versions
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.versions import local_versions
 
 SECRET, OTHER_SECRET = "s" * 32, "o" * 32
 WORKER, SERVER = Task("worker", 0), Task("ps", 0)
@@ -245,8 +245,8 @@ COORDINATOR_OF_REAL_TASKS = textwrap.dedent(
     """
     import json, sys
     from torchstrat.cluster_spec import ClusterSpec
-    from torchstrat.parameter_server.rendezvous import Rendezvous
-    from torchstrat.parameter_server.secret import load_secret
+    from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
+    from torchstrat.parameter_server.meeting.secret import load_secret
     from torchstrat.parameter_server.tasks import Task
     from torchstrat.parameter_server.transport import RpcEndpoint
 

@@ -18,9 +18,9 @@ import torch
 
 from tests.ps_nodes import PATIENCE_SECONDS, Node, Nodes, fork_server
 from torchstrat.errors import AuthenticationError, PeerUnavailableError
-from torchstrat.parameter_server.sealing import Kind, Sealer
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.parameter_server.wire.sealing import Kind, Sealer
 
 MESSAGES = 10_000
 REPLAYED = 1_000

@@ -21,10 +21,10 @@ from torchstrat.errors import (
     PeerTimeoutError,
     PeerUnavailableError,
 )
-from torchstrat.parameter_server.answers import RemoteHandlerError
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.parameter_server.wire.answers import RemoteHandlerError
 from torchstrat.testing.fake_network import FakeNetwork
 
 HEARTBEAT_SECONDS, DEADLINE_SECONDS = 0.1, 0.5

@@ -13,9 +13,9 @@ from torch.nn.utils import prune
 
 from tests.unit.ps_worlds import Job, make_tensor
 from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError, NotSendableError
-from torchstrat.parameter_server.closures import pack, unpack
-from torchstrat.parameter_server.sendable import StaysHere
-from torchstrat.parameter_server.world import World
+from torchstrat.parameter_server.travel.closures import pack, unpack
+from torchstrat.parameter_server.travel.sendable import StaysHere
+from torchstrat.parameter_server.travel.world import World
 
 
 class Net(nn.Module):

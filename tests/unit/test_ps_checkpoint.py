@@ -27,11 +27,11 @@ from torchstrat.errors import (
     InvalidArgumentError,
     ParameterServerUnavailable,
 )
-from torchstrat.parameter_server.checkpoint_orders import AdoptOrder, ReadOrder, WriteOrder
 from torchstrat.parameter_server.messages import Push
 from torchstrat.parameter_server.server import checkpoint_shards
 from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
 from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.variables.checkpoint_orders import AdoptOrder, ReadOrder, WriteOrder
 from torchstrat.partitioners import FixedShardsPartitioner
 from torchstrat.testing.fake_cluster import FakeCluster
 

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader
 import torchstrat as ts
 from tests.unit.ps_worlds import Job
 from torchstrat.errors import FunctionError, NotSendableError
-from torchstrat.parameter_server import closures
-from torchstrat.parameter_server.closures import Packed, pack, pack_result, unpack, unpack_result
+from torchstrat.parameter_server.travel import closures
+from torchstrat.parameter_server.travel.closures import Packed, pack, pack_result, unpack, unpack_result
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -570,7 +570,7 @@ def test_a_second_process_runs_what_a_script_defines(tmp_path):
             from torch import nn
             import psx_helper
             from tests.unit.ps_worlds import Job
-            from torchstrat.parameter_server.closures import pack, unpack_result
+            from torchstrat.parameter_server.travel.closures import pack, unpack_result
 
             class Net(nn.Module):
                 def __init__(self):
@@ -613,8 +613,8 @@ def test_a_second_process_runs_what_a_script_defines(tmp_path):
         """
         import pickle, sys
         from tests.unit.ps_worlds import make_tensor
-        from torchstrat.parameter_server.closures import pack_result, unpack
-        from torchstrat.parameter_server.world import World
+        from torchstrat.parameter_server.travel.closures import pack_result, unpack
+        from torchstrat.parameter_server.travel.world import World
 
         with open(sys.argv[1], "rb") as file:
             (fn, args), increments = pickle.load(file)

@@ -25,14 +25,14 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server import control, handshake, listener
-from torchstrat.parameter_server.complaints import INTERVAL_SECONDS, LINES_PER_INTERVAL, Complaints
-from torchstrat.parameter_server.control import ControlChannel, connect, local_host_towards
-from torchstrat.parameter_server.handshake import Introduction, Side, shake_hands
-from torchstrat.parameter_server.listener import ControlListener
-from torchstrat.parameter_server.secret import derive_key, load_secret, new_secret
+from torchstrat.parameter_server.meeting import control, handshake, listener
+from torchstrat.parameter_server.meeting.complaints import INTERVAL_SECONDS, LINES_PER_INTERVAL, Complaints
+from torchstrat.parameter_server.meeting.control import ControlChannel, connect, local_host_towards
+from torchstrat.parameter_server.meeting.handshake import Introduction, Side, shake_hands
+from torchstrat.parameter_server.meeting.listener import ControlListener
+from torchstrat.parameter_server.meeting.secret import derive_key, load_secret, new_secret
+from torchstrat.parameter_server.meeting.versions import Versions, local_versions
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.versions import Versions, local_versions
 
 VERSIONS = Versions("0.1.0", "2.13.0", "3.11")
 CHIEF = Introduction(Task("chief", 0), VERSIONS)

@@ -10,8 +10,8 @@ import torch
 
 from torchstrat.errors import UnsupportedError
 from torchstrat.ftrl import Ftrl
-from torchstrat.parameter_server import elementwise
-from torchstrat.parameter_server.elementwise import is_elementwise
+from torchstrat.parameter_server.variables import elementwise
+from torchstrat.parameter_server.variables.elementwise import is_elementwise
 
 SPLITTABLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from torchstrat.errors import AuthenticationError
-from torchstrat.parameter_server.envelopes import REFUSAL, Envelopes
-from torchstrat.parameter_server.payloads import Packed, pack, unpack
-from torchstrat.parameter_server.sealing import Kind, Sealer
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.wire.envelopes import REFUSAL, Envelopes
+from torchstrat.parameter_server.wire.payloads import Packed, pack, unpack
+from torchstrat.parameter_server.wire.sealing import Kind, Sealer
 
 SECRET = b"known to all"
 WORKER = Peer(Task("worker", 0), "a11ce", "uv://127.0.0.1:1", "here", 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchstrat.parameter_server.heartbeat import Beat, Heartbeat
+from torchstrat.parameter_server.wire.heartbeat import Beat, Heartbeat
 
 
 def make() -> Heartbeat[str]:

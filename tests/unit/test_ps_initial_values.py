@@ -15,9 +15,9 @@ from torch import nn
 
 from tests.unit.ps_server_helpers import make_spec
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.parameter_server.initial_values import RecordInitialisers, recipe_of, replay
 from torchstrat.parameter_server.messages import InitialOp, NewShard
 from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.variables.initial_values import RecordInitialisers, recipe_of, replay
 
 ROWS, WIDTH = 2000, 50
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchstrat.parameter_server.payloads import pack, unpack
+from torchstrat.parameter_server.wire.payloads import pack, unpack
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,19 @@ from torchstrat.errors import (
     InvalidArgumentError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server import listener, task_host
-from torchstrat.parameter_server.cluster_checks import check_parameter_server_cluster, join_address, split_address
-from torchstrat.parameter_server.control import connect
-from torchstrat.parameter_server.event_thread import EventThread
-from torchstrat.parameter_server.greeting import greet_task
-from torchstrat.parameter_server.handshake import Introduction, Side, shake_hands
-from torchstrat.parameter_server.rendezvous import Rendezvous
-from torchstrat.parameter_server.secret import derive_key
-from torchstrat.parameter_server.task_host import (
+from torchstrat.parameter_server.meeting import listener, task_host
+from torchstrat.parameter_server.meeting.cluster_checks import (
+    check_parameter_server_cluster,
+    join_address,
+    split_address,
+)
+from torchstrat.parameter_server.meeting.control import connect
+from torchstrat.parameter_server.meeting.event_thread import EventThread
+from torchstrat.parameter_server.meeting.greeting import greet_task
+from torchstrat.parameter_server.meeting.handshake import Introduction, Side, shake_hands
+from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
+from torchstrat.parameter_server.meeting.secret import derive_key
+from torchstrat.parameter_server.meeting.task_host import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_GIVEN_UP,
@@ -39,8 +43,8 @@ from torchstrat.parameter_server.task_host import (
     EXIT_REFUSED,
     TaskHost,
 )
+from torchstrat.parameter_server.meeting.versions import Versions, local_versions
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.versions import Versions, local_versions
 
 SOON = 30.0
 SECRET, OTHER_SECRET = b"s" * 32, b"o" * 32
@@ -423,7 +427,7 @@ def test_it_ends_with_its_coordinator_if_it_is_told_to(cast: Cast) -> None:
 
 
 def test_a_second_coordinator_is_refused_with_the_name_of_the_first(cast: Cast, monkeypatch) -> None:
-    monkeypatch.setattr("torchstrat.parameter_server.rendezvous.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("torchstrat.parameter_server.meeting.rendezvous.BUSY_SECONDS", 0.1)
     spec = {"ps": [free_address()]}
     task, first = cast.task(spec, SERVER), cast.coordinator(spec)
     first.rendezvous.wait_for([SERVER], SOON)
@@ -456,7 +460,7 @@ def test_a_coordinator_that_dials_again_has_given_up_its_former_connection(cast:
 def test_a_coordinator_that_does_not_answer_gives_way_to_another(cast: Cast, monkeypatch) -> None:
     """As one that is stopped, or cut off without a word, does not."""
     monkeypatch.setattr(task_host, "ALIVE_SECONDS", 0.1)
-    monkeypatch.setattr("torchstrat.parameter_server.rendezvous.MESSAGE_PING", "not understood")
+    monkeypatch.setattr("torchstrat.parameter_server.meeting.rendezvous.MESSAGE_PING", "not understood")
     spec = {"ps": [free_address()]}
     task, first = cast.task(spec, SERVER), cast.coordinator(spec)
     first.rendezvous.wait_for([SERVER], SOON)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstrat.errors import AuthenticationError, InvalidArgumentError
-from torchstrat.parameter_server.sealing import WINDOW, Kind, ReplayWindow, Sealer
+from torchstrat.parameter_server.wire.sealing import WINDOW, Kind, ReplayWindow, Sealer
 
 SECRET = b"known to both"
 

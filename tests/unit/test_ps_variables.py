@@ -320,10 +320,10 @@ def test_conversion_gives_a_copy_of_the_same_shape(cluster: FakeCluster, convert
         assert torch.equal(variable.read_value(), value)
 
 
-def test_run_on_the_coordinator_warns_and_runs_here(cluster: FakeCluster) -> None:
+def test_run_on_the_coordinator_logs_and_runs_here(cluster: FakeCluster, caplog: pytest.LogCaptureFixture) -> None:
     strategy = cluster.strategy()
-    with pytest.warns(UserWarning, match="schedule"):
-        assert strategy.run(lambda: torch.tensor(3.0)) == 3.0
+    assert strategy.run(lambda: torch.tensor(3.0)) == 3.0
+    assert "coordinator.schedule(fn)" in caplog.text
     assert strategy.reduce("sum", torch.tensor(2.0), axis=None) == 2.0
     assert strategy.reduce("mean", torch.tensor([1.0, 3.0]), axis=0) == 2.0
     assert strategy.num_replicas_in_sync == 1

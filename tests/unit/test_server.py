@@ -15,10 +15,10 @@ import pytest
 from torchstrat import server as command
 from torchstrat.cluster_spec import ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
-from torchstrat.parameter_server import rebirth, task_server
-from torchstrat.parameter_server.rendezvous import Rendezvous
-from torchstrat.parameter_server.roles import check_role, make_service
-from torchstrat.parameter_server.task_server import Server
+from torchstrat.parameter_server.meeting import rebirth, task_server
+from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
+from torchstrat.parameter_server.meeting.roles import check_role, make_service
+from torchstrat.parameter_server.meeting.task_server import Server
 from torchstrat.parameter_server.tasks import Peer, Task
 
 SECRET = "s" * 32

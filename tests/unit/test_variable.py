@@ -87,9 +87,7 @@ def test_components_live_where_the_strategy_puts_them() -> None:
     assert [in_mirrored.extended.device_of(component) for component in components] == ["cpu:0", "cpu:1"]
     components[1].assign(3.0)
     assert [float(component) for component in components] == [10, 3]
-    assert repr(one) == (
-        "<Variable 'Variable' shape=(), dtype=torch.float32, aggregation=NONE on cpu:7: tensor(10.)>"
-    )
+    assert repr(one) == ("<Variable 'Variable' shape=(), dtype=torch.float32, aggregation=NONE on cpu:7: tensor(10.)>")
     assert repr(two).endswith("on cpu:0, cpu:1: {0: tensor(10.), 1: tensor(3.)}>")
     in_central.close()
     in_mirrored.close()

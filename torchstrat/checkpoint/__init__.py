@@ -12,7 +12,8 @@ From the public class downwards::
     folder.py          a folder that appears whole or not at all
     manifest.py        checksums
 
-What lives on parameter servers: `torchstrat.parameter_server.server_checkpoint` and ``…server.checkpoint_shards``.
+What lives on parameter servers: `torchstrat.parameter_server.variables.server_checkpoint` and
+`torchstrat.parameter_server.server.checkpoint_shards`.
 """
 
 from torchstrat.checkpoint.checkpoint import Checkpoint

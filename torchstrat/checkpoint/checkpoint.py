@@ -12,14 +12,14 @@ from torch import nn
 
 from torchstrat import context
 from torchstrat.errors import ContextError, InvalidArgumentError
-from torchstrat.parameter_server.sharded_variable import ShardedVariable
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
     from torchstrat.checkpoint.items import Item, Reads, Writes
     from torchstrat.checkpoint.processes import Processes
-    from torchstrat.parameter_server.server_checkpoint import ServerCheckpoint, ServersWritten
+    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServersWritten
 
 _MOST_PROBLEMS = 20
 
@@ -110,7 +110,7 @@ class Checkpoint:
             _restore(target, items, servers, processes)
 
     def _servers(self) -> ServerCheckpoint | None:
-        from torchstrat.parameter_server.server_checkpoint import server_checkpoint_of
+        from torchstrat.parameter_server.variables.server_checkpoint import server_checkpoint_of
 
         return server_checkpoint_of(_tensors(self._objects.values()))
 

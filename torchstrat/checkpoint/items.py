@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torchstrat.checkpoint.pieces import Path, Piece, flatten, unflatten
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.shard_handles import handle_of
-from torchstrat.parameter_server.sharded_variable import ShardedVariable
+from torchstrat.parameter_server.variables.shard_handles import handle_of
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:

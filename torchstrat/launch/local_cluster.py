@@ -20,7 +20,7 @@ from torchstrat.launch.ports import ReservedPort, is_listening
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.launch.supervised import SupervisedProcess
-from torchstrat.parameter_server.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
+from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.parameter_server.tasks import Task
 
 SERVER_COMMAND = (sys.executable, "-m", "torchstrat.server")

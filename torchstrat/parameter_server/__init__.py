@@ -1,14 +1,19 @@
 """Parameter servers: asynchronous training that survives the death of its processes.
 
 Roles, one process each: the *coordinator* runs the user's program and schedules functions; *workers* run them;
-*servers* (job ``ps``) hold the variables and the optimizer's state.
+*servers* (job ``ps``) hold the variables and the optimizer's state. README.md tells how they work together.
 
 From the wire upwards::
 
-    transport.py (the only importer of torch.distributed.rpc), secret.py, control.py, rendezvous.py, liveness.py
-    messages.py       what the processes tell each other: frozen dataclasses
+    endpoint.py       how processes talk: the interface; transport.py is it on torch.distributed.rpc, which nothing else
+                      imports; wire/ is what is under it
+    meeting/          how they find and trust each other, and what hosts a role
+    messages.py       what servers are told: frozen dataclasses
     server/           the role ``ps``: shards, optimizers on shards and rows, records of what was applied
     worker/           the role ``worker``: runs functions, over its own copy of the captured objects
-    scheduler.py      the coordinator's decisions: a pure state machine
-    coordinator.py    the thin shell around it
+    travel/           how functions and what they reach get there
+    variables/        placement, access, shards, checkpoints: the servers' content as the others see it
+    scheduler.py      the coordinator's decisions: a pure state machine; dispatcher.py is the thin shell around it
+    job.py            the coordinator's hold on the servers; membership.py on the workers
+    coordinator.py    `ClusterCoordinator`
 """

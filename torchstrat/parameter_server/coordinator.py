@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torchstrat import nest
 from torchstrat.cluster_spec import WORKER
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
-from torchstrat.parameter_server.closures import pack, unpack_result
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
 from torchstrat.parameter_server.per_worker import (
     PerWorkerDataset,
@@ -20,6 +19,7 @@ from torchstrat.parameter_server.per_worker import (
 )
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.tasks import Task
+from torchstrat.parameter_server.travel.closures import pack, unpack_result
 from torchstrat.parameter_server.worker.resources import ResourceSpec
 from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.values import require_callable, require_list_or_tuple

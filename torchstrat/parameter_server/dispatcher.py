@@ -21,7 +21,6 @@ from torchstrat.errors import (
     ParameterServerUnavailable,
     TorchstratError,
 )
-from torchstrat.parameter_server.closures import Packed
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
     Dispatch,
@@ -58,6 +57,7 @@ from torchstrat.parameter_server.scheduler_events import (
 )
 from torchstrat.parameter_server.scheduler_events import Dispatch as Send
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.travel.closures import Packed
 
 logger = logging.getLogger("torchstrat.parameter_server")
 

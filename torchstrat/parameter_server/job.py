@@ -14,11 +14,7 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable
-from torchstrat.parameter_server.captured_variables import CapturedVariables
-from torchstrat.parameter_server.catalog import Catalog
 from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.fixed_structure import FixedStructure
-from torchstrat.parameter_server.initial_values import recipe_of
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
     InitialOp,
@@ -29,12 +25,21 @@ from torchstrat.parameter_server.messages import (
     StateOfShard,
     VariableSpec,
 )
-from torchstrat.parameter_server.outgoing import token_of_spec
-from torchstrat.parameter_server.placement import Partitioner, Placement, pieces
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
-from torchstrat.parameter_server.server_group import ServerGroup
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.variable_access import CoordinatorSender, VariableAccess, shard_edits, shard_keys
+from torchstrat.parameter_server.travel.catalog import Catalog
+from torchstrat.parameter_server.travel.outgoing import token_of_spec
+from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
+from torchstrat.parameter_server.variables.initial_values import recipe_of
+from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
+from torchstrat.parameter_server.variables.server_group import ServerGroup
+from torchstrat.parameter_server.variables.variable_access import (
+    CoordinatorSender,
+    VariableAccess,
+    shard_edits,
+    shard_keys,
+)
 from torchstrat.variables import VariableRegistry
 
 _MOST_UNSEEN_FUNCTIONS = 2**20

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torchstrat.cluster_spec import CHIEF, ClusterSpec
 from torchstrat.parameter_server.endpoint import Endpoint
-from torchstrat.parameter_server.rendezvous import Rendezvous
+from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
 from torchstrat.parameter_server.tasks import Peer, Task
 
 OnJoined = Callable[[Peer, Mapping[str, Any]], None]

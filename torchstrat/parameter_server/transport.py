@@ -45,15 +45,15 @@ from torchstrat.errors import (
     PeerUnavailableError,
     TorchstratError,
 )
-from torchstrat.parameter_server.answers import Answerer, pack_failure, pack_request, pack_result, result_of
 from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.envelopes import REFUSAL, SELF_TEST, Envelopes, Received, Request
-from torchstrat.parameter_server.interfaces import interface_of
-from torchstrat.parameter_server.payloads import Packed
-from torchstrat.parameter_server.sockets import Listener, address_of, shut_down_connections
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.waiting import Waiting
-from torchstrat.parameter_server.watching import Watching
+from torchstrat.parameter_server.wire.answers import Answerer, pack_failure, pack_request, pack_result, result_of
+from torchstrat.parameter_server.wire.envelopes import REFUSAL, SELF_TEST, Envelopes, Received, Request
+from torchstrat.parameter_server.wire.interfaces import interface_of
+from torchstrat.parameter_server.wire.payloads import Packed
+from torchstrat.parameter_server.wire.sockets import Listener, address_of, shut_down_connections
+from torchstrat.parameter_server.wire.waiting import Waiting
+from torchstrat.parameter_server.wire.watching import Watching
 
 try:
     import torch.distributed.autograd as dist_autograd

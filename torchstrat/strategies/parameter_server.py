@@ -23,9 +23,9 @@ from torchstrat.data.options import InputContext, InputOptions
 from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.extended import StrategyExtended
-from torchstrat.parameter_server.cluster_checks import check_parameter_server_cluster
+from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.remote_storage import RemoteStorage, recipe_of_variable
+from torchstrat.parameter_server.variables.remote_storage import RemoteStorage, recipe_of_variable
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
@@ -135,8 +135,8 @@ class ParameterServerStrategy(Strategy):
 
     def _make_job(self) -> Job:
         from torchstrat.parameter_server.job import Job
+        from torchstrat.parameter_server.meeting.secret import load_secret
         from torchstrat.parameter_server.membership import ClusterMembership
-        from torchstrat.parameter_server.secret import load_secret
 
         seconds = self._timeout.total_seconds()
         membership = self._membership or ClusterMembership(self._spec, load_secret(), timeout_seconds=seconds)
@@ -188,7 +188,7 @@ class ParameterServerStrategy(Strategy):
         try:
             ClusterCoordinator(self)
             if not self._scopes:
-                from torchstrat.parameter_server.initial_values import RecordInitialisers
+                from torchstrat.parameter_server.variables.initial_values import RecordInitialisers
 
                 stack.enter_context(optimizers_without_compiler())
                 stack.enter_context(RecordInitialisers())  # type: ignore[no-untyped-call]
@@ -225,7 +225,7 @@ class ParameterServerStrategy(Strategy):
         self._hook_state_dicts()
 
     def _hook_state_dicts(self) -> None:
-        from torchstrat.parameter_server.state_dicts import hook_module, hook_optimizer
+        from torchstrat.parameter_server.variables.state_dicts import hook_module, hook_optimizer
 
         registry = self._engine.registry
         if registry.counts == self._hooked_counts:
@@ -266,7 +266,7 @@ class ParameterServerStrategy(Strategy):
         self._require_coordinator("Variable")
         if self._partitioner is None or self._beside or self._keeps_whole or not self._scopes:
             return None
-        from torchstrat.parameter_server.sharded_creation import create_variable
+        from torchstrat.parameter_server.variables.sharded_creation import create_variable
 
         def make(value: torch.Tensor, part_name: str | None) -> Variable:
             self._keeps_whole = True

@@ -38,11 +38,11 @@ from torchstrat.errors import (
     PeerUnavailableError,
     TorchstratError,
 )
-from torchstrat.parameter_server.answers import Answerer, pack_request, result_of
 from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.payloads import Packed
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.waiting import Waiting
+from torchstrat.parameter_server.wire.answers import Answerer, pack_request, result_of
+from torchstrat.parameter_server.wire.payloads import Packed
+from torchstrat.parameter_server.wire.waiting import Waiting
 
 OnLost = Callable[[Peer, str], None]
 When = Literal["before", "after"]

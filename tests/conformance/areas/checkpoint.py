@@ -13,7 +13,7 @@ import torchstrat as ts
 from tests.conformance.areas.sharded_variable import detached
 from tests.conformance.harness import Case, Difference
 from torchstrat.checkpoint import Checkpoint
-from torchstrat.parameter_server.sharded_variable import ShardedVariable
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 
 def sharded(rows: Sequence[int], values: torch.Tensor) -> ShardedVariable:

@@ -18,9 +18,15 @@ from torchstrat.checkpoint.files import read, write_part
 from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.checkpoint_orders import AdoptOrder, ReadOrder, StatePiece, WriteOrder, WriteReport
 from torchstrat.parameter_server.messages import AppliedPushes, ShardKey, Snapshot, StateOfShard
 from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.variables.checkpoint_orders import (
+    AdoptOrder,
+    ReadOrder,
+    StatePiece,
+    WriteOrder,
+    WriteReport,
+)
 
 
 class CheckpointShards:

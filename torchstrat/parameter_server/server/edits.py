@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server import shard_edits
 from torchstrat.parameter_server.messages import ShardEdit
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
+from torchstrat.parameter_server.variables import shard_edits
 
 _OPS = ("assign", "add", "sub", "mul", "div", "min", "max")
 

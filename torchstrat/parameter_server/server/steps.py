@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
-from torchstrat.parameter_server.elementwise import steps_rows_alone
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.catalog import describe_optimizer
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
 from torchstrat.parameter_server.server.host_memory import check_fits
 from torchstrat.parameter_server.server.row_optimizer import gather_state, learn_state, scatter_state
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, sparse_rows
+from torchstrat.parameter_server.variables.elementwise import steps_rows_alone
 
 
 class HeldOptimizer:

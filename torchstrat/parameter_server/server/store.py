@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
-from torchstrat.parameter_server.initial_values import replay
 from torchstrat.parameter_server.messages import (
     NewOptimizer,
     NewShard,
@@ -33,6 +32,7 @@ from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, ch
 from torchstrat.parameter_server.server.host_memory import check_fits
 from torchstrat.parameter_server.server.row_optimizer import learn_state
 from torchstrat.parameter_server.server.steps import HeldOptimizer
+from torchstrat.parameter_server.variables.initial_values import replay
 
 _ANOTHER_PROGRAM = (
     "Another program than before needs servers without variables: end the earlier job, or restart the servers."

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variable_access import EditName, VariableAccess
+from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
 Edit = tuple[VariableSpec, EditName, torch.Tensor, None]

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from torchstrat.devices import local_devices, torch_device
 from torchstrat.errors import FencedError, FunctionError, ParameterServerUnavailable, TorchstratError
-from torchstrat.parameter_server.closures import pack_result, unpack
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
     Dispatch,
@@ -31,16 +30,17 @@ from torchstrat.parameter_server.dispatch import (
     ServerGone,
 )
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
-from torchstrat.parameter_server.server_group import ServerGroup
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.variable_access import VariableAccess
+from torchstrat.parameter_server.travel.closures import pack_result, unpack
+from torchstrat.parameter_server.travel.world import World
+from torchstrat.parameter_server.variables.server_group import ServerGroup
+from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.worker import phases
 from torchstrat.parameter_server.worker.coordinator_here import CoordinatorHere
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.resources import Resources
 from torchstrat.parameter_server.worker.run import Executor, FunctionRun, current_run
 from torchstrat.parameter_server.worker.steps import StepHook
-from torchstrat.parameter_server.world import World
 
 SERVER_TIMEOUT_SECONDS = 60.0
 _ARRIVAL_POLL_SECONDS = 0.01

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
-from torchstrat.parameter_server.placement import pieces
-from torchstrat.parameter_server.variable_access import VariableAccess, shard_edits, shard_keys
+from torchstrat.parameter_server.variables.placement import pieces
+from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits, shard_keys
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.central_step import closure_of, make_stand_in
 

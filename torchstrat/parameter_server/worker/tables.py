@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variable_access import VariableAccess
+from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
 

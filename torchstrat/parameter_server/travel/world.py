@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.errors import FunctionError
-from torchstrat.parameter_server.catalog import Increment
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.outgoing import Token, token_of_spec
+from torchstrat.parameter_server.travel.catalog import Increment
+from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
 
 _CPU = torch.device("cpu")
 
@@ -76,7 +76,9 @@ class World:
 
     def unpickle(self, blob: bytes, tensors: tuple[torch.Tensor, ...], buffers: int, what: str) -> Any:
         """Undo a pickle of the coordinator's; ``what`` it is, for the error of a module that is missing here."""
-        from torchstrat.parameter_server.pickling import ObjectUnpickler  # cloudpickle is loaded when it is needed
+        from torchstrat.parameter_server.travel.pickling import (
+            ObjectUnpickler,  # cloudpickle is loaded when it is needed
+        )
 
         try:
             return ObjectUnpickler(blob, tensors, buffers, self._look_up, self.device).load()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.parameter_server.code_names import names_in
+from torchstrat.parameter_server.travel.code_names import names_in
 
 _LIBRARIES = frozenset({"torch", "torchstrat", "numpy", "cloudpickle", "pytest", "_pytest"})
 _ATOMS = (

@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.parameter_server.shard_edits import EditOp, apply_edit
-from torchstrat.parameter_server.sharded_slicing import RowSpan
+from torchstrat.parameter_server.variables.shard_edits import EditOp, apply_edit
+from torchstrat.parameter_server.variables.sharded_slicing import RowSpan
 from torchstrat.variable.variable import Variable
 
 

@@ -23,8 +23,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.errors import NotSendableError
-from torchstrat.parameter_server.code_names import names_in
-from torchstrat.parameter_server.reach import is_installed, is_library
+from torchstrat.parameter_server.travel.code_names import names_in
+from torchstrat.parameter_server.travel.reach import is_installed, is_library
 from torchstrat.variable.tensor_like import TensorLike
 
 _MAX_OBJECTS = 50_000

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from torchstrat.errors import AuthenticationError
-from torchstrat.parameter_server.payloads import Packed
-from torchstrat.parameter_server.sealing import Kind, Opened, Sealer
 from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.wire.payloads import Packed
+from torchstrat.parameter_server.wire.sealing import Kind, Opened, Sealer
 
 REFUSAL = b""
 """The reply to what is not authentic. It says nothing, and is not authentic either: there is nobody to seal it for."""

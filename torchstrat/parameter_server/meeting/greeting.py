@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchstrat.errors import CommunicationError, FencedError
-from torchstrat.parameter_server.control import ControlChannel
+from torchstrat.parameter_server.meeting.control import ControlChannel
 from torchstrat.parameter_server.tasks import Peer, Task
 
 GREETING_SECONDS = 10.0

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchstrat.parameter_server.placement import Partitioner
-from torchstrat.parameter_server.sharded_variable import ShardedVariable
+from torchstrat.parameter_server.variables.placement import Partitioner
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.partitioners import row_offsets, shards_of
 from torchstrat.variable.creation import initial_tensor
 from torchstrat.variable.storage import parse_shape

@@ -18,8 +18,8 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     VariableSpec,
 )
-from torchstrat.parameter_server.placement import pieces
-from torchstrat.parameter_server.server_group import ServerGroup
+from torchstrat.parameter_server.variables.placement import pieces
+from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.worker import phases
 
 EditName = Literal["assign", "add", "sub", "mul", "div", "min", "max"]

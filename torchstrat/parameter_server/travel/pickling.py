@@ -28,9 +28,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchstrat.parameter_server.reach import members_used
-from torchstrat.parameter_server.scheduler_guard import StepsOnCoordinator
-from torchstrat.parameter_server.sendable import StaysHere
+from torchstrat.parameter_server.travel.reach import members_used
+from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
+from torchstrat.parameter_server.travel.sendable import StaysHere
 
 _PLAIN = frozenset(
     {str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset, types.CodeType}

@@ -10,14 +10,14 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.shard_edits import EditOp
-from torchstrat.parameter_server.variable_access import EditName, VariableAccess
+from torchstrat.parameter_server.variables.shard_edits import EditOp
+from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
 from torchstrat.reduction import VariableAggregation, VariableSynchronization
 from torchstrat.variable.storage import DeclaredShape, Edit
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
-    from torchstrat.parameter_server.world import World
+    from torchstrat.parameter_server.travel.world import World
 
 _OPERATIONS: dict[Edit, EditName] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
 

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 
 from torchstrat.errors import ClusterConfigError, TorchstratError
-from torchstrat.parameter_server.cluster_checks import join_address, split_address
-from torchstrat.parameter_server.control import ControlChannel, keep_out_of_children, shut_down
-from torchstrat.parameter_server.handshake import HANDSHAKE_SECONDS, Introduction, Side, shake_hands
+from torchstrat.parameter_server.meeting.cluster_checks import join_address, split_address
+from torchstrat.parameter_server.meeting.control import ControlChannel, keep_out_of_children, shut_down
+from torchstrat.parameter_server.meeting.handshake import HANDSHAKE_SECONDS, Introduction, Side, shake_hands
 from torchstrat.parameter_server.tasks import Task
 
 MAXIMAL_STRANGERS = 64

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.parameter_server.elementwise import is_elementwise
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.placement import Placement
+from torchstrat.parameter_server.variables.elementwise import is_elementwise
+from torchstrat.parameter_server.variables.placement import Placement
 from torchstrat.variables import BufferSlot, VariableRegistry
 
 

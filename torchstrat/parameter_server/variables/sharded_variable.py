@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.parameter_server.shard_edits import EditOp
-from torchstrat.parameter_server.shard_handles import ShardHandle, handle_of, spans_of
-from torchstrat.parameter_server.sharded_slicing import (
+from torchstrat.parameter_server.variables.shard_edits import EditOp
+from torchstrat.parameter_server.variables.shard_handles import ShardHandle, handle_of, spans_of
+from torchstrat.parameter_server.variables.sharded_slicing import (
     RowSpan,
     ShardIndexError,
     check_ids,
@@ -19,7 +19,7 @@ from torchstrat.parameter_server.sharded_slicing import (
     split_ids,
     split_range,
 )
-from torchstrat.parameter_server.whole_tensor import WholeTensor
+from torchstrat.parameter_server.variables.whole_tensor import WholeTensor
 from torchstrat.partitioners import row_offsets
 from torchstrat.variable.storage import to_tensor
 
@@ -49,7 +49,7 @@ class ShardedVariable(WholeTensor, torch.nn.Module):
     Args:
         variables: a list, one entry per shard, of equal dtype and equal sizes in all dimensions but the first: a
             `torch.nn.Parameter`; a `torch.nn.Buffer`; a `Variable`; or an object with the members of
-            `torchstrat.parameter_server.shard_handles.ShardHandle`, wherever it keeps the shard.
+            `torchstrat.parameter_server.variables.shard_handles.ShardHandle`, wherever it keeps the shard.
         name: for messages.
 
     Raises:

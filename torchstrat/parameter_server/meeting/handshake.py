@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 
 from torchstrat.errors import AuthenticationError, VersionMismatchError
-from torchstrat.parameter_server.control import (
+from torchstrat.parameter_server.meeting.control import (
     ControlChannel,
     FrameKeys,
     deadline_after,
@@ -34,8 +34,8 @@ from torchstrat.parameter_server.control import (
     keep_out_of_children,
     read_exactly,
 )
+from torchstrat.parameter_server.meeting.versions import Versions
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.versions import Versions
 
 PROTOCOL = 1
 HANDSHAKE_SECONDS = 5.0

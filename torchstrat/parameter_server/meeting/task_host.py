@@ -25,12 +25,12 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server.cluster_checks import split_address
-from torchstrat.parameter_server.complaints import Complaints
-from torchstrat.parameter_server.control import ControlChannel, connect, local_host_towards, shut_down
 from torchstrat.parameter_server.endpoint import Endpoint
-from torchstrat.parameter_server.event_thread import EventThread
-from torchstrat.parameter_server.greeting import (
+from torchstrat.parameter_server.meeting.cluster_checks import split_address
+from torchstrat.parameter_server.meeting.complaints import Complaints
+from torchstrat.parameter_server.meeting.control import ControlChannel, connect, local_host_towards, shut_down
+from torchstrat.parameter_server.meeting.event_thread import EventThread
+from torchstrat.parameter_server.meeting.greeting import (
     BUSY,
     FAILED,
     MESSAGE_FENCED,
@@ -46,13 +46,13 @@ from torchstrat.parameter_server.greeting import (
     say_goodbye,
     say_ready,
 )
-from torchstrat.parameter_server.handshake import Introduction, Side, shake_hands
-from torchstrat.parameter_server.listener import ControlListener
-from torchstrat.parameter_server.rebirth import start_again
-from torchstrat.parameter_server.secret import derive_key
+from torchstrat.parameter_server.meeting.handshake import Introduction, Side, shake_hands
+from torchstrat.parameter_server.meeting.listener import ControlListener
+from torchstrat.parameter_server.meeting.rebirth import start_again
+from torchstrat.parameter_server.meeting.secret import derive_key
+from torchstrat.parameter_server.meeting.versions import Versions, local_versions
 from torchstrat.parameter_server.service import Service
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.versions import Versions, local_versions
 
 EXIT_DONE = 0
 """Told to end (SIGTERM, `TaskHost.stop`), or its coordinator has finished and it was to end then."""

@@ -1,7 +1,7 @@
 """Control connections: framed, authenticated messages of plain data between two processes of a cluster.
 
-A connection is plain TCP, begun with the handshake of `torchstrat.parameter_server.handshake`. Everything after it is a
-frame: length, HMAC, JSON. Each direction has a key of its own, made from the secret and fresh random bytes of both
+A connection is plain TCP, begun with a handshake (see the module of that name). Everything after it is a frame:
+length, HMAC, JSON. Each direction has a key of its own, made from the secret and fresh random bytes of both
 sides, and the HMAC covers the frame's number, which is not sent. So a frame that was changed, repeated, left out,
 reordered, or recorded on another connection ends the connection. Nothing is encrypted, and nothing is ever unpickled.
 """
@@ -30,7 +30,7 @@ from torchstrat.errors import (
     InvalidArgumentError,
     PeerUnavailableError,
 )
-from torchstrat.parameter_server.cluster_checks import split_address
+from torchstrat.parameter_server.meeting.cluster_checks import split_address
 from torchstrat.parameter_server.tasks import Task
 
 MAXIMAL_FRAME_BYTES = 16 << 20
@@ -52,7 +52,7 @@ class FrameKeys:
 
 
 class ControlChannel:
-    """One authenticated connection; made by `torchstrat.parameter_server.handshake.shake_hands`.
+    """One authenticated connection; made by `torchstrat.parameter_server.meeting.handshake.shake_hands`.
 
     Any thread may `send` and `hang_up`; one thread receives, and closes it when it is done.
 

@@ -27,10 +27,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.parameter_server.catalog import Catalog
-from torchstrat.parameter_server.outgoing import Outgoing, Token, culprit_of
-from torchstrat.parameter_server.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
-from torchstrat.parameter_server.world import World
+from torchstrat.parameter_server.travel.catalog import Catalog
+from torchstrat.parameter_server.travel.outgoing import Outgoing, Token, culprit_of
+from torchstrat.parameter_server.travel.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
+from torchstrat.parameter_server.travel.world import World
 from torchstrat.variable.tensor_like import TensorLike
 
 LARGE_BYTES = 64 * 2**20
@@ -81,7 +81,7 @@ def pack(value: Any, catalog: Catalog, what: str = "fn") -> Packed:
     Raises:
         NotSendableError: a part cannot travel; the message names it and how it is reached.
     """
-    from torchstrat.parameter_server.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+    from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
 
     catalog.begin()
     references = Outgoing(catalog, value)
@@ -124,7 +124,7 @@ def pack_result(value: Any, world: World, what: str = "result") -> Packed:
     Raises:
         NotSendableError: a part cannot travel, such as a captured module; the message names the path to it.
     """
-    from torchstrat.parameter_server.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+    from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
 
     pickler = ObjectPickler(_Returning(world))
     try:
@@ -138,7 +138,7 @@ def pack_result(value: Any, world: World, what: str = "result") -> Packed:
 
 def unpack_result(packed: Packed) -> Any:
     """What a function returned, on the coordinator."""
-    from torchstrat.parameter_server.pickling import ResultUnpickler
+    from torchstrat.parameter_server.travel.pickling import ResultUnpickler
 
     return ResultUnpickler(packed.blob, packed.tensors, packed.buffers, _unknown, torch.device("cpu")).load()
 

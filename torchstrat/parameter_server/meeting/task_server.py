@@ -15,15 +15,15 @@ from typing import Any
 from torchstrat.cluster_spec import WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
 from torchstrat.parameter_server.endpoint import Endpoint
-from torchstrat.parameter_server.roles import check_role, make_service
-from torchstrat.parameter_server.secret import load_secret, new_secret
-from torchstrat.parameter_server.service import Service
-from torchstrat.parameter_server.task_host import (
+from torchstrat.parameter_server.meeting.roles import check_role, make_service
+from torchstrat.parameter_server.meeting.secret import load_secret, new_secret
+from torchstrat.parameter_server.meeting.task_host import (
     DEFAULT_DRAIN_TIMEOUT_SECONDS,
     DEFAULT_ORPHAN_TIMEOUT_SECONDS,
     EXIT_FAILED,
     TaskHost,
 )
+from torchstrat.parameter_server.service import Service
 from torchstrat.parameter_server.tasks import Task
 
 ORPHAN_TIMEOUT_VARIABLE = "TORCHSTRAT_ORPHAN_TIMEOUT"

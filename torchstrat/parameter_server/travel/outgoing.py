@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.sendable import Refused, refusal, training_state_refusal, why_not
+from torchstrat.parameter_server.travel.sendable import Refused, refusal, training_state_refusal, why_not
 
 if TYPE_CHECKING:
-    from torchstrat.parameter_server.catalog import Catalog
-    from torchstrat.parameter_server.world import World
+    from torchstrat.parameter_server.travel.catalog import Catalog
+    from torchstrat.parameter_server.travel.world import World
 
 Token = tuple[Any, ...]
 """What a captured object is called between processes: a small tuple of strings and numbers."""

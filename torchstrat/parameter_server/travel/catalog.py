@@ -23,9 +23,9 @@ from torch import nn
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.outgoing import Described, Outgoing, Recipe, Token, culprit_of, token_of_spec
-from torchstrat.parameter_server.reach import Reach
-from torchstrat.parameter_server.sendable import not_sendable, path_to, training_state_refusal
+from torchstrat.parameter_server.travel.outgoing import Described, Outgoing, Recipe, Token, culprit_of, token_of_spec
+from torchstrat.parameter_server.travel.reach import Reach
+from torchstrat.parameter_server.travel.sendable import not_sendable, path_to, training_state_refusal
 from torchstrat.reachable import HELPER_TYPES
 from torchstrat.variables import VariableRegistry
 
@@ -279,7 +279,7 @@ class Catalog:
         self, entries: list[_Entry], specs: list[VariableSpec], since: int, gone: tuple[Token, ...]
     ) -> tuple[Increment, set[Token]]:
         """The increment, and the tokens of other captured objects that it refers to."""
-        from torchstrat.parameter_server.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
+        from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
 
         objects = [(entry.token, value) for entry in entries if (value := entry.get()) is not None]
         values = [value for _, value in objects]

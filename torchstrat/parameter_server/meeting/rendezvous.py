@@ -26,10 +26,10 @@ from torchstrat.errors import (
     TorchstratError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server.cluster_checks import split_address
-from torchstrat.parameter_server.complaints import Complaints
-from torchstrat.parameter_server.control import ControlChannel, connect, shut_down
-from torchstrat.parameter_server.greeting import (
+from torchstrat.parameter_server.meeting.cluster_checks import split_address
+from torchstrat.parameter_server.meeting.complaints import Complaints
+from torchstrat.parameter_server.meeting.control import ControlChannel, connect, shut_down
+from torchstrat.parameter_server.meeting.greeting import (
     BUSY,
     MESSAGE_FENCED,
     MESSAGE_GOODBYE,
@@ -42,11 +42,11 @@ from torchstrat.parameter_server.greeting import (
     refuse,
     say_goodbye,
 )
-from torchstrat.parameter_server.handshake import Introduction, Side, shake_hands
-from torchstrat.parameter_server.listener import ControlListener
-from torchstrat.parameter_server.secret import derive_key
+from torchstrat.parameter_server.meeting.handshake import Introduction, Side, shake_hands
+from torchstrat.parameter_server.meeting.listener import ControlListener
+from torchstrat.parameter_server.meeting.secret import derive_key
+from torchstrat.parameter_server.meeting.versions import Versions, local_versions
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.versions import Versions, local_versions
 
 logger = logging.getLogger("torchstrat.parameter_server")
 

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchstrat.parameter_server.heartbeat import Heartbeat
 from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.wire.heartbeat import Heartbeat
 
 OnLost = Callable[[Peer, str], None]
 

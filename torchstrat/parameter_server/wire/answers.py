@@ -16,8 +16,8 @@ from typing import Any
 
 from torchstrat.errors import CommunicationError, FencedError, NotSendableError, TorchstratError
 from torchstrat.parameter_server.endpoint import Handler
-from torchstrat.parameter_server.payloads import Packed, pack, unpack
 from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.wire.payloads import Packed, pack, unpack
 
 _RESULT = b"\x00"
 _FAILURE = b"\x01"

@@ -31,7 +31,8 @@ from torchstrat.checkpoint.items import RemoteSlot, RemoteState
 from torchstrat.checkpoint.optimizer_item import want_of_entry
 from torchstrat.checkpoint.pieces import Path, Piece
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.checkpoint_orders import (
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variables.checkpoint_orders import (
     AdoptOrder,
     ReadOrder,
     ShardPiece,
@@ -40,8 +41,7 @@ from torchstrat.parameter_server.checkpoint_orders import (
     WriteOrder,
     WriteReport,
 )
-from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.remote_storage import RemoteStorage
+from torchstrat.parameter_server.variables.remote_storage import RemoteStorage
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
