@@ -149,7 +149,9 @@ def run_parameter_servers(folder: Path) -> Outcome:
         "optimizer.momentum=0",
     ]
     with LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **cluster.environment_of("chief", 0)})
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's RPC warns of every connection that ends
+        environment = {**quiet, **os.environ, **cluster.environment_of("chief", 0)}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
             epoch, epochs = wait_for_half(process, folder)
             cluster.kill("worker", 0)

@@ -366,6 +366,8 @@ class Dispatcher:
 
     def _answered(self, action: Send, peer: Peer, done: Future[Any]) -> None:
         """On a thread of the transport: only note what came."""
+        if self._closed:
+            return
         worker, incarnation, function = action.worker, action.incarnation, action.function
         error = done.exception()
         if isinstance(error, CommunicationError):
