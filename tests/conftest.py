@@ -36,6 +36,13 @@ GRACE_SECONDS = 10.0
 """For threads and processes that are on their way out when the test returns."""
 
 
+def pytest_configure() -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and processes hand that down: tests that interrupt programs
+    # would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = _folder(item)
