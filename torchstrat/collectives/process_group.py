@@ -99,8 +99,12 @@ class ProcessGroupCommunicator:
     def _new_group(self, backend: str) -> Any:
         # All processes of the job make every group: with use_local_synchronization torch names a group after the number
         # of groups that each member has, and members that had different ones before never find each other.
-        make = partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend)
-        return self._guard(f"the start of a group of replicas {list(self.ranks)}", make)
+        call = f"the start of a group of replicas {list(self.ranks)}"
+        group = self._guard(call, partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend))
+        if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            # A process is connected before the others are. One that went on, and closed, would break their start.
+            self._guard(call, partial(dist.barrier, group=group))
+        return group
 
     def subgroup(self, ranks: tuple[int, ...]) -> ProcessGroupCommunicator:
         if ranks not in self._subgroups:
