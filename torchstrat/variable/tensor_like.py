@@ -11,14 +11,11 @@ import torch
 
 from torchstrat import nest
 from torchstrat.errors import UnsupportedError
+from torchstrat.variable.tensor_operators import TensorOperators, open_tensor
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _BITWISE = ("and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = frozenset(f"__i{name}__" for name in (*_ARITHMETIC, *_BITWISE))
-
-
-def _open(value: Any) -> Any:
-    return value._lend() if isinstance(value, TensorLike) else value
 
 
 def _edits(name: str) -> bool:
@@ -33,22 +30,6 @@ def _refusal(name: str) -> UnsupportedError:
     )
 
 
-def _binary(name: str) -> Any:
-    def operator(self: TensorLike, other: Any) -> Any:
-        return getattr(self._lend(), name)(_open(other))
-
-    operator.__name__ = name
-    return operator
-
-
-def _unary(name: str) -> Any:
-    def operator(self: TensorLike) -> Any:
-        return getattr(self._lend(), name)()
-
-    operator.__name__ = name
-    return operator
-
-
 def _refused(name: str) -> Any:
     def operator(self: TensorLike, other: Any) -> Any:
         raise _refusal(name)
@@ -57,7 +38,7 @@ def _refused(name: str) -> Any:
     return operator
 
 
-class TensorLike(abc.ABC):
+class TensorLike(TensorOperators, abc.ABC):
     """Reads like a tensor and is never edited like one: every result is a tensor of its own.
 
     Subclasses say which tensor they stand for; in-place operations on them raise `UnsupportedError`.
@@ -75,7 +56,7 @@ class TensorLike(abc.ABC):
         name = getattr(func, "__name__", str(func))
         if (args and isinstance(args[0], TensorLike) and _edits(name)) or isinstance(kwargs.get("out"), TensorLike):
             raise _refusal(name)
-        return func(*nest.map_structure(_open, list(args)), **nest.map_structure(_open, kwargs))
+        return func(*nest.map_structure(open_tensor, list(args)), **nest.map_structure(open_tensor, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -90,9 +71,6 @@ class TensorLike(abc.ABC):
     def __dlpack__(self, **options: Any) -> Any:
         """Called by ``torch.as_tensor`` and ``torch.tensor``, which otherwise build tensors of rows wrongly."""
         return self._lend().detach().clone().__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._lend().__dlpack_device__()
 
     def __float__(self) -> float:
         return float(self._lend())
@@ -113,7 +91,7 @@ class TensorLike(abc.ABC):
         return iter(self._lend())
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        return self._lend()[_open(key)]
+        return self._lend()[open_tensor(key)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise _refusal("__setitem__")
@@ -121,59 +99,16 @@ class TensorLike(abc.ABC):
     def __format__(self, spec: str) -> str:
         return format(self._lend(), spec) if spec else str(self)
 
-    def __eq__(self, other: object) -> Any:
-        return self._lend() == _open(other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._lend() != _open(other)
-
-    def __hash__(self) -> int:  # by identity, as tensors do
-        return id(self)
-
-    __lt__ = _binary("__lt__")
-    __le__ = _binary("__le__")
-    __gt__ = _binary("__gt__")
-    __ge__ = _binary("__ge__")
-    __neg__ = _unary("__neg__")
-    __pos__ = _unary("__pos__")
-    __abs__ = _unary("__abs__")
-    __invert__ = _unary("__invert__")
-    __add__ = _binary("__add__")
-    __radd__ = _binary("__radd__")
     __iadd__ = _refused("__iadd__")
-    __sub__ = _binary("__sub__")
-    __rsub__ = _binary("__rsub__")
     __isub__ = _refused("__isub__")
-    __mul__ = _binary("__mul__")
-    __rmul__ = _binary("__rmul__")
     __imul__ = _refused("__imul__")
-    __truediv__ = _binary("__truediv__")
-    __rtruediv__ = _binary("__rtruediv__")
     __itruediv__ = _refused("__itruediv__")
-    __floordiv__ = _binary("__floordiv__")
-    __rfloordiv__ = _binary("__rfloordiv__")
     __ifloordiv__ = _refused("__ifloordiv__")
-    __mod__ = _binary("__mod__")
-    __rmod__ = _binary("__rmod__")
     __imod__ = _refused("__imod__")
-    __pow__ = _binary("__pow__")
-    __rpow__ = _binary("__rpow__")
     __ipow__ = _refused("__ipow__")
-    __matmul__ = _binary("__matmul__")
-    __rmatmul__ = _binary("__rmatmul__")
     __imatmul__ = _refused("__imatmul__")
-    __and__ = _binary("__and__")
-    __rand__ = _binary("__rand__")
     __iand__ = _refused("__iand__")
-    __or__ = _binary("__or__")
-    __ror__ = _binary("__ror__")
     __ior__ = _refused("__ior__")
-    __xor__ = _binary("__xor__")
-    __rxor__ = _binary("__rxor__")
     __ixor__ = _refused("__ixor__")
-    __lshift__ = _binary("__lshift__")
-    __rlshift__ = _binary("__rlshift__")
     __ilshift__ = _refused("__ilshift__")
-    __rshift__ = _binary("__rshift__")
-    __rrshift__ = _binary("__rrshift__")
     __irshift__ = _refused("__irshift__")
