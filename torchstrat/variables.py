@@ -257,10 +257,6 @@ class VariableRegistry:
         """Optimizers, schedulers and gradient scalers."""
         return list(self._helpers)
 
-    def helper_number_of(self, helper: Any) -> int:
-        """A number that no other optimizer, scheduler or scaler has or had; -1 for one that is not recorded."""
-        return self._helpers.number_of(helper)
-
     def optimizers(self) -> list[Optimizer]:
         return [helper for helper in self._helpers if isinstance(helper, Optimizer)]
 

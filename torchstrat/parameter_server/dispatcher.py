@@ -224,13 +224,13 @@ class Dispatcher:
         """Tell the scheduler, from any thread."""
         self._events.put(event)
 
-    def worker_joined(self, peer: Peer, *, readmit: bool = False) -> None:
+    def worker_joined(self, peer: Peer) -> None:
         with self._changed:
             for known in list(self._workers.values()):
                 if known.peer.task == peer.task:
                     del self._workers[known.peer.incarnation]
             self._workers[peer.incarnation] = _KnownWorker(peer)
-        self.put(WorkerJoined(peer.task.index, peer.incarnation, readmit))
+        self.put(WorkerJoined(peer.task.index, peer.incarnation))
 
     def worker_lost(self, peer: Peer, reason: str) -> None:
         logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)

@@ -84,7 +84,6 @@ class Job:
         self._lock = threading.Lock()
         self._joined: dict[int, Peer] = {}
         self._in_use: dict[int, Peer] = {}
-        self._holds_values = False
         self._takes_over = False  # from a coordinator that was lost: the servers know its variables
         self._lost_servers: set[int] = set()
         self._on_worker_joined: Callable[[Peer], None] | None = None
@@ -241,7 +240,6 @@ class Job:
         for new in shards:
             by_server[new.spec.shards[new.shard].server].append(new)
         self.servers.ask("ps.create", {index: of_server for index, of_server in by_server.items() if of_server})
-        self._holds_values = True
 
     def add_variable(self, spec: VariableSpec, value: torch.Tensor) -> None:
         """A `ts.Variable`: on the servers from the moment it is made."""

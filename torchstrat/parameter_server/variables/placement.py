@@ -68,13 +68,6 @@ class Placement:
         return next(self._turns) % self.num_servers
 
 
-def describe_place(spec: VariableSpec) -> str:
-    """For messages: ``"ps 0"``, or ``"ps 0 (rows 0-4), ps 1 (rows 5-9)"``."""
-    if len(spec.shards) == 1:
-        return f"ps {spec.shards[0].server}"
-    return ", ".join(f"ps {shard.server} (rows {shard.start}-{shard.stop - 1})" for shard in spec.shards)
-
-
 def pieces(spec: VariableSpec, whole: torch.Tensor) -> list[Any]:
     """``whole``, of the variable's shape, cut into its shards (views)."""
     if not spec.shape:
