@@ -26,12 +26,14 @@ from torchstrat.errors import (
     FencedError,
     InvalidArgumentError,
     ParameterServerUnavailable,
+    PeerUnavailableError,
 )
 from torchstrat.parameter_server.messages import Push
 from torchstrat.parameter_server.server import checkpoint_shards
 from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
 from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.variables.checkpoint_orders import AdoptOrder, ReadOrder, WriteOrder
+from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.partitioners import FixedShardsPartitioner
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -306,6 +308,30 @@ def test_a_lost_server_comes_back(tmp_path: Path) -> None:
         running.cluster.start_server(0)
         running.checkpoint.restore(tmp_path / "saved")
         assert running.train(range(3, 6)) == undisturbed
+
+
+def test_a_death_that_only_a_worker_has_noticed_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that a function brings back can be there before the coordinator's own connection has broken."""
+    with job(ps=2, shards=2) as running:
+        running.checkpoint.save(tmp_path / "saved")
+        saved = running.state()
+        running.train(range(2))
+        dead = running.cluster.peer("ps", 1)
+        ask_all, given_up, asked = ServerGroup.ask_all, [], []
+
+        def first_unreachable(group: ServerGroup, method: str, payload: Any = None) -> Any:
+            asked.append(method)
+            if len(asked) == 1:
+                group._raise_unavailable(1, method, PeerUnavailableError("its connection broke", dead))
+            return ask_all(group, method, payload)
+
+        monkeypatch.setattr(ServerGroup, "ask_all", first_unreachable)
+        monkeypatch.setattr(
+            running.strategy._job.membership, "give_up", lambda peer, reason: given_up.append((peer, reason))
+        )
+        running.checkpoint.restore(tmp_path / "saved")
+        assert given_up == [(dead, "its connection broke")]
+        assert same(saved, running.state())
 
 
 def test_all_servers_were_lost(tmp_path: Path) -> None:

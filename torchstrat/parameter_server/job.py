@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import ParameterServerUnavailable
+from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
@@ -117,10 +118,20 @@ class Job:
     def readmit_servers(self) -> set[int]:
         """Wait until every server is there, and use the processes that they are now; those that were started again hold
         nothing. Returns which ones were. Raises `CommunicationTimeoutError` naming those that are missing."""
-        self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
         before = self.server_peers()
-        self._use_joined_servers()
-        return {index for index, peer in self.server_peers().items() if before.get(index) != peer}
+        until = time.monotonic() + self._timeout_seconds
+        while True:
+            self.membership.wait_for(self._server_tasks(), max(until - time.monotonic(), 0.0))
+            self._use_joined_servers()
+            try:
+                self.servers.ask_all("ps.catalog")
+            except ParameterServerUnavailable as error:
+                # A worker may have told of a death that has not been noticed here yet.
+                if not isinstance(error.__cause__, PeerUnavailableError) or time.monotonic() >= until:
+                    raise
+                self.membership.give_up(self.server_peers()[error.task.index], str(error.__cause__))
+                continue
+            return {index for index, peer in self.server_peers().items() if before.get(index) != peer}
 
     @property
     def timeout_seconds(self) -> float:
