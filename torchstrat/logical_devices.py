@@ -1,12 +1,14 @@
-"""Annotations that split a replica's tensors over its logical devices, where a replica has one such device.
+"""Annotations that split a replica's tensors over its logical devices: what they check, on every strategy.
 
-Strategies whose replicas have several override these; here exactly the trivial annotations are accepted, so that an
-annotated step runs unchanged, and everything else is an error instead of a silent no-op.
+Strategies whose replicas have several logical devices override the three methods; here exactly the trivial annotations
+are accepted, so that an annotated step runs unchanged, and everything else is an error instead of a silent no-op.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,27 +17,74 @@ import torch
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 
-def check_split(shape: Sequence[int], partition_dimensions: Sequence[int], num_logical_devices: int) -> None:
-    """The three conditions of a split, in TensorFlow's order: length, divisibility, product."""
-    dims = list(partition_dimensions)
+def check_split(
+    shape: Sequence[int | None] | None, partition_dimensions: Sequence[int], num_logical_devices: int
+) -> tuple[int, ...]:
+    """The conditions of a split, in TensorFlow's order: length, divisibility, product, and at last the type.
+
+    Args:
+        shape: of the tensor in one replica. None for a size that is not fixed, which divides for all that is known;
+            None for all of it if not even the number of dimensions is fixed, and then nothing can be split.
+        partition_dimensions: into how many equal parts each dimension is cut: integers of Python, NumPy or PyTorch.
+        num_logical_devices: of one replica; what the entries have to multiply to.
+
+    Returns ``partition_dimensions`` as Python integers.
+
+    Raises:
+        InvalidArgumentError: one of the first three conditions does not hold, or an entry is below 1.
+        WrongTypeError: ``partition_dimensions`` is no sequence of integers, or empty: nothing of a scalar can be split.
+    """
+    dims = _entries(partition_dimensions)
+    if shape is None:
+        raise InvalidArgumentError(
+            f"partition_dimensions={dims}: the tensor's number of dimensions is not known, and it needs one entry for "
+            "each; split a tensor whose shape is known."
+        )
     if len(dims) != len(shape):
         raise InvalidArgumentError(
-            f"partition_dimensions={dims} has {len(dims)} entries for a tensor of {len(shape)} dimensions "
-            f"{tuple(shape)}; give one entry per dimension, 1 for those not to be split."
+            f"partition_dimensions={dims} for a tensor of shape {tuple(shape)}: the numbers of entries and dimensions "
+            f"differ, {len(dims)} and {len(shape)}; give one entry per dimension, 1 for those not to be split."
         )
-    for dim, (size, parts) in enumerate(zip(shape, dims, strict=True)):
-        if parts < 1:
-            raise InvalidArgumentError(f"partition_dimensions={dims}: entry {dim} is {parts}; the least is 1.")
-        if size % parts:
-            raise InvalidArgumentError(
-                f"partition_dimensions={dims}: dimension {dim} has size {size}, which does not divide into {parts} "
-                f"equal parts; use a divisor of {size}."
-            )
+    for dim, size in enumerate(shape):
+        _check_parts(dims, dim, size)
     if math.prod(dims) != num_logical_devices:
         raise InvalidArgumentError(
             f"partition_dimensions={dims} makes {math.prod(dims)} parts, and a replica has {num_logical_devices} "
             f"logical device{'s' if num_logical_devices > 1 else ''}; the product of the entries must be that number."
         )
+    if not dims:
+        raise WrongTypeError(
+            "partition_dimensions=[]: a tensor without dimensions cannot be split; every logical device has all of it "
+            "anyway, and replicate_to_logical_devices says so."
+        )
+    return tuple(_integer(dims, dim) for dim in range(len(dims)))
+
+
+def check_logical_device_id(logical_device_id: int, num_logical_devices: int) -> int:
+    """The number of one of a replica's logical devices, as a Python integer.
+
+    Raises `InvalidArgumentError` if there is no such logical device, `WrongTypeError` if it is not an integer.
+    """
+    try:
+        index = operator.index(logical_device_id)
+    except TypeError:
+        raise WrongTypeError(
+            f"logical_device_id must be an integer; got {type(logical_device_id).__name__} {logical_device_id!r:.80}."
+        ) from None
+    if not 0 <= index < num_logical_devices:
+        ids = "the only id is 0" if num_logical_devices == 1 else f"ids are 0 to {num_logical_devices - 1}"
+        raise InvalidArgumentError(
+            f"logical_device_id={index}: a replica has {num_logical_devices} logical "
+            f"device{'s' if num_logical_devices > 1 else ''}, so {ids}."
+        )
+    return index
+
+
+def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
+    """The shape of a tensor, an array or a spec, for `check_split`. `WrongTypeError` for anything else."""
+    if isinstance(tensor, torch.Tensor) or hasattr(tensor, "shape"):
+        return None if tensor.shape is None else tuple(tensor.shape)
+    raise WrongTypeError(f"logical device annotations need a tensor; got {type(tensor).__name__}.")
 
 
 class LogicalDeviceMethods:
@@ -46,10 +95,12 @@ class LogicalDeviceMethods:
     def split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
         """Split ``tensor`` over the replica's logical devices, ``partition_dimensions[d]`` parts along dimension d.
 
-        With one logical device every entry must be 1. Returns the tensor. Raises `ValueError` if the number of entries
-        is not the tensor's rank, a dimension does not divide, or the product is not the number of logical devices.
+        Parts are equal, and numbered row-major: part i is on logical device i. With one logical device every entry
+        must be 1. Returns the tensor. Raises `ValueError` if the number of entries is not the tensor's rank, a
+        dimension does not divide, or the product is not the number of logical devices; `TypeError` if the entries are
+        not integers, and for a tensor without dimensions.
         """
-        check_split(_shape_of(tensor), partition_dimensions, self._num_logical_devices)
+        check_split(shape_of(tensor), partition_dimensions, self._num_logical_devices)
         return tensor
 
     def replicate_to_logical_devices(self, tensor: Any) -> Any:
@@ -57,16 +108,52 @@ class LogicalDeviceMethods:
         return tensor
 
     def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Place ``tensor`` on one logical device, numbered from 0. Returns it; `ValueError` for an id out of range."""
-        if not 0 <= logical_device_id < self._num_logical_devices:
-            raise InvalidArgumentError(
-                f"logical_device_id={logical_device_id}: replicas of {type(self).__name__} have "
-                f"{self._num_logical_devices} logical device, so the only id is 0."
-            )
+        """Place ``tensor`` on one logical device, numbered from 0. Returns it.
+
+        Raises `ValueError` for an id out of range, `TypeError` for one that is no integer.
+        """
+        check_logical_device_id(logical_device_id, self._num_logical_devices)
         return tensor
 
 
-def _shape_of(tensor: Any) -> tuple[int, ...]:
-    if isinstance(tensor, torch.Tensor) or hasattr(tensor, "shape"):
-        return tuple(tensor.shape)
-    raise WrongTypeError(f"logical device annotations need a tensor; got {type(tensor).__name__}.")
+def _entries(partition_dimensions: Any) -> list[Any]:
+    """The entries; integers of whatever library as Python's, the rest as they are: their turn comes last."""
+    try:
+        if isinstance(partition_dimensions, str | bytes):
+            raise TypeError
+        return [_plain(entry) for entry in partition_dimensions]
+    except TypeError:
+        raise WrongTypeError(
+            "partition_dimensions must be a sequence of integers, one for each dimension of the tensor; got "
+            f"{type(partition_dimensions).__name__} {partition_dimensions!r:.80}."
+        ) from None
+
+
+def _plain(entry: Any) -> Any:
+    try:
+        return operator.index(entry)
+    except TypeError:
+        return entry
+
+
+def _check_parts(dims: list[Any], dim: int, size: int | None) -> None:
+    parts = dims[dim]
+    if not isinstance(parts, numbers.Real):
+        _integer(dims, dim)
+    if parts < 1:
+        raise InvalidArgumentError(f"partition_dimensions={dims}: entry {dim} is {parts}; the least is 1.")
+    if size is not None and parts != 1 and size % parts:
+        raise InvalidArgumentError(
+            f"partition_dimensions={dims}: dimension {dim} has size {size}, which does not divide into {parts} "
+            f"equal parts; use a divisor of {size}."
+        )
+
+
+def _integer(dims: list[Any], dim: int) -> int:
+    entry = dims[dim]
+    if isinstance(entry, int):
+        return entry
+    raise WrongTypeError(
+        f"partition_dimensions={dims}: entry {dim} is {type(entry).__name__} {entry!r:.80}; numbers of parts are "
+        "integers."
+    )
