@@ -2,7 +2,8 @@
 
 A resolver describes; it contacts nobody. `SimpleClusterResolver` says what it is given, `TFConfigClusterResolver` what
 ``TF_CONFIG`` holds at that moment, `TorchrunClusterResolver`, `SlurmClusterResolver` and `KubernetesClusterResolver`
-what their launcher had set when they were built; `UnionResolver` puts several together.
+what their launcher had set when they were built; `TPUClusterResolver` which hosts a TPU has; `UnionResolver` puts
+several together.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torchstrat.devices import local_devices
 from torchstrat.errors import ClusterConfigError, WrongTypeError
 from torchstrat.launcher_resolvers import KubernetesClusterResolver, SlurmClusterResolver
 from torchstrat.resolver_interface import ClusterResolver, with_layer
+from torchstrat.tpu.cluster_resolver import TPUClusterResolver
 from torchstrat.union_resolver import UnionResolver
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "TorchrunClusterResolver",
     "UnionResolver",
     "id_in_cluster",
