@@ -3,7 +3,10 @@
 Importing this package touches no device, reads no environment and starts nothing.
 """
 
-from torchstrat import cluster_resolver, data, errors, partitioners, registry
+import importlib
+import typing
+
+from torchstrat import cluster_resolver, data, errors, partitioners, registry, tpu
 from torchstrat.checkpoint import Checkpoint
 from torchstrat.context import (
     ReplicaContext,
@@ -16,6 +19,7 @@ from torchstrat.context import (
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
 from torchstrat.errors import OutOfRangeError
+from torchstrat.explain import explain_sharding
 from torchstrat.ftrl import Ftrl
 from torchstrat.losses import compute_average_loss, scale_regularization_loss
 from torchstrat.parameter_server.coordinator import ClusterCoordinator
@@ -30,13 +34,24 @@ from torchstrat.strategies.mirrored import MirroredStrategy
 from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from torchstrat.strategies.one_device import OneDeviceStrategy
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
+from torchstrat.strategies.tpu import TPUStrategy
 from torchstrat.strategy import Strategy
 from torchstrat.sync_batchnorm import convert_sync_batchnorm
 from torchstrat.value_functions import ValueContext
 from torchstrat.values import DistributedValues, Mirrored, PerReplica
 from torchstrat.variable.variable import Variable
 
+if typing.TYPE_CHECKING:
+    from torchstrat import testing as testing
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name == "testing":  # on first use: it starts processes and knows every part of the package
+        return importlib.import_module("torchstrat.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AutoShardPolicy",
@@ -63,6 +78,7 @@ __all__ = [
     "Server",
     "ShardedVariable",
     "Strategy",
+    "TPUStrategy",
     "ValueContext",
     "Variable",
     "VariableAggregation",
@@ -75,6 +91,7 @@ __all__ = [
     "embedding_lookup_sparse",
     "errors",
     "experimental_set_strategy",
+    "explain_sharding",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -83,4 +100,5 @@ __all__ = [
     "registry",
     "safe_embedding_lookup_sparse",
     "scale_regularization_loss",
+    "tpu",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-def _look_up(path: str) -> Any:
+def look_up(path: str) -> Any:
     found: Any = torch
     for name in path.split("."):
         try:
@@ -27,7 +27,7 @@ def _look_up(path: str) -> Any:
     return found
 
 
-_engine = _look_up("autograd.Variable._execution_engine")
+_engine = look_up("autograd.Variable._execution_engine")
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -38,21 +38,21 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
-current_backward_pass: Callable[[], int] = _look_up("_C._current_graph_task_id")
+current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
 """A number for the backward pass that is now running on this thread; nested passes have their own. -1 outside."""
 
-function_mode_stack: Callable[[], list[Any]] = _look_up("overrides._get_current_function_mode_stack")
-dispatch_mode_stack: Callable[[], list[Any]] = _look_up("utils._python_dispatch._get_current_dispatch_mode_stack")
+function_mode_stack: Callable[[], list[Any]] = look_up("overrides._get_current_function_mode_stack")
+dispatch_mode_stack: Callable[[], list[Any]] = look_up("utils._python_dispatch._get_current_dispatch_mode_stack")
 
-push_function_mode: Callable[[Any], None] = _look_up("overrides._push_mode")
-pop_function_mode: Callable[[], Any] = _look_up("overrides._pop_mode")
-push_dispatch_mode: Callable[[Any], None] = _look_up("utils._python_dispatch._push_mode")
-pop_dispatch_mode: Callable[[], Any] = _look_up("utils._python_dispatch._pop_mode")
-count_dispatch_modes: Callable[[], int] = _look_up("_C._len_torch_dispatch_stack")
-DisableTorchFunction: Callable[[], Any] = _look_up("_C.DisableTorchFunction")
+push_function_mode: Callable[[Any], None] = look_up("overrides._push_mode")
+pop_function_mode: Callable[[], Any] = look_up("overrides._pop_mode")
+push_dispatch_mode: Callable[[Any], None] = look_up("utils._python_dispatch._push_mode")
+pop_dispatch_mode: Callable[[], Any] = look_up("utils._python_dispatch._pop_mode")
+count_dispatch_modes: Callable[[], int] = look_up("_C._len_torch_dispatch_stack")
+DisableTorchFunction: Callable[[], Any] = look_up("_C.DisableTorchFunction")
 """``with DisableTorchFunction():`` neither modes nor tensor subclasses see what is done in the block."""
 
-_top_saved_tensor_hooks = _look_up("_C._autograd._top_saved_tensors_default_hooks")
+_top_saved_tensor_hooks = look_up("_C._autograd._top_saved_tensors_default_hooks")
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -61,15 +61,18 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
-set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = _look_up(
+set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = look_up(
     "_C._autograd._unsafe_set_version_counter"
 )
 """Sets ``_version`` of tensors, by which backward tells whether what it saved has been changed in place since."""
 
+swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._swap_tensor_impl")
+"""Exchanges what two tensor objects stand for, on whichever devices; whoever holds the objects sees it."""
+
 # Fused multi-tensor arithmetic: what the optimizers themselves run on.
-foreach_add_: Callable[..., None] = _look_up("_foreach_add_")
-foreach_mul_: Callable[..., None] = _look_up("_foreach_mul_")
-foreach_copy_: Callable[..., None] = _look_up("_foreach_copy_")
+foreach_add_: Callable[..., None] = look_up("_foreach_add_")
+foreach_mul_: Callable[..., None] = look_up("_foreach_mul_")
+foreach_copy_: Callable[..., None] = look_up("_foreach_copy_")
 
 
 @contextmanager

@@ -96,8 +96,8 @@ def require_cross(strategy: Strategy, call: str) -> None:
         return
     if frame.replica is not None and strategy is not _default_strategy():
         raise ContextError(
-            f"{call} was called inside replica {frame.replica.replica_id_in_sync_group} of a run; it works outside of "
-            "run, or in a merge_call. Inside a replica use get_replica_context().all_reduce or .all_gather."
+            f"{call} was called inside {frame.replica._name()} of a run; it works outside of run, or in a merge_call. "
+            "Inside a replica use get_replica_context().all_reduce or .all_gather."
         )
     require_not_mixed(strategy, call)
 
@@ -166,7 +166,8 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This replica's number, from 0 to ``num_replicas_in_sync - 1``; unique over all processes."""
+        """This replica's number, from 0 to ``num_replicas_in_sync - 1``; unique over all processes. On TPUs, where a step
+        runs for all replicas at once, a scalar tensor."""
         return self._replica_id  # type: ignore[return-value]
 
     @property
@@ -233,4 +234,8 @@ class ReplicaContext:
         _frames.stack.pop()
 
     def __repr__(self) -> str:
-        return f"<ReplicaContext replica {self._replica_id} of {self.num_replicas_in_sync}>"
+        return f"<ReplicaContext {self._name()} of {self.num_replicas_in_sync}>"
+
+    def _name(self) -> str:
+        """For messages. Where a step runs for all replicas at once the number is a tensor that nobody may look at."""
+        return f"replica {self._replica_id}" if isinstance(self._replica_id, int | None) else "every replica"

@@ -22,9 +22,13 @@ class RunOptions(_Fields):
         experimental_enable_dynamic_batch_size: allow the number of rows to change from step to step. Default True.
         experimental_bucketizing_dynamic_shape: round shapes up to a few sizes, to compile less often. Default False.
         experimental_xla_options: passed on to the compiler. Default None.
+        global_view: on TPUs, call the step once with the global batch, the replicas' batches joined, instead of once
+            per replica. For models that cannot be mapped over replicas (LSTM). Statistics of the batch (BatchNorm) are
+            then those of the global batch, random numbers are drawn for all of it, a loss is its loss, results are
+            bare, and there are no collectives. A sum loss is the sum over all rows whatever `gradient_reduce_op` says.
     """
 
-    __slots__ = ()
+    global_view: bool  # beside the tuple, which is TensorFlow's
 
     def __new__(
         cls,
@@ -35,6 +39,7 @@ class RunOptions(_Fields):
         enable_dynamic_batch_size: bool | None = None,
         bucketizing_dynamic_shape: bool | None = None,
         xla_options: Any = None,
+        global_view: bool = False,
     ) -> RunOptions:
         dynamic = _one_of(
             "enable_dynamic_batch_size", experimental_enable_dynamic_batch_size, enable_dynamic_batch_size
@@ -43,7 +48,19 @@ class RunOptions(_Fields):
             "bucketizing_dynamic_shape", experimental_bucketizing_dynamic_shape, bucketizing_dynamic_shape
         )
         xla = _one_of("xla_options", experimental_xla_options, xla_options)
-        return super().__new__(cls, True if dynamic is None else bool(dynamic), bool(buckets), xla)
+        options = super().__new__(cls, True if dynamic is None else bool(dynamic), bool(buckets), xla)
+        options.global_view = bool(global_view)
+        return options
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) and self.global_view == getattr(other, "global_view", False)
+
+    def __hash__(self) -> int:
+        return hash((*self, self.global_view))
+
+    def __repr__(self) -> str:
+        shown = super().__repr__()
+        return f"{shown[:-1]}, global_view=True)" if self.global_view else shown
 
     enable_dynamic_batch_size = property(lambda self: self.experimental_enable_dynamic_batch_size)
     bucketizing_dynamic_shape = property(lambda self: self.experimental_bucketizing_dynamic_shape)

@@ -20,6 +20,8 @@ from torchstrat.logical_devices import LogicalDeviceMethods
 from torchstrat.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis
 from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.run_options import RunOptions, require_run_options
+from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
 from torchstrat.values import DistributedValues, require_callable, require_list_or_tuple
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
@@ -46,7 +48,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     """Decides where variables live and on how many replicas a plain training step runs.
 
     Never instantiated itself: `OneDeviceStrategy`, `MirroredStrategy`, `MultiWorkerMirroredStrategy`,
-    `CentralStorageStrategy` are the final classes behind it. A program uses it like this::
+    `CentralStorageStrategy`, `ParameterServerStrategy`, `TPUStrategy` are the final classes behind it. It is used like
+    this::
 
         with strategy.scope():
             model = Net()
@@ -72,6 +75,11 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over all processes; every one runs the step on its share of a global batch."""
         return self._engine.num_replicas
+
+    @property
+    def num_logical_devices(self) -> int:
+        """The number of devices that compute one replica together; what partitions of its tensors multiply to."""
+        return self._num_logical_devices
 
     @property
     def is_chief(self) -> bool:
@@ -143,7 +151,13 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         require_list_or_tuple(args)
         require_run_options(options)
         context.require_cross(self, "run")
-        return self._engine.run(fn, args, dict(kwargs or {}))
+        return self._run_on_engine(fn, args, dict(kwargs or {}), options)
+
+    def _run_on_engine(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
+    ) -> Any:
+        """``options`` are about compiled steps."""
+        return self._engine.run(fn, args, kwargs)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combine a value over replicas: "sum" or "mean".
@@ -213,6 +227,15 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _colocating(self, variable: Any) -> AbstractContextManager[None]:
         """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
         return nullcontext()
+
+    def _sharded_entry(self, name: str, tensor: torch.Tensor) -> ShardedEntry:
+        """How ``tensor`` is cut, for `explain_sharding`; here replicas have one device, which has all of it."""
+        return ShardedEntry(tuple(tensor.shape), Sharding.replicated(tensor.ndim, 1), tensor.dtype)
+
+    def _device_grid(self) -> tuple[DeviceGrid, list[str]]:
+        """The replicas' devices, and the names of the devices by their numbers."""
+        devices = self.extended.worker_devices
+        return DeviceGrid(tuple((number,) for number in range(len(devices)))), list(devices)
 
     def _pull(self, modules: list[nn.Module] | None) -> None:
         """Bring values into this process's tensors; here the tensors are the variables."""

@@ -59,7 +59,9 @@ class _OverReplicas(nn.Module):
         if input.dim() not in self._ranks:
             wanted = " or ".join(f"{rank}D" for rank in self._ranks)
             raise InvalidArgumentError(f"{type(self).__name__} needs {wanted} input; got shape {tuple(input.shape)}.")
-        return _normalise(self, input, replica.strategy._engine)
+        engine = replica.strategy._engine
+        normalised = engine.sync_batch_norm(self, input)
+        return _normalise(self, input, engine) if normalised is None else normalised
 
 
 class SyncBatchNorm1d(_OverReplicas, nn.BatchNorm1d):

@@ -33,6 +33,7 @@ class DistributedValues:
     """
 
     __slots__ = ("batch_info", "replica_ids", "values")
+    _shown_as: str | None = None
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class DistributedValues:
 
     def _show(self, convert: Any) -> str:
         rows = ",\n".join(f"  {index}: {convert(value)}" for index, value in enumerate(self.values))
-        return f"{type(self).__name__}:{{\n{rows}\n}}"
+        return f"{self._shown_as or type(self).__name__}:{{\n{rows}\n}}"
 
     def __repr__(self) -> str:
         return self._show(repr)

@@ -19,9 +19,10 @@ AREAS = (
     "value_context", "partitioner", "sharded_variable", "sharded_assign", "sharded_ops", "sharded_scatter",
     "sharded_slicing", "embedding_lookup", "union_resolver", "ps_partition", "ps_placement", "ps_strategy",
     "ps_strategy_args", "ps_train", "coordinator", "coordinator_errors", "per_worker_dataset", "fault_tolerance",
-    "server", "checkpoint",
+    "server", "checkpoint", "topology", "device_assignment", "tpu_resolver", "logical_device", "tpu_strategy",
+    "tpu_run",
 )  # fmt: skip
-"""The areas that are replayed. Those of TPUs have no adapter yet."""
+"""The areas that are replayed."""
 
 Kind = Literal["passed", "differs", "no counterpart", "failed"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torchstrat import nest
 from torchstrat.data import rows
 from torchstrat.data.agreement import StepAgreement, require_equal_data
-from torchstrat.data.layout import InputLayout
+from torchstrat.data.layout import BatchPlacement, InputLayout
 from torchstrat.data.options import InputOptions
 from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
 from torchstrat.data.streams import Step
@@ -139,7 +139,9 @@ class DistributedIterator:
         if layout.peers is not None and not self._reading.agreed:
             self._agreement = StepAgreement(layout.peers, len(layout.local_replicas))
         fetch = options.fetch_to_device
-        self._placement = Placement(layout.devices if fetch else ())
+        self._placement: BatchPlacement = Placement(layout.devices if fetch else ())
+        if fetch and layout.placement is not None:
+            self._placement = layout.placement
         self._fetches = fetch
         place = self._placement.place if fetch else _leave
         ahead = _ahead(feed, options, fetch and self._placement.copies)
@@ -210,13 +212,17 @@ class DistributedIterator:
         placed = self._prefetcher.next()
         if placed is None:
             return None
-        return self._placement.receive(placed) if self._fetches else placed[0]
+        step: Step = self._placement.receive(placed) if self._fetches else placed[0]
+        return step
 
     def _hand_out(self, step: Step) -> Any:
         if self._layout.bare:
             return step.components[0]
         info = BatchInfo(step.rows, self._run_empty)
         ids = self._layout.local_replicas
+        join = self._layout.join if self._fetches else None
+        if join is not None:
+            return _zip(lambda values: join(values, ids, info), step.components)
         return _zip(lambda values: PerReplica(values, replica_ids=ids, batch_info=info), step.components)
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.values import BatchInfo, PerReplica
+
+
+class BatchPlacement(Protocol):
+    """Starts copies ahead of time; see `torchstrat.data.prefetch.Placement`, the usual one."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether there is anything to copy for batches that are made on the host."""
+
+    def place(self, step: Any) -> tuple[Any, tuple[Any, ...]]: ...
+    def receive(self, placed: tuple[Any, tuple[Any, ...]]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,11 @@ class InputLayout:
     per_replica_input: Literal["honoured", "ignored", "refused"] = "honoured"
     """What `InputReplicationMode.PER_REPLICA` means to this strategy: a pipeline for each replica, the same as
     PER_WORKER (central storage, whose replicas share one host), or nothing (one device)."""
+    placement: BatchPlacement | None = None
+    """How batches get to the devices, where that is not a copy of each replica's to its own."""
+    join: Callable[[tuple[Any, ...], tuple[int, ...], BatchInfo], PerReplica] | None = None
+    """From the replicas' values of a leaf, their ids and how the batch was split to what is handed out; None: a
+    `PerReplica` of them."""
 
     @property
     def bare(self) -> bool:

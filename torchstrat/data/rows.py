@@ -62,8 +62,14 @@ def strings_to_arrays(batch: nest.Nest) -> nest.Nest:
     return map_leaves(convert, batch)
 
 
+class RowsOnTheirWay:
+    """Stands for one replica's tensor while a placement brings it to its device together with the others'."""
+
+    __slots__ = ()
+
+
 def is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray)
+    return isinstance(value, torch.Tensor | np.ndarray | RowsOnTheirWay)
 
 
 def is_row_list(value: Any) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from torchstrat import nest
 from torchstrat.data.layout import InputLayout
 from torchstrat.errors import StructureMismatchError
@@ -61,6 +63,10 @@ class ReplicaEngine(Protocol):
 
     def own_weight(self) -> float:
         """How much the running replica counts in the mean gradient, relative to the others."""
+
+    def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """Batch normalisation of ``x`` in training, over all replicas, where the engine has a way of its own; None: by
+        `all_gather`."""
 
 
 def regroup(results: dict[int, Any]) -> Any:

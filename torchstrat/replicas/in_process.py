@@ -270,6 +270,9 @@ class InProcessReplicas:
         holder = self._baton.holder if self._baton is not None else 0
         return 1.0 if self._weights is None or holder is None else self._weights.of(holder)
 
+    def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
+        return None
+
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def combine(payloads: dict[int, Any]) -> dict[int, Any]:
             merged_args = regroup({replica: payload[0] for replica, payload in payloads.items()})

@@ -299,6 +299,9 @@ class PerProcessReplica:
     def own_weight(self) -> float:
         return 1.0 if self._weights is None else self._weights.of(self._world.rank)
 
+    def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
+        return None
+
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         agree(self._communicator, "merge_call")
         me = self._world.rank

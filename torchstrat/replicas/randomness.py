@@ -45,7 +45,7 @@ class ReplicaStreams:
 
     def begin(self, replicas: Sequence[int]) -> None:
         seed = torch.initial_seed()
-        epoch = _seedings.epoch_of(seed, torch.default_generator.get_state())
+        epoch = seedings.epoch_of(seed, torch.default_generator.get_state())
         known_epoch, states = self._seeds.pop(seed, (epoch, {}))
         self._states = states if known_epoch == epoch else {}
         _remember(self._seeds, seed, (epoch, self._states))
@@ -72,7 +72,7 @@ class ReplicaStreams:
 
     def end(self) -> None:
         self.activate(None)
-        _seedings.leave(torch.default_generator)
+        seedings.leave(torch.default_generator)
 
 
 # -- has the user called manual_seed again? ------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def _mark_is_unseen() -> bool:
     return True
 
 
-class _Seedings:
+class Seedings:
     """Counts calls of ``manual_seed``, as far as runs have met them. One for all strategies: so is the generator."""
 
     def __init__(self) -> None:
@@ -152,4 +152,4 @@ def _remember(seeds: OrderedDict[int, _Value], seed: int, value: _Value) -> None
         seeds.popitem(last=False)
 
 
-_seedings = _Seedings()
+seedings = Seedings()

@@ -5,9 +5,12 @@ training cases with the strategies they run under; `torchstrat.testing.divergenc
 
 For programs with a `ClusterCoordinator`: `LocalCluster` is a cluster of real processes on this machine,
 `torchstrat.testing.fake_cluster.FakeCluster` one of threads, with faults on command.
+
+For programs that annotate tensors for a TPU: `fake_tpu_strategy` needs neither a TPU nor torch_xla.
 """
 
 from torchstrat.launch.local_cluster import LocalCluster
+from torchstrat.testing.fake_tpu import fake_tpu_strategy
 from torchstrat.testing.spawn import Failure, Workers, WorkersError, spawn
 
-__all__ = ["Failure", "LocalCluster", "Workers", "WorkersError", "spawn"]
+__all__ = ["Failure", "LocalCluster", "Workers", "WorkersError", "fake_tpu_strategy", "spawn"]

@@ -76,11 +76,13 @@ class Cell:
     and makes a new one; as long as nothing was lent, edits are made in place.
     """
 
-    __slots__ = ("_lent", "_tensor", "device")
+    __slots__ = ("_lent", "_place", "_tensor", "device")
 
-    def __init__(self, tensor: torch.Tensor, device: str) -> None:
+    def __init__(self, tensor: torch.Tensor, device: str, place: torch.device | None = None) -> None:
+        """``place``: what PyTorch knows ``device`` as, where that does not follow from the name."""
+        self._place = torch_device(device) if place is None else place
         with torch.inference_mode(False), torch.no_grad():
-            self._tensor = tensor.detach().to(torch_device(device), copy=True)
+            self._tensor = tensor.detach().to(self._place, copy=True)
         self._lent = False
         self.device = device
 
@@ -90,7 +92,7 @@ class Cell:
 
     @property
     def value_device(self) -> torch.device:
-        return torch_device(self.device)
+        return self._place
 
     @property
     def shape(self) -> torch.Size:
@@ -111,7 +113,7 @@ class Cell:
         self._lent = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cell:
-        return Cell(self._tensor, self.device)
+        return Cell(self._tensor, self.device, self._place)
 
 
 def is_python_value(value: Any) -> bool:

@@ -225,7 +225,8 @@ class Variable(TensorLike):
             replica: int | None = here.replica_id_in_sync_group
         else:
             replica = updated_replica()
-        return replica if replica in self._replicas else None
+        # Where a step runs for all replicas at once the number is a tensor, and there is one component.
+        return replica if isinstance(replica, int) and replica in self._replicas else None
 
     def _cell(self) -> Storage:
         replica = self._own_replica()
@@ -316,4 +317,4 @@ class Variable(TensorLike):
 
 def _local_copy(cell: Storage) -> Cell:
     """Of a component that another process keeps: on the CPU of this one."""
-    return Cell(cell.lend(), cell.device if isinstance(cell, Cell) else "cpu:0")
+    return cell.__deepcopy__({}) if isinstance(cell, Cell) else Cell(cell.lend(), "cpu:0")

@@ -1,0 +1,45 @@
+"""Every training case for all replicas at once, on a runtime that computes on the CPU: the numbers of every strategy."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchstrat.testing import contract
+from torchstrat.testing.contract_on_tpu import OTHER_NUMBERS, REFUSED, run_case_on_tpu
+from torchstrat.testing.fake_tpu import fake_tpu_strategy
+
+pytestmark = [
+    pytest.mark.unit,
+    # torch.vmap says so of a few functions, on the CPU alone; the numbers are right.
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+
+CASES = {name: case for name, case in contract.CASES.items() if not case.needs_compiler}
+TRAINED = [name for name in CASES if name not in REFUSED and name not in OTHER_NUMBERS]
+
+
+def on_fake(case: contract.Case, replicas: int):
+    strategy = fake_tpu_strategy(replicas, gradient_reduce_op=case.gradient_reduce_op)
+    try:
+        return run_case_on_tpu(case, strategy)
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("name", TRAINED)
+def test_numbers_of_plain_training(name, replicas):
+    case = CASES[name]
+    contract.check(case, on_fake(case, replicas), contract.reference(case, replicas))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name):
+    with pytest.raises(REFUSED[name], match="step|vmap"):
+        on_fake(CASES[name], 2)
+
+
+def test_the_lists_name_cases():
+    assert set(REFUSED) <= set(CASES)
+    assert set(OTHER_NUMBERS) <= set(CASES)
+    assert len(TRAINED) >= 90

@@ -1,0 +1,279 @@
+"""Replicas and their logical devices on a TPU, by one compiled program for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.extended import StrategyExtended
+from torchstrat.logical_devices import check_logical_device_id, check_split, shape_of
+from torchstrat.reduction import ReduceOp
+from torchstrat.resolver_interface import ClusterResolver
+from torchstrat.run_options import RunOptions
+from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.rules import ShardingRules
+from torchstrat.strategy import Strategy
+from torchstrat.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation
+from torchstrat.tpu.device_assignment import DeviceAssignment
+from torchstrat.tpu.engine import SpmdReplicas
+from torchstrat.tpu.spmd import SpmdRuntime
+from torchstrat.tpu.system import TpuSystem, initialize_tpu_system, system_of, the_system
+from torchstrat.variable.storage import Cell, Storage, VariablePlacement
+
+
+@final
+class TPUStrategy(Strategy):
+    """Data parallelism over replicas, times model parallelism over each replica's logical devices.
+
+    A step is recorded once for all replicas, compiled, and run on all devices. It sees its replica's batch, as on every
+    strategy; the three annotations (`split_to_logical_devices`, `replicate_to_logical_devices`,
+    `assign_to_logical_device`) say how tensors are cut over the replica's logical devices. What a step cannot do here,
+    because it is recorded before it runs: read a tensor's value, or have results whose shape depends on values.
+
+    Args:
+        tpu_cluster_resolver: a `ts.cluster_resolver.TPUClusterResolver`; None: the TPU of this machine.
+        device_assignment: a `ts.tpu.DeviceAssignment`; None: every device is a replica of one logical device. Devices
+            that it leaves out compute along and count nothing.
+        experimental_device_assignment: the same under its older name.
+        gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
+        sharding_rules: parameters to be cut over logical devices, by name, for models that are not to be edited:
+            ``{"*.linear1.weight": (None, "d0")}``. See `torchstrat.sharding.rules`.
+        logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
+            axis ``d0``.
+        max_different_graphs: how many different shapes of input steps may be compiled for; more are an error.
+
+    Raises:
+        DeviceError: there is no TPU, and no virtual devices were asked for.
+        UnsupportedError: torch_xla is missing or does not fit torch, or the process used autograd before.
+        InvalidArgumentError: the assignment's logical devices do not divide the devices; it is of another topology. At
+            the first run: a sharding rule fits no parameter.
+    """
+
+    _wraps_values = True
+    _per_replica_input = "honoured"
+    _variable_placement = VariablePlacement.CENTRAL
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        device_assignment: DeviceAssignment | None = None,
+        *,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        gradient_reduce_op: ReduceOp | str = "mean",
+        sharding_rules: Mapping[str, Sequence[Any]] | None = None,
+        logical_mesh_shape: Sequence[int] | None = None,
+        max_different_graphs: int = DEFAULT_MAX_DIFFERENT_GRAPHS,
+        _runtime: SpmdRuntime | None = None,
+    ) -> None:
+        self._made_with = (
+            (tpu_cluster_resolver, device_assignment),
+            {
+                "experimental_device_assignment": experimental_device_assignment,
+                "gradient_reduce_op": gradient_reduce_op,
+                "sharding_rules": sharding_rules,
+                "logical_mesh_shape": logical_mesh_shape,
+                "max_different_graphs": max_different_graphs,
+                "_runtime": _runtime,
+            },
+        )
+        op = ReduceOp.parse(gradient_reduce_op)
+        assignment = _one_assignment(device_assignment, experimental_device_assignment)
+        if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, ClusterResolver):
+            raise WrongTypeError(
+                "TPUStrategy needs a cluster resolver, such as ts.cluster_resolver.TPUClusterResolver(tpu=''), or "
+                f"None; got {type(tpu_cluster_resolver).__name__} {tpu_cluster_resolver!r:.80}."
+            )
+        logical = 1 if assignment is None else assignment.num_cores_per_replica
+        rules = _make_rules(sharding_rules, logical_mesh_shape, logical)
+        system = _system(tpu_cluster_resolver, _runtime)
+        if assignment is None:
+            assignment = _every_device_one_replica(system)
+        self._assignment = assignment
+        self._system = system
+        self._unchecked_rules = rules
+        self._num_logical_devices = assignment.num_cores_per_replica
+        grid = _grid(system, assignment)
+        self._engine: SpmdReplicas = SpmdReplicas(
+            self,
+            system.runtime,
+            grid,
+            assignment.num_replicas,
+            op,
+            rules.sharding_for if rules is not None else None,
+            max_different_graphs,
+        )
+        devices = tuple(assignment.tpu_device(replica, 0) for replica in range(assignment.num_replicas))
+        self.extended = TpuExtended(self, devices, (self._engine.device_of_replica(0),), tpu_cluster_resolver)
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def device_assignment(self) -> DeviceAssignment:
+        """Which cores are which replica's logical devices."""
+        return self._assignment
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """The programs that `run` was compiled to so far, in order, each with the reason.
+
+        A step is compiled for its first run, mostly once more for the second (which finds gradients and optimizer state
+        that the first made), and then once or twice for each new shape of its input.
+        """
+        return tuple(self._engine.log.entries)
+
+    # -- run --------------------------------------------------------------------------------------------------------
+
+    def _run_on_engine(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
+    ) -> Any:
+        if self._unchecked_rules is not None:
+            self._unchecked_rules.require_all_used()
+            self._unchecked_rules = None
+        return self._engine.run(fn, args, kwargs, options)
+
+    def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
+        return Cell(initial, device, self._system.runtime.device)
+
+    # -- logical devices --------------------------------------------------------------------------------------------
+
+    def split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """Cut ``tensor`` over the replica's logical devices, ``partition_dimensions[d]`` equal parts along dimension d.
+
+        In a step, ``tensor`` is the replica's own; its gradient is cut likewise. A variable is cut for good, and its
+        optimizer state with it; call it on variables in the scope, or before the first run. Parts are numbered
+        row-major: part ``i`` is on logical device ``i``.
+
+        Returns:
+            The tensor: values, shape and dtype are unchanged. It is on the strategy's devices.
+
+        Raises:
+            InvalidArgumentError: there is not one entry per dimension; a dimension does not divide; the product of the
+                entries is not the number of logical devices.
+        """
+        dims = check_split(shape_of(tensor), partition_dimensions, self._num_logical_devices)
+        return self._engine.cut(_as_tensor(tensor), Sharding.split(dims))
+
+    def replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Have ``tensor`` whole on each of the replica's logical devices. Returns it."""
+        value = _as_tensor(tensor)
+        return self._engine.cut(value, Sharding.replicated(value.ndim, self._num_logical_devices))
+
+    def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Say that ``tensor`` belongs on one logical device, numbered from 0. Returns it, unchanged.
+
+        A compiled program of this kind runs on all devices at once and cannot keep a tensor to one of them: the number
+        is checked and remembered, nothing is moved, and a warning says so once.
+
+        Raises:
+            InvalidArgumentError: there is no such logical device.
+        """
+        device = check_logical_device_id(logical_device_id, self._num_logical_devices)
+        return self._engine.annotations.assign(_as_tensor(tensor), device)
+
+    def _sharded_entry(self, name: str, tensor: torch.Tensor) -> ShardedEntry:
+        entry = self._engine.annotations.entry_of(tensor)
+        if entry is None:
+            raise InvalidArgumentError(
+                f"nobody has said how {name}, of shape {tuple(tensor.shape)}, is cut: it is no variable of this "
+                "strategy, and no annotation returned it. Pass what split_to_logical_devices returned, or a model of "
+                "the scope."
+            )
+        return entry
+
+    def _device_grid(self) -> tuple[DeviceGrid, list[str]]:
+        numbers = self._system.devices.numbers_of(self._assignment)
+        grid = DeviceGrid(tuple(tuple(int(number) for number in replica) for replica in numbers))
+        return grid, [str(one["name"]) for one in self._system.runtime.device_attributes()]
+
+
+class TpuExtended(StrategyExtended):
+    """`StrategyExtended` with the counts that TPU programs ask for."""
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that have the first logical device of a replica."""
+        assignment: DeviceAssignment = self._strategy.device_assignment  # type: ignore[attr-defined]
+        tasks = {assignment.host_device(replica) for replica in range(assignment.num_replicas)}
+        return len(tasks)
+
+    @property
+    def num_replicas_per_host(self) -> int:
+        """Replicas that one host drives."""
+        assignment: DeviceAssignment = self._strategy.device_assignment  # type: ignore[attr-defined]
+        most = assignment.topology.num_tpus_per_task // assignment.num_cores_per_replica
+        return min(assignment.num_replicas, max(most, 1))
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """TensorFlow's flag: whether shapes may not change from step to step. Each new shape is compiled."""
+        return True
+
+
+def _one_assignment(given: DeviceAssignment | None, experimental: DeviceAssignment | None) -> DeviceAssignment | None:
+    if given is not None and experimental is not None:
+        raise InvalidArgumentError(
+            "TPUStrategy was given both device_assignment and experimental_device_assignment; they are one argument."
+        )
+    assignment = given if given is not None else experimental
+    if assignment is None:
+        return None
+    if not isinstance(assignment, DeviceAssignment):
+        raise WrongTypeError(
+            "device_assignment must be a ts.tpu.DeviceAssignment, as DeviceAssignment.build makes them; got "
+            f"{type(assignment).__name__} {assignment!r:.80}."
+        )
+    if assignment.num_replicas < 1:
+        raise InvalidArgumentError("device_assignment has no replica; build it with num_replicas of at least 1.")
+    return assignment
+
+
+def _make_rules(
+    rules: Mapping[str, Sequence[Any]] | None, mesh_shape: Sequence[int] | None, logical_devices: int
+) -> ShardingRules | None:
+    shape = (logical_devices,) if mesh_shape is None else tuple(mesh_shape)
+    if math.prod(shape) != logical_devices:
+        raise InvalidArgumentError(
+            f"logical_mesh_shape={list(shape)} has {math.prod(shape)} places, and a replica has {logical_devices} "
+            "logical devices; the product of the entries must be that number."
+        )
+    return None if rules is None else ShardingRules(rules, shape)
+
+
+def _system(resolver: ClusterResolver | None, runtime: SpmdRuntime | None) -> TpuSystem:
+    if runtime is not None:
+        return system_of(runtime)
+    initialize_tpu_system(resolver)
+    return the_system()
+
+
+def _every_device_one_replica(system: TpuSystem) -> DeviceAssignment:
+    coordinates = system.topology.device_coordinates.reshape(-1, 1, system.topology.mesh_rank)
+    return DeviceAssignment(system.topology, coordinates)
+
+
+def _grid(system: TpuSystem, assignment: DeviceAssignment) -> DeviceGrid:
+    """The assignment's replicas first; then the other devices, as many at a time: a program runs on all of them."""
+    logical = assignment.num_cores_per_replica
+    total = system.runtime.num_devices
+    used = np.asarray(system.devices.numbers_of(assignment))
+    if total % logical:
+        raise InvalidArgumentError(
+            f"a replica of {logical} logical devices does not divide the {total} devices of {system.runtime.name}, and "
+            "a program runs on all of them; choose a computation_shape whose product divides that number."
+        )
+    rest = np.setdiff1d(np.arange(total), used.reshape(-1)).reshape(-1, logical)
+    return DeviceGrid(tuple(tuple(int(device) for device in row) for row in np.concatenate([used, rest])))
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.as_tensor(value)
+    raise WrongTypeError(f"logical device annotations need a tensor; got {type(value).__name__} {value!r:.80}.")

@@ -1,0 +1,19 @@
+"""TPUs: their topology, which cores make a replica, and how the system starts. `torchstrat.TPUStrategy` trains on them.
+
+Everything here but `initialize_tpu_system` is pure and needs neither a TPU nor torch_xla.
+"""
+
+from torchstrat.tpu import experimental
+from torchstrat.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment
+from torchstrat.tpu.device_order import DeviceOrderMode
+from torchstrat.tpu.system import initialize_tpu_system
+from torchstrat.tpu.topology import Topology
+
+__all__ = [
+    "SINGLE_CORE_ASSIGNMENT",
+    "DeviceAssignment",
+    "DeviceOrderMode",
+    "Topology",
+    "experimental",
+    "initialize_tpu_system",
+]

@@ -1,0 +1,265 @@
+"""Gradients of a step that runs for all replicas at once.
+
+functorch refuses ``backward`` inside of a mapping. What the step means by it is well defined all the same: the losses
+of all lanes are one tensor, and the gradient of their weighted sum is what the replicas' gradients combine to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.gradients import check_weight
+from torchstrat.reduction import ReduceOp
+from torchstrat.tpu import _functorch_private as functorch
+from torchstrat.tpu.lanes import Lanes
+from torchstrat.variables import VariableRegistry
+
+Meet = Callable[[str, Any, Callable[[dict[int, Any]], dict[int, Any]]], Any]
+"""``(call, payload, combine)``: what all passes of a run do together; see `Baton.meet`."""
+
+_torch_backward = torch.autograd.backward
+"""PyTorch's own; while a step is recorded the name leads here."""
+
+
+class LaneWeights:
+    """How much each lane of a pass counts in the combined gradient: its rows, or what the step says by `set_weight`.
+
+    Args:
+        rows: of each active lane; equal numbers where all count alike.
+        all_passes: the weights of all passes of the run, this one's among them once it has been added.
+    """
+
+    def __init__(self, lanes: Lanes, op: ReduceOp, rows: Sequence[float], all_passes: list[LaneWeights]) -> None:
+        self.lanes = self._lanes = lanes
+        self._op = op
+        self._rows = list(rows)
+        self._given: torch.Tensor | None = None
+        self._all_passes = all_passes
+        all_passes.append(self)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all active lanes of all passes are known to count alike. So they do when none has any weight."""
+        if any(one._given is not None for one in self._all_passes):
+            return False
+        return len({row for one in self._all_passes for row in one._rows}) <= 1
+
+    def give(self, weight: Any) -> None:
+        """The step's own weights: a number, or a scalar that differs from lane to lane. Call it at the level."""
+        if not isinstance(weight, torch.Tensor):
+            self._given = None
+            self._rows = [check_weight(weight)] * len(self._rows)
+            return
+        if weight.ndim:
+            raise InvalidArgumentError(f"set_weight needs one number; got a tensor of shape {tuple(weight.shape)}.")
+        with self._lanes.left("set_weight"):
+            self._given = self._lanes.stacked(weight.detach())
+
+    def _as_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """``[lanes]``, of ``like``'s dtype and device; 0 for lanes that do not count."""
+        if self._given is not None:
+            mask = self._lanes.mask(like)
+            return torch.where(mask > 0, self._given.to(like), torch.zeros_like(mask))
+        values = dict(zip(self._lanes.active, self._rows, strict=True))
+        numbers = [float(values.get(lane, 0.0)) for lane in range(self._lanes.count)]
+        return torch.tensor(numbers, dtype=like.dtype, device=like.device)
+
+    def factors(self, like: torch.Tensor) -> torch.Tensor:
+        """``[lanes]``: what each lane's gradient is multiplied with in the combined one. Outside of the level."""
+        if self._op is ReduceOp.SUM:
+            return self._lanes.mask(like)
+        if self.are_equal:
+            return self._lanes.mask(like) / sum(len(one._rows) for one in self._all_passes)
+        return self._as_tensor(like) / torch.stack([one._as_tensor(like).sum() for one in self._all_passes]).sum()
+
+    def combined(self, stacked: torch.Tensor) -> torch.Tensor:
+        """The lanes' losses ``[lanes]`` as one number, whose gradient is this pass's part of the combined one."""
+        if self.are_equal and self._lanes.all_active and len(self._all_passes) == 1:
+            return stacked.sum() if self._op is ReduceOp.SUM else stacked.mean()
+        factors = self.factors(stacked)
+        # Not a product alone: a lane that does not count may well have NaN.
+        return torch.where(factors > 0, stacked * factors, torch.zeros_like(stacked)).sum()
+
+
+class LaneBackward:
+    """``backward`` and ``autograd.grad`` for the code of a step."""
+
+    def __init__(self, lanes: Lanes, weights: LaneWeights, meet: Meet, registry: VariableRegistry) -> None:
+        self._lanes, self._weights, self._meet, self._registry = lanes, weights, meet, registry
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """As `torch.autograd.backward`; ``.grad`` of variables then holds the gradient combined over replicas."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = grad_tensors if grad_tensors is not None else grad_variables
+        gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
+        with self._lanes.left("backward"):
+            stacked = [self._lane_losses(root, gradient) for root, gradient in zip(roots, gradients, strict=True)]
+            wanted = self._behind(inputs)
+
+            def combine(payloads: dict[int, Callable[[], torch.Tensor]]) -> dict[int, None]:
+                totals = [total() for total in payloads.values()]
+                if len(totals) > 1 and self._is_hooked():
+                    totals = [torch.stack(totals).sum()]  # hooks of variables are to be called once
+                # Otherwise one after the other: in one go the order of their operations depends on how many each thread
+                # has ever made, and another order is another program.
+                for total in totals[:-1]:
+                    _torch_backward(total, None, True, create_graph, inputs=wanted)
+                _torch_backward(totals[-1], None, retain_graph, create_graph, inputs=wanted)
+                return dict.fromkeys(payloads)
+
+            self._meet("backward", lambda: self._weights.combined(torch.stack(stacked).sum(dim=0)), combine)
+
+    def _is_hooked(self) -> bool:
+        tensors: list[Any] = self._registry.tensors()
+        return any(one._backward_hooks or one._post_accumulate_grad_hooks for one in tensors)
+
+    def _lane_losses(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is None and root.numel() != 1:
+            raise InvalidArgumentError(
+                f"backward needs a scalar, or gradient=…; got a tensor of shape {tuple(root.shape)} on each replica."
+            )
+        return self._lane_sums(root, gradient)
+
+    def _behind(self, inputs: Any) -> Any:
+        """The tensors that gradients are accumulated in."""
+        if inputs is None:
+            return None
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        for tensor in wanted:
+            if self._lanes.is_lane_tensor(tensor):
+                raise UnsupportedError(
+                    "backward(inputs=…) was given a tensor that differs between replicas; on this strategy only "
+                    "variables accumulate gradients. Use torch.autograd.grad(loss, tensor) for the gradient of a "
+                    "replica's own tensor."
+                )
+        return wanted
+
+    def grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As `torch.autograd.grad`: each replica's own gradient, with respect to variables too (see `_local_grad`)."""
+        if self._lanes.is_inside_transform:
+            rest = (retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched, materialize_grads)
+            inner: tuple[torch.Tensor, ...] = torch.autograd.grad(outputs, inputs, grad_outputs, *rest)
+            return inner
+        roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs or [None] * len(roots))
+        if is_grads_batched:
+            raise UnsupportedError("autograd.grad(is_grads_batched=True) does not work in a step of this strategy.")
+        if any(not self._lanes.is_lane_tensor(tensor) for tensor in wanted):
+            return self._local_grad(roots, given, wanted, retain_graph, create_graph, allow_unused, materialize_grads)
+        with self._lanes.left("autograd.grad"):
+            total = torch.stack([self._summed(root, one) for root, one in zip(roots, given, strict=True)]).sum()
+            found = torch.autograd.grad(
+                total,
+                [functorch.unwrapped(tensor) for tensor in wanted],
+                None,
+                retain_graph,
+                create_graph,
+                allow_unused=allow_unused,
+                materialize_grads=materialize_grads,
+            )
+        pairs = zip(found, wanted, strict=True)
+        return tuple(None if one is None else self._lanes.hide_as(one, tensor) for one, tensor in pairs)
+
+    def _local_grad(
+        self,
+        roots: list[torch.Tensor],
+        given: list[torch.Tensor | None],
+        wanted: list[torch.Tensor],
+        retain_graph: bool | None,
+        create_graph: bool,
+        allow_unused: bool | None,
+        materialize_grads: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """With respect to variables, which the lanes share: the gradient of each lane's loss by itself, so one backward
+        pass per lane, all in one."""
+        with self._lanes.left("autograd.grad"):
+            losses = torch.stack([self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]).sum(
+                dim=0
+            )
+            found = torch.autograd.grad(
+                losses,
+                [self.behind(tensor) for tensor in wanted],
+                torch.eye(self._lanes.count, dtype=losses.dtype, device=losses.device),
+                retain_graph,
+                create_graph,
+                allow_unused=allow_unused,
+                is_grads_batched=True,
+                materialize_grads=materialize_grads,
+            )
+            own = [self._diagonal(one, tensor) for one, tensor in zip(found, wanted, strict=True)]
+        return tuple(None if one is None else self._lanes.hide(one) for one in own)
+
+    def _diagonal(self, gradients: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Of each lane's loss: with respect to a lane tensor, the part that is the lane's own."""
+        if gradients is None or not self._lanes.is_lane_tensor(tensor):
+            return gradients
+        at = functorch.batch_dim_of(tensor)
+        return torch.diagonal(gradients.movedim(at + 1, 1), dim1=0, dim2=1).movedim(-1, 0)
+
+    def combined_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that a step assigns to a variable: what the replicas' ones combine to."""
+        with self._lanes.left("an assignment to .grad"):
+            stacked = self._lanes.stacked(gradient)
+            factors = self._weights.factors(stacked).reshape(-1, *(1 for _ in range(stacked.ndim - 1)))
+            return torch.where(factors > 0, stacked * factors, torch.zeros_like(stacked)).sum(dim=0)
+
+    def _summed(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """The sum over lanes: each lane's tensors then have that lane's own gradient."""
+        if gradient is None and root.numel() != 1:
+            raise InvalidArgumentError(
+                f"autograd.grad needs scalar outputs, or grad_outputs=…; got one of shape {tuple(root.shape)}."
+            )
+        return self._lane_sums(root, gradient).sum()
+
+    def _lane_sums(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        stacked = self._lanes.stacked(root)
+        if gradient is not None:
+            stacked = stacked * self._lanes.stacked(gradient)
+        return stacked.reshape(self._lanes.count, -1).sum(dim=1)
+
+    def gradient_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """``.grad`` of a replica's own tensor: this replica's gradient of its own loss."""
+        behind = functorch.unwrapped(tensor)
+        if behind.grad is None:
+            return None
+        with self._lanes.left("grad"):
+            at = functorch.batch_dim_of(tensor)
+            factors = self._weights.factors(behind.grad).reshape([-1 if dim == at else 1 for dim in range(behind.ndim)])
+            own = torch.where(factors > 0, behind.grad / factors, behind.grad)
+        return self._lanes.hide_as(own, tensor)
+
+    def behind(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or the one of all lanes of which it shows one."""
+        return functorch.unwrapped(tensor) if self._lanes.is_lane_tensor(tensor) else tensor
+
+    def register_hook(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """As `torch.Tensor.register_hook`; on a replica's own tensor ``hook`` sees this replica's gradient."""
+        if not self._lanes.is_lane_tensor(tensor):
+            return tensor.register_hook(hook)
+        behind = functorch.unwrapped(tensor)
+        with self._lanes.left("register_hook") as levels:
+            return behind.register_hook(self._lanes.hook(hook, tensor, list(levels), self._weights.factors))

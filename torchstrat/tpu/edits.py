@@ -1,0 +1,107 @@
+"""Operations in place within a step, whose target may be one tensor for all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchstrat import nest
+from torchstrat.errors import UnsupportedError
+from torchstrat.tpu.backward import LaneBackward
+from torchstrat.tpu.lanes import Lanes
+from torchstrat.variables import VariableRegistry
+
+_RANDOM = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+    )
+)
+"""They give variables their first values, which are the same for all replicas."""
+
+_AUGMENTED: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__iadd__: torch.add,
+    torch.Tensor.__isub__: torch.sub,
+    torch.Tensor.__imul__: torch.mul,
+    torch.Tensor.__itruediv__: torch.div,
+}
+"""``total += loss`` binds what it returns, which may then be another tensor."""
+
+_AUGMENTED_NAMES = frozenset(getattr(func, "__name__", "") for func in _AUGMENTED) | {"__setitem__"}
+_NO_EDITS = frozenset(("requires_grad_", "detach_", "retain_grad_", "share_memory_"))
+
+
+def is_initialization(func: Any) -> bool:
+    """Whether ``func`` fills its target with random numbers."""
+    return func in _RANDOM or getattr(func, "__module__", None) == "torch.nn.init"
+
+
+def is_edit(func: Any) -> bool:
+    """Whether ``func`` writes to its first argument."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name in _AUGMENTED_NAMES
+
+
+class Edits:
+    """What edits mean in one pass."""
+
+    def __init__(self, lanes: Lanes, backward: LaneBackward, registry: VariableRegistry) -> None:
+        self._lanes, self._backward, self._registry = lanes, backward, registry
+
+    def initialize(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Random first values: of a tensor that the replicas share one value for all of them."""
+        target = args[0] if args else kwargs["tensor"]
+        if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
+            return func(*args, **kwargs)
+        with self._lanes.left("a random initialisation"):
+            return func(*args, **kwargs)
+
+    def edit(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation in place, perhaps with operands that differ between replicas.
+
+        Variables and gradients then take what the first replica makes of them, and buffers the mean of what the
+        replicas make of them, as on every strategy; a gradient that is copied into ``.grad`` is combined. Another
+        target becomes each replica's own where Python lets it (``total += loss``).
+        """
+        target = args[0]
+        if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
+            return func(*args, **kwargs)
+        if not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs))):
+            return func(*args, **kwargs)
+        is_gradient = any(one.grad is target for one in self._registry.tensors())
+        is_buffer = any(slot.tensor is target for slot in self._registry.buffer_slots())
+        if not (is_gradient or is_buffer or any(one is target for one in self._registry.tensors())):
+            if func in _AUGMENTED:
+                return _AUGMENTED[func](*args, **kwargs)
+            raise UnsupportedError(
+                f"{getattr(func, '__name__', func)} in place would write what differs between replicas into a tensor "
+                "that they share. Write it out of place: total = total + value."
+            )
+        if func is torch.Tensor.copy_ and is_gradient:
+            return target.copy_(self._backward.combined_gradient(args[1]))
+        with self._lanes.left("an edit of a variable"):
+            expanded = self._lanes.stacked(target.detach()).clone()
+        edited = self._lanes.hide(expanded)
+        func(edited, *args[1:], **kwargs)
+        target.copy_(self._lanes.mean(edited) if is_buffer else self._lanes.first(edited))
+        return target
+
+    def set_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """``tensor.grad = gradient``: what the replicas' gradients combine to."""
+        if gradient is not None and self._lanes.is_lane_tensor(gradient):
+            if self._lanes.is_lane_tensor(tensor):
+                raise UnsupportedError(
+                    "a step assigned .grad of a tensor that differs between replicas; on this strategy only variables "
+                    "can be assigned a gradient."
+                )
+            gradient = self._backward.combined_gradient(gradient)
+        tensor.grad = gradient

@@ -1,0 +1,8 @@
+"""The names of `torchstrat.tpu` in the place where older TensorFlow programs look for them."""
+
+from torchstrat.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment
+from torchstrat.tpu.device_order import DeviceOrderMode
+from torchstrat.tpu.system import initialize_tpu_system
+from torchstrat.tpu.topology import Topology
+
+__all__ = ["SINGLE_CORE_ASSIGNMENT", "DeviceAssignment", "DeviceOrderMode", "Topology", "initialize_tpu_system"]

@@ -1,0 +1,133 @@
+"""All replicas of a step at once: one function call over a hidden first dimension, one *lane* per replica.
+
+The step sees the tensors of one replica. Below it every one of them has a first dimension more, which the runtime cuts
+over the replicas' devices. There may be more lanes than replicas that work: a program always runs on all devices, so
+lanes without a replica, or whose replica sits this pass out, compute on copies of another's input and count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchstrat.errors import UnsupportedError
+from torchstrat.tpu import _functorch_private as functorch
+
+
+class Lanes:
+    """One pass of a step over ``count`` lanes. ``active``: the lanes that are replicas and count, in order.
+
+    Only the thread that entered it uses it, and only until it is left.
+    """
+
+    def __init__(self, count: int, active: Sequence[int]) -> None:
+        self.count = count
+        self.active = tuple(active)
+        self._level = 0
+
+    @property
+    def all_active(self) -> bool:
+        return len(self.active) == self.count
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """In this block operations on lane tensors are those of each lane; random numbers differ between lanes."""
+        self._level = functorch.push_level(self.count, "different")
+        try:
+            yield
+        finally:
+            functorch.pop_level()
+
+    @property
+    def is_inside_transform(self) -> bool:
+        """Whether the step is in a transform of ``torch.func`` of its own at this moment."""
+        return len(functorch.interpreters() or ()) > 1
+
+    @contextmanager
+    def left(self, call: str) -> Iterator[list[Any]]:
+        """In this block, inside of `entered`, tensors are what they are to the program: whole.
+
+        Raises:
+            UnsupportedError: the step is in a mapping or a gradient of ``torch.func`` of its own.
+        """
+        if self.is_inside_transform:
+            raise UnsupportedError(
+                f"{call} was called inside a transform of torch.func (vmap, grad, jvp, …) within the step. Call it "
+                "outside of the transform; gradients inside of it come from torch.func.grad itself."
+            )
+        with functorch.leave_levels() as levels:
+            yield levels
+
+    def is_lane_tensor(self, value: Any) -> bool:
+        """Whether ``value`` differs, or may, from lane to lane."""
+        return isinstance(value, torch.Tensor) and functorch.is_batched(value)
+
+    def hide(self, stacked: torch.Tensor) -> torch.Tensor:
+        """``stacked[lane]`` for the code of each lane. Call it at the level, or in `left`."""
+        return functorch.add_batch_dim(stacked, 0, self._level)
+
+    def hide_as(self, behind: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+        """As `hide`, for a tensor of the layout of the one behind ``example``."""
+        return functorch.add_batch_dim(behind, functorch.batch_dim_of(example), self._level)
+
+    def stacked(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor ``[lanes, …]`` behind what the lanes see; of a tensor they share, as often as there are lanes.
+
+        Call it in `left`."""
+        if not functorch.is_batched(value):
+            return value.unsqueeze(0).expand(self.count, *value.shape)
+        return functorch.unwrapped(value).movedim(functorch.batch_dim_of(value), 0)
+
+    def components(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """What each active lane has. Call it in `left`."""
+        if not functorch.is_batched(value):
+            return [value] * len(self.active)
+        stacked = self.stacked(value)
+        return [stacked[lane] for lane in self.active]
+
+    def first(self, value: Any) -> Any:
+        """What the first active lane has, as a tensor that the lanes share; anything but a lane tensor as it is."""
+        if not self.is_lane_tensor(value):
+            return value
+        with functorch.leave_levels():
+            return self.stacked(value)[self.active[0]]
+
+    def mean(self, value: Any) -> Any:
+        """The mean over the active lanes of a lane tensor; of integers, which have none, what the first lane has."""
+        if not self.is_lane_tensor(value) or not (value.is_floating_point() or value.is_complex()):
+            return self.first(value)
+        with functorch.leave_levels():
+            stacked = self.stacked(value)
+            if self.all_active:
+                return stacked.mean(dim=0)
+            return stacked[list(self.active)].mean(dim=0)
+
+    def mask(self, like: torch.Tensor) -> torch.Tensor:
+        """``[lanes]`` of ``like``'s dtype and device: 1 for the active ones, else 0."""
+        values = [1 if lane in self.active else 0 for lane in range(self.count)]
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+    def hook(
+        self,
+        fn: Callable[[torch.Tensor], torch.Tensor | None],
+        example: torch.Tensor,
+        levels: list[Any],
+        factors: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """``fn``, a hook on the gradient of the lane tensor ``example``, for the tensor behind it.
+
+        ``fn`` sees a lane's gradient of its own loss. ``levels``: what `left` gave; ``factors``: of the gradients.
+        """
+        at = functorch.batch_dim_of(example)
+
+        def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
+            factor = factors(gradient).reshape([-1 if dim == at else 1 for dim in range(gradient.ndim)])
+            own = torch.where(factor > 0, gradient / factor, gradient)
+            with functorch.return_to_levels(levels):
+                changed = fn(functorch.add_batch_dim(own, at, self._level))
+            return None if changed is None else self.stacked(changed).movedim(0, at) * factor
+
+        return hooked

@@ -1,0 +1,37 @@
+"""The devices' stream of random numbers, started by ``torch.manual_seed`` as those of other devices are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchstrat.replicas.randomness import seedings, stream_seed
+from torchstrat.tpu.spmd import SpmdRuntime
+
+
+class RandomStream:
+    """One stream for all lanes, which draw different numbers from it; goes on from run to run, and starts anew when the
+    default generator has been seeded, with whatever seed."""
+
+    def __init__(self, runtime: SpmdRuntime) -> None:
+        self._runtime = runtime
+        self._states: dict[int, tuple[int, Any]] = {}
+        self._outside: Any = None
+        self._seed = 0
+        self._epoch = 0
+
+    def begin(self) -> None:
+        self._seed = torch.initial_seed()
+        self._epoch = seedings.epoch_of(self._seed, torch.default_generator.get_state())
+        self._outside = self._runtime.random_state()
+        known_epoch, state = self._states.get(self._seed, (None, None))
+        if known_epoch == self._epoch:
+            self._runtime.restore_random_state(state)
+        else:
+            self._runtime.seed(stream_seed(self._seed, 0))
+
+    def end(self) -> None:
+        self._states = {self._seed: (self._epoch, self._runtime.random_state())}
+        self._runtime.restore_random_state(self._outside)
+        seedings.leave(torch.default_generator)

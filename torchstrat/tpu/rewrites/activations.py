@@ -1,0 +1,42 @@
+"""Activations that torch_xla 2.9 gets wrong: its gradients of the ELU family, and ``prelu`` under ``vmap``."""
+
+from __future__ import annotations
+
+import torch
+
+_SELU_ALPHA = 1.6732632423543772848170429916717
+_SELU_SCALE = 1.0507009873554804934193349852946
+
+
+def elu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> torch.Tensor:  # noqa: A002 - torch's name
+    """`torch.nn.functional.elu`."""
+    return _store(input, _elu(input, alpha, 1.0, 1.0), inplace)
+
+
+def celu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> torch.Tensor:  # noqa: A002 - torch's name
+    """`torch.nn.functional.celu`."""
+    return _store(input, _elu(input, alpha, 1.0, 1.0 / alpha), inplace)
+
+
+def selu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:  # noqa: A002 - torch's name
+    """`torch.nn.functional.selu`."""
+    return _store(input, _elu(input, _SELU_ALPHA, _SELU_SCALE, 1.0), inplace)
+
+
+def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+    """`torch.nn.functional.prelu`. ``weight``: one slope, or ``(channels,)`` for an input ``(rows, channels, …)``."""
+    if weight.numel() != 1 and (input.dim() < 2 or weight.shape != (input.shape[1],)):
+        return torch.prelu(input, weight)  # raises
+    slope = weight.reshape(()) if weight.numel() == 1 else weight.reshape(-1, *[1] * (input.dim() - 2))
+    return torch.where(input > 0, input, slope * input)
+
+
+def _elu(x: torch.Tensor, alpha: float, scale: float, input_scale: float) -> torch.Tensor:
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    # Clamped, since the gradient of a branch that is not taken is multiplied by 0, and may not be infinite.
+    negative = (scale * alpha) * torch.expm1(wide.clamp(max=0) * input_scale)
+    return torch.where(wide > 0, scale * wide, negative).to(x.dtype)
+
+
+def _store(x: torch.Tensor, result: torch.Tensor, inplace: bool) -> torch.Tensor:
+    return x.copy_(result) if inplace else result

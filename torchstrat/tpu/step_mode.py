@@ -1,0 +1,253 @@
+"""What a step may call that means something else when it runs for all replicas at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.tpu.backward import LaneBackward
+from torchstrat.tpu.edits import Edits, is_edit, is_initialization
+from torchstrat.tpu.lanes import Lanes
+from torchstrat.tpu.rewrites import Rewrites
+
+_READS = {
+    torch.Tensor.item: ".item()",
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.cpu: ".cpu()",
+    torch.Tensor.__bool__: "bool(tensor), as in `if tensor:`",
+    torch.Tensor.__float__: "float(tensor)",
+    torch.Tensor.__int__: "int(tensor)",
+    torch.Tensor.__index__: "using a tensor as an index",
+    torch.Tensor.__array__: "making an array of a tensor",
+    torch.Tensor.__repr__: "printing a tensor",
+    torch.Tensor.__format__: "formatting a tensor",
+    torch.equal: "torch.equal",
+    torch.allclose: "torch.allclose",
+    torch.Tensor.equal: ".equal()",
+    torch.Tensor.allclose: ".allclose()",
+}
+"""What needs a value that does not exist yet: the step is recorded first, and runs when it has returned."""
+
+_DYNAMIC = {
+    torch.nonzero: "torch.nonzero",
+    torch.Tensor.nonzero: "torch.nonzero",
+    torch.masked_select: "torch.masked_select",
+    torch.Tensor.masked_select: "torch.masked_select",
+    torch.unique: "torch.unique",
+    torch.Tensor.unique: "torch.unique",
+}
+"""Results whose shape depends on values."""
+
+_FACTORIES = frozenset(
+    (
+        torch.arange,
+        torch.empty,
+        torch.eye,
+        torch.full,
+        torch.linspace,
+        torch.logspace,
+        torch.ones,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.randperm,
+        torch.scalar_tensor,
+        torch.tensor,
+        torch.zeros,
+    )
+)
+
+_GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+class RecordedMode(TorchFunctionMode):
+    """Active while a step is recorded, on its thread: refuses what needs a value before there is one.
+
+    ``device``: where tensors go that the step makes without naming a device; an optimizer's own numbers stay where
+    PyTorch puts them.
+    """
+
+    def __init__(self, device: torch.device, find_rewrite: Callable[[Any], Callable[..., Any] | None]) -> None:
+        super().__init__()
+        self._device, self._find_rewrite = device, find_rewrite
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rewrite = self._find_rewrite(func)
+        if rewrite is not None:
+            return rewrite(*args, **kwargs)
+        if func in _READS and args and self._is_pending(args[0]):
+            raise _hidden_read(_READS[func])
+        if func in _DYNAMIC and args and self._is_pending(args[0]):
+            raise _dynamic_shape(_DYNAMIC[func])
+        if func in _FACTORIES and not _steps.depth and kwargs.get("device") is None:
+            kwargs["device"] = self._device
+        return func(*args, **kwargs)
+
+    def _is_pending(self, value: Any) -> bool:
+        """Whether there is no value before the step has been run. (The fake of the tests computes on the CPU.)"""
+        return isinstance(value, torch.Tensor) and value.device.type == self._device.type != "cpu"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The mode, and what a mode cannot see."""
+        with self:
+            yield
+
+
+class StepMode(RecordedMode):
+    """The same for a step that runs for all replicas at once, where some calls mean something else."""
+
+    def __init__(
+        self, lanes: Lanes, backward: LaneBackward, edits: Edits, rewrites: Rewrites, device: torch.device
+    ) -> None:
+        super().__init__(device, rewrites.find)
+        self._lanes, self._backward, self._edits = lanes, backward, edits
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.backward: self._tensor_backward,
+            torch.autograd.grad: backward.grad,
+            torch.Tensor.register_hook: backward.register_hook,
+            torch.Tensor.requires_grad_: self._requires_grad_,
+            _GRAD.__get__: self._grad,
+            _GRAD.__set__: edits.set_gradient,
+            _REQUIRES_GRAD.__get__: self._requires_grad,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        if is_initialization(func):
+            return self._edits.initialize(func, args, kwargs or {})
+        if args and is_edit(func) and isinstance(args[0], torch.Tensor):
+            return self._edits.edit(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _is_pending(self, value: Any) -> bool:
+        return self._lanes.is_lane_tensor(value) or super()._is_pending(value)
+
+    def _tensor_backward(
+        self,
+        tensor: torch.Tensor,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        self._backward.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _requires_grad_(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+        if self._lanes.is_inside_transform:
+            return tensor.requires_grad_(requires_grad)
+        with self._lanes.left("requires_grad_"):
+            self._backward.behind(tensor).requires_grad_(requires_grad)
+        return tensor
+
+    def _requires_grad(self, tensor: torch.Tensor) -> bool:
+        return self._backward.behind(tensor).requires_grad
+
+    def _grad(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._backward.gradient_of(tensor) if self._lanes.is_lane_tensor(tensor) else tensor.grad
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The mode, and what a mode cannot see: ``torch.autograd.backward``."""
+        with _backward_calls(self._backward.backward), self:
+            yield
+
+
+class _OptimizerSteps(threading.local):
+    depth = 0
+
+
+_steps = _OptimizerSteps()
+
+
+@contextmanager
+def optimizers_watched() -> Iterator[None]:
+    """In this block every `StepMode` knows when an optimizer steps on its thread."""
+
+    def enter(*_: Any) -> None:
+        _steps.depth += 1
+
+    def leave(*_: Any) -> None:
+        _steps.depth -= 1
+
+    handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
+    try:
+        yield
+    finally:
+        _steps.depth = 0  # a step that raised has not run the second hook
+        for handle in handles:
+            handle.remove()
+
+
+class _Redirect(threading.local):
+    target: Callable[..., Any] | None = None
+
+
+_redirect = _Redirect()
+_original_backward = torch.autograd.backward
+
+
+def _redirected_backward(*args: Any, **kwargs: Any) -> Any:
+    target = _redirect.target
+    if target is None:
+        return _original_backward(*args, **kwargs)
+    _redirect.target = None  # it calls torch's own
+    try:
+        return target(*args, **kwargs)
+    finally:
+        _redirect.target = target
+
+
+@contextmanager
+def _backward_calls(target: Callable[..., Any]) -> Iterator[None]:
+    """In this block and thread ``torch.autograd.backward`` is ``target``. The name stays redirected once it has been;
+    a call from anywhere else finds torch's own behind it."""
+    if torch.autograd.backward is _original_backward:
+        torch.autograd.backward = _redirected_backward
+    before, _redirect.target = _redirect.target, target
+    try:
+        yield
+    finally:
+        _redirect.target = before
+
+
+def _hidden_read(what: str) -> ContextError:
+    return ContextError(
+        f"{what} in a step needs a value that is not there yet: on this strategy a step is recorded for all replicas, "
+        f"compiled, and run when it has returned. It is at {_where()}. Return the tensor and read it outside of run, "
+        "or write the condition with torch.where."
+    )
+
+
+def _dynamic_shape(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} in a step gives a result whose shape depends on values, which a compiled step cannot have (at "
+        f"{_where()}). Keep the shape and mask: torch.where(condition, value, 0)."
+    )
+
+
+def _where() -> str:
+    """The line of the step that is being recorded: the innermost one that is neither torch's nor ours."""
+    ours = (__name__.partition(".")[0], "torch", "contextlib")
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in ours:
+            line = traceback.extract_stack(frame, limit=1)[0]
+            return f"{line.filename}:{line.lineno}, in {line.name}: {line.line}"
+        frame = frame.f_back
+    return "an unknown place"
