@@ -28,6 +28,7 @@ DEADLINE_SECONDS = {
     "multiprocess": 240,
     "faults": 240,
     "launch": 420,
+    "tpu": 240,  # compiling a few programs for eight virtual devices takes a minute on a busy core
 }
 HARD_STOP_AFTER_SECONDS = 60
 """Given to a test past its deadline to unwind. After that it hangs where no Python exception reaches it."""
@@ -137,8 +138,11 @@ def _kill(child: tuple[int, str]) -> None:
         os.kill(child[0], signal.SIGKILL)
 
 
-_KEPT_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "COLUMNS", "LINES")
-"""Prefixes of variables that pytest, torch.compile and OpenMP set for themselves, once per process."""
+_KEPT_BY_LIBRARIES = (
+    *("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "COLUMNS", "LINES"),
+    "XLA_USE_SPMD",  # where torch_xla keeps the setting itself: a process that loses it is no longer in SPMD
+)
+"""Prefixes of variables that pytest, torch.compile, OpenMP and torch_xla set for themselves, once per process."""
 
 
 def _changed_environment(before: dict[str, str]) -> list[str]:
