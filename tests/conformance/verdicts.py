@@ -20,7 +20,7 @@ AREAS = (
     "sharded_slicing", "embedding_lookup", "union_resolver", "ps_partition", "ps_placement", "ps_strategy",
     "ps_strategy_args", "ps_train", "coordinator", "coordinator_errors", "per_worker_dataset", "fault_tolerance",
     "server", "checkpoint", "topology", "device_assignment", "tpu_resolver", "logical_device", "tpu_strategy",
-    "tpu_run",
+    "tpu_run", "strategy",
 )  # fmt: skip
 """The areas that are replayed."""
 
