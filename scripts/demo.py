@@ -1,4 +1,4 @@
-"""Train one ConvNet on handwritten digits under six set-ups and compare them; called by ``./scripts/demo``.
+"""Train one ConvNet on handwritten digits under seven set-ups and compare them; called by ``./scripts/demo``.
 
 Every set-up is a real run of ``scripts/train.py`` in its own processes. The comparison reads what the runs left in
 their folders, ends with a table and a picture, and exits non-zero if a set-up misses what is promised:
@@ -7,6 +7,8 @@ their folders, ends with a table and a picture, and exits non-zero if a set-up m
 * after 20 float32 steps no parameter is further than FROM_ONE_DEVICE from training on one device: replicas sum their
   gradients in another order, and nothing else may differ;
 * at the same moment the same strategy in one process and under torchrun agree to BETWEEN_LAUNCHES;
+* on eight devices of a TPU, which the CPU pretends to be, four replicas that share each image between two devices are
+  no further from one device either; it needs torch_xla, and is left out where TPU_ENVIRONMENT does not have it;
 * on parameter servers, where training is asynchronous, a worker that is killed half-way costs neither the run nor the
   accuracy. Its steps do not average momentum over workers, so it trains without, at a higher rate.
 
@@ -18,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +43,34 @@ SNAPSHOT_STEPS = 20
 REPLICAS = 2
 RUN_DEADLINE_SECONDS = 300
 
+TPU_ENVIRONMENT = ROOT / ".venv-tpu"
+"""Made by scripts/_environment.sh, which leaves its stamp when all is there."""
+TPU_LEFT_OUT = (
+    f"left out: there is no {TPU_ENVIRONMENT.name} with torch_xla (Linux on x86-64); ./scripts/test tests/tpu makes it"
+)
+
 
 @dataclass(frozen=True)
 class Setup:
     strategy: str
     torchrun: bool = False
+    overrides: tuple[str, ...] = ()
+    python: str = sys.executable
 
     @property
     def name(self) -> str:
         return f"{self.strategy}-torchrun" if self.torchrun else self.strategy
 
     def command(self, folder: Path) -> list[str]:
-        launcher = [sys.executable]
+        launcher = [self.python]
         if self.torchrun:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
-        overrides = [f"strategy={self.strategy}"]
-        if self.strategy != "one_device" and not self.torchrun:
-            overrides.append(f"strategy.replicas={REPLICAS}")
         return [
             *launcher,
             str(TRAIN),
             *common_overrides(folder),
-            *overrides,
+            f"strategy={self.strategy}",
+            *self.overrides,
             f"snapshot_after_steps={SNAPSHOT_STEPS}",
         ]
 
@@ -77,13 +85,25 @@ def common_overrides(folder: Path) -> list[str]:
 
 
 BASELINE = Setup("one_device")
+IN_ONE_PROCESS = (f"strategy.replicas={REPLICAS}",)
 SETUPS = [
     BASELINE,
-    Setup("mirrored"),
-    Setup("central_storage"),
+    Setup("mirrored", overrides=IN_ONE_PROCESS),
+    Setup("central_storage", overrides=IN_ONE_PROCESS),
     Setup("mirrored", torchrun=True),
     Setup("central_storage", torchrun=True),
 ]
+TPU = Setup(
+    "tpu",
+    python=str(TPU_ENVIRONMENT / "bin" / "python"),
+    overrides=(
+        "strategy.virtual_devices=8",
+        "strategy.replicas=4",
+        "strategy.logical_devices=2",
+        "model.spatially_parallel=true",
+        "hydra/job_logging=disabled",  # it says at each compilation what the run says at its end
+    ),
+)
 WORKERS, SERVERS = 2, 2
 
 
@@ -106,6 +126,7 @@ def main() -> int:
     folder = ROOT / "outputs" / "demo" / time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         outcomes = [run(setup, folder / setup.name) for setup in SETUPS]
+        outcomes += run_tpu(folder / TPU.name)
         outcomes.append(run_parameter_servers(folder / "parameter_server"))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -124,9 +145,9 @@ def main() -> int:
     return int(bool(misses))
 
 
-def run(setup: Setup, folder: Path) -> Outcome:
+def run(setup: Setup, folder: Path, environment: dict[str, str] | None = None) -> Outcome:
     print(f"→ {setup.name}", file=sys.stderr, flush=True)
-    finish(subprocess.Popen(setup.command(folder), cwd=ROOT))
+    finish(subprocess.Popen(setup.command(folder), cwd=ROOT, env=environment))
     return Outcome(
         setup=setup,
         result=read_metrics(folder, "result")[-1],
@@ -135,6 +156,22 @@ def run(setup: Setup, folder: Path) -> Outcome:
         early=torch.load(folder / f"parameters_after_step_{SNAPSHOT_STEPS}.pt", weights_only=True),
         final=torch.load(folder / "parameters.pt", weights_only=True),
     )
+
+
+def run_tpu(folder: Path) -> list[Outcome]:
+    """In an environment of its own, for torch_xla works with one release of PyTorch; without it there is no outcome."""
+    if not (TPU_ENVIRONMENT / "stamp").exists():
+        print(f"→ {TPU.name}: {TPU_LEFT_OUT}", file=sys.stderr, flush=True)
+        return []
+    kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    outcome = run(TPU, folder, {"TF_CPP_MIN_LOG_LEVEL": "2", **kept})  # XLA warns at each compilation of its own plans
+    (programs,) = read_metrics(folder, "programs")
+    note = (
+        f"{programs['replicas']} replicas × {programs['logical_devices']} logical devices on {programs['devices']} "
+        f"virtual devices; {len(programs['compilations'])} compilations; each replica's images in "
+        f"{programs['logical_devices']} bands of rows"
+    )
+    return [replace(outcome, note=note)]
 
 
 def run_parameter_servers(folder: Path) -> Outcome:
@@ -239,7 +276,7 @@ def print_table(outcomes: list[Outcome], baseline: Outcome) -> None:
         [
             outcome.result["strategy"],
             str(outcome.result["processes"]),
-            str(outcome.result["replicas"]),
+            shown_replicas(outcome.result),
             f"{outcome.result['accuracy']:.4f}",
             f"{outcome.result['loss']:.4f}",
             f"{outcome.result['examples_per_second']:,.0f}",
@@ -248,6 +285,8 @@ def print_table(outcomes: list[Outcome], baseline: Outcome) -> None:
         ]
         for outcome in outcomes
     ]
+    if not any(outcome.setup.strategy == TPU.strategy for outcome in outcomes):
+        rows.append([TPU.strategy, "left out", *"–" * (len(header) - 2)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in [header, ["-" * width for width in widths], *rows]:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
@@ -256,6 +295,14 @@ def print_table(outcomes: list[Outcome], baseline: Outcome) -> None:
     for outcome in outcomes:
         if outcome.note:
             print(f"{outcome.setup.name}: {outcome.note}")
+    if not any(outcome.setup.strategy == TPU.strategy for outcome in outcomes):
+        print(f"{TPU.name}: {TPU_LEFT_OUT}")
+
+
+def shown_replicas(result: dict[str, Any]) -> str:
+    """With the logical devices of each, where there are several."""
+    logical = result["logical_devices"]
+    return f"{result['replicas']}×{logical}" if logical > 1 else str(result["replicas"])
 
 
 def draw(file: Path, outcomes: list[Outcome]) -> None:

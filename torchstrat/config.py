@@ -12,6 +12,7 @@ are not frozen because OmegaConf turns a frozen dataclass into a read-only node,
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -127,6 +128,42 @@ class ParameterServerConfig(StrategyConfig):
 
 
 @dataclass
+class TpuConfig(StrategyConfig):
+    """Replicas times logical devices on a TPU, all driven by one process."""
+
+    name: str = "tpu"
+    replicas: int | None = None
+    """None: as many as there are devices for. Devices that are left over compute along and count nothing."""
+    logical_devices: int | None = None
+    """Devices of one replica, over which models with ``tensor_parallel`` or ``spatially_parallel`` are cut.
+
+    None: as many as ``logical_mesh_shape`` has places, otherwise 1.
+    """
+    virtual_devices: int | None = None
+    """Let the CPU pretend to be so many devices. None: a TPU, or what ``PJRT_DEVICE`` in the environment says."""
+    logical_mesh_shape: list[int] | None = None
+    """How ``sharding_rules`` see a replica's logical devices: the sizes of ``d0``, ``d1``, …. None: all are ``d0``."""
+    sharding_rules: dict[str, Any] = field(default_factory=dict)
+    """Parameters to be cut, by name: ``{*.weight: [d0, null]}`` cuts rows. Without rules, what the model asks for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("strategy.replicas", self.replicas)
+        _require_positive("strategy.logical_devices", self.logical_devices)
+        _require_positive("strategy.virtual_devices", self.virtual_devices)
+        mesh = self.logical_mesh_shape
+        _require(
+            mesh is None or (bool(mesh) and all(size > 0 for size in mesh)),
+            f"strategy.logical_mesh_shape={mesh} must be positive sizes, at least one.",
+        )
+        _require(
+            mesh is None or self.logical_devices in (None, math.prod(mesh)),
+            f"strategy.logical_mesh_shape={mesh} has {math.prod(mesh or [])} places for "
+            f"strategy.logical_devices={self.logical_devices}; these must agree, or leave one of them null.",
+        )
+
+
+@dataclass
 class ModelConfig:
     name: str = MISSING
 
@@ -136,6 +173,8 @@ class MlpConfig(ModelConfig):
     name: str = "mlp"
     hidden: list[int] = field(default_factory=lambda: [128, 128])
     """Widths of the hidden layers; the input is flattened, the output has one logit per class."""
+    tensor_parallel: bool = False
+    """Cut the layers, two by two, over a replica's logical devices. The numbers are the same."""
 
     def __post_init__(self) -> None:
         _require(all(width > 0 for width in self.hidden), f"model.hidden={self.hidden} must be positive widths.")
@@ -151,6 +190,8 @@ class ConvNetConfig(ModelConfig):
     ``sync_batch``: statistics over all replicas' rows, which gives the numbers of one device."""
     groups: int = 4
     """Groups of ``norm=group``; each entry of ``channels`` must be a multiple."""
+    spatially_parallel: bool = False
+    """Cut images into bands of rows over a replica's logical devices. The numbers are the same."""
 
     def __post_init__(self) -> None:
         _require_one_of("model.norm", self.norm, ("group", "batch", "sync_batch"))
@@ -401,6 +442,11 @@ class ExperimentConfig:
         )
         if isinstance(self.model, WideAndDeepConfig) and self.model.sparse_gradients:
             _require_sparse_gradients(self.optimizer)
+            _require(
+                not isinstance(self.strategy, TpuConfig),
+                "strategy=tpu has no sparse gradients, and model=wide_and_deep makes them; set "
+                "model.sparse_gradients=false.",
+            )
 
 
 def _require_sparse_gradients(optimizer: OptimizerConfig) -> None:
@@ -424,6 +470,7 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
         "mirrored": MirroredConfig,
         "multi_worker_mirrored": MultiWorkerMirroredConfig,
         "central_storage": CentralStorageConfig,
+        "tpu": TpuConfig,
         "parameter_server": ParameterServerConfig,
     },
     "model": {"mlp": MlpConfig, "convnet": ConvNetConfig, "wide_and_deep": WideAndDeepConfig},
@@ -472,10 +519,12 @@ def _build(schema: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether ``value`` may stand where the schema says ``hint``: a class, ``list[class]``, or a union of those."""
+    """Whether ``value`` may stand for ``hint``: a class, ``list[class]``, ``dict[str, Any]``, or a union."""
     if typing.get_origin(hint) is list:
         (entry,) = typing.get_args(hint)
         return isinstance(value, list) and all(_is_of_type(item, entry) for item in value)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if typing.get_args(hint):
         return any(_is_of_type(value, option) for option in typing.get_args(hint))
     if isinstance(value, bool):  # a bool is an int to Python, and a mistake where a number is meant

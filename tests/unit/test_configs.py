@@ -81,6 +81,22 @@ def test_recsys_runs_on_a_log_that_the_user_names_as_well():
     assert config.strategy == schema.ParameterServerConfig(workers=2, servers=2)
 
 
+def test_rules_by_name_are_given_on_the_command_line():
+    config = compose(
+        "strategy=tpu", "strategy.logical_mesh_shape=[2,2]", "+strategy.sharding_rules={*1.weight:[[d0,d1],null]}"
+    )
+    assert config.strategy == schema.TpuConfig(
+        logical_mesh_shape=[2, 2], sharding_rules={"*1.weight": [["d0", "d1"], None]}
+    )
+
+
+@pytest.mark.parametrize("experiment", ["digits_convnet_spatial", "digits_mlp_tensor_parallel"])
+def test_experiments_for_logical_devices_run_under_every_strategy(experiment):
+    assert compose(f"experiment={experiment}").strategy.name == "tpu"
+    for strategy in schema.GROUPS["strategy"]:
+        assert compose(f"experiment={experiment}", f"strategy={strategy}").strategy.name == strategy
+
+
 @pytest.mark.parametrize("name", [path.stem for path in (CONFIGS / "debug").glob("*.yaml")])
 def test_debug_runs_are_short_and_on_the_cpu(name):
     config = compose("experiment=digits_convnet", f"debug={name}")
@@ -123,6 +139,18 @@ def test_debug_runs_are_short_and_on_the_cpu(name):
         ({"data": {"name": "synthetic_clicks", "seed": -1}}, r"data\.seed=-1 must not be negative"),
         ({"strategy": {"name": "parameter_server", "workers": 0}}, r"strategy\.workers=0 must be greater than 0"),
         ({"strategy": {"name": "parameter_server", "servers": 0}}, r"strategy\.servers=0 must be greater than 0"),
+        ({"strategy": {"name": "tpu", "logical_devices": 0}}, r"strategy\.logical_devices=0 must be greater than 0"),
+        ({"strategy": {"name": "tpu", "virtual_devices": -8}}, r"strategy\.virtual_devices=-8 must be greater than 0"),
+        (
+            {"strategy": {"name": "tpu", "logical_devices": 2, "logical_mesh_shape": [2, 2]}},
+            r"logical_mesh_shape=\[2, 2\] has 4 places for strategy\.logical_devices=2; these must agree",
+        ),
+        ({"strategy": {"name": "tpu", "logical_mesh_shape": []}}, r"logical_mesh_shape=\[\] must be positive sizes"),
+        ({"strategy": {"name": "tpu", "sharding_rules": [["w", None]]}}, r"sharding_rules=\[.*\] is not of type dict"),
+        (
+            {"strategy": {"name": "tpu"}, "model": {"name": "wide_and_deep"}, "optimizer": {"name": "adagrad"}},
+            r"strategy=tpu has no sparse gradients, .* model\.sparse_gradients=false",
+        ),
         ({"epoch": 3}, r"epoch is not a setting; there are name, strategy"),
         ({"epochs": 0}, r"epochs=0 must be greater than 0"),
         ({"progress": "loud"}, r"choose one of auto, bar, lines, off"),

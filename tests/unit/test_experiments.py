@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+import torchstrat as ts
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import build, models
+from torchstrat.experiments import build, models, tpu
+from torchstrat.experiments.logical_devices import logical_devices_of
+from torchstrat.experiments.programs import ProgramRecord, programs_of
 from torchstrat.experiments.report import (
     EvaluationRecord,
     FolderReport,
@@ -19,6 +22,7 @@ from torchstrat.experiments.report import (
     progress_on,
     read_metrics,
 )
+from torchstrat.testing.fake_tpu import fake_tpu_strategy
 
 ALONE = None
 LAUNCHED = ProcessPlan(0, 2, 0, 2, "env://", False, "rank 0 of 2")
@@ -197,3 +201,198 @@ def test_progress(kind, stream, is_bar, says):
     assert says in stream.getvalue()
     assert ("1/1" in stream.getvalue()) == is_bar
     assert bool(stream.getvalue()) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "logical_devices", "block"),
+    [
+        ([2, 2, 1, 2], 1, [1, 1, 1, 1]),
+        ([2, 2, 1, 2], 2, [1, 1, 1, 2]),
+        ([2, 2, 1, 2], 4, [2, 1, 1, 2]),
+        ([2, 2, 1, 2], 8, [2, 2, 1, 2]),
+        ([4, 4, 1, 2], 8, [2, 2, 1, 2]),  # a square of chips, not a row
+        ([4, 4, 4, 1], 8, [2, 2, 2, 1]),
+        ([4, 2, 1, 1], 4, [2, 2, 1, 1]),
+        ([1, 1, 1, 1], 1, [1, 1, 1, 1]),
+        ([3, 1, 1, 2], 3, [3, 1, 1, 1]),
+    ],
+)
+def test_a_replica_is_a_compact_block_of_cores(mesh_shape, logical_devices, block):
+    assert tpu.computation_shape(mesh_shape, logical_devices) == block
+    topology = ts.tpu.Topology(mesh_shape=mesh_shape, device_coordinates=places(mesh_shape))
+    cores = mesh_shape[0] * mesh_shape[1] * mesh_shape[2] * mesh_shape[3]
+    assignment = ts.tpu.DeviceAssignment.build(topology, block, num_replicas=cores // logical_devices)
+    assert sorted(assignment.device_indices().reshape(-1).tolist()) == list(range(cores))
+
+
+def places(mesh_shape):
+    x, y, z, core = (torch.arange(size) for size in mesh_shape)
+    return torch.cartesian_prod(x, y, z, core).reshape(1, -1, 4).numpy()
+
+
+@pytest.mark.parametrize("logical_devices", [3, 5, 16])
+def test_a_replica_that_does_not_fill_the_mesh(logical_devices):
+    with pytest.raises(InvalidArgumentError, match=rf"logical_devices={logical_devices}: .* use one of 1, 2, 4, 8\."):
+        tpu.computation_shape([2, 2, 1, 2], logical_devices)
+
+
+class TestTpuOptions:
+    @pytest.fixture(autouse=True)
+    def system(self, monkeypatch):
+        """The runtime would be started for the rest of the process."""
+        asked = []
+
+        def initialize(*, virtual_devices):
+            asked.append(virtual_devices)
+            return ts.tpu.Topology(mesh_shape=[2, 2, 1, 2], device_coordinates=places([2, 2, 1, 2]))
+
+        monkeypatch.setattr(tpu, "initialize_tpu_system", initialize)
+        return asked
+
+    @staticmethod
+    def size(options):
+        assignment = options["device_assignment"]
+        return assignment.num_replicas, assignment.num_cores_per_replica
+
+    def test_by_default_every_device_is_a_replica(self, created, gpus, system):
+        options = options_of(created, schema.TpuConfig(), accelerator="cpu")
+        assert self.size(options) == (8, 1)
+        assert options["logical_mesh_shape"] == [1]
+        assert not options["sharding_rules"]
+        assert system == [None]
+
+    @pytest.mark.parametrize(
+        ("settings", "size", "mesh"),
+        [
+            ({"logical_devices": 2}, (4, 2), [2]),
+            ({"replicas": 3, "logical_devices": 2}, (3, 2), [2]),
+            ({"replicas": 1}, (1, 1), [1]),
+            ({"logical_mesh_shape": [2, 2]}, (2, 4), [2, 2]),
+            ({"logical_mesh_shape": [4], "logical_devices": 4, "replicas": 1}, (1, 4), [4]),
+        ],
+    )
+    def test_replicas_and_logical_devices(self, created, system, settings, size, mesh):
+        options = options_of(created, schema.TpuConfig(virtual_devices=8, **settings))
+        assert self.size(options) == size
+        assert options["logical_mesh_shape"] == mesh
+        assert system == [8]
+
+    def test_too_many_replicas(self, created):
+        with pytest.raises(InvalidArgumentError, match=r"replicas=5 with 2 .* do not fit on 8 devices; use at most 4"):
+            options_of(created, schema.TpuConfig(replicas=5, logical_devices=2))
+
+    def test_processes_that_a_launcher_started(self, created, system):
+        options_of(created, schema.TpuConfig(), replace(LAUNCHED, size=1))
+        with pytest.raises(InvalidArgumentError, match="from one process, and a launcher started 2;"):
+            options_of(created, schema.TpuConfig(), LAUNCHED)
+        assert len(system) == 1, "two processes must not fight for the devices"
+
+    def test_the_models_rules_hold_unless_others_are_given(self, created):
+        model = schema.MlpConfig(hidden=[8], tensor_parallel=True)
+
+        def rules(**settings):
+            build.strategy(schema.ExperimentConfig(strategy=schema.TpuConfig(**settings), model=model), ALONE)
+            return created.pop()[1]["sharding_rules"]
+
+        assert rules(logical_devices=2) == {"1.weight": [["d0"], None], "1.bias": [["d0"]], "3.weight": [None, ["d0"]]}
+        assert rules(logical_mesh_shape=[2, 2])["3.weight"] == [None, ["d0", "d1"]]
+        assert rules(logical_devices=2, sharding_rules={"*": None}) == {"*": None}
+
+
+SPATIAL = schema.ConvNetConfig(channels=[4, 8, 8], norm="batch", spatially_parallel=True)
+TENSOR_PARALLEL = schema.MlpConfig(hidden=[12, 16, 8], tensor_parallel=True)
+
+
+def annotated(config, strategy, rows):
+    """The model's outputs for a batch, and how its tensors were cut on the way: shape → parts of each dimension."""
+    cuts = []
+    split, replicate = strategy.split_to_logical_devices, strategy.replicate_to_logical_devices
+    strategy.split_to_logical_devices = lambda x, parts: cuts.append((tuple(x.shape), parts)) or split(x, parts)
+    strategy.replicate_to_logical_devices = lambda x: cuts.append((tuple(x.shape), None)) or replicate(x)
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = models.build(config, (1, 8, 8), classes=10)
+        return model(rows), cuts
+
+
+@pytest.mark.parametrize(
+    ("logical_devices", "cuts"),
+    [
+        (1, [((3, 1, 8, 8), 1), ((3, 4, 8, 8), 1), ((3, 8, 4, 4), 1), ((3, 8, 2, 2), None)]),
+        (2, [((3, 1, 8, 8), 2), ((3, 4, 8, 8), 2), ((3, 8, 4, 4), 2), ((3, 8, 2, 2), None)]),
+        (8, [((3, 1, 8, 8), 8), ((3, 4, 8, 8), 8), ((3, 8, 4, 4), None), ((3, 8, 2, 2), None)]),
+    ],
+)
+def test_images_are_cut_into_bands_as_long_as_they_divide(logical_devices, cuts):
+    rows = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    outputs, found = annotated(SPATIAL, fake_tpu_strategy(1, logical_devices), rows)
+    assert found == [(shape, parts and [1, 1, parts, 1]) for shape, parts in cuts]
+    torch.manual_seed(0)
+    plain = models.build(replace(SPATIAL, spatially_parallel=False), (1, 8, 8), classes=10)
+    assert torch.equal(outputs, plain(rows))
+
+
+@pytest.mark.parametrize("logical_devices", [1, 2, 4])
+def test_every_second_layer_has_its_outputs_cut(logical_devices):
+    rows = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    outputs, found = annotated(TENSOR_PARALLEL, fake_tpu_strategy(1, logical_devices), rows)
+    parts = [1, logical_devices]
+    assert found == [((3, 12), parts), ((3, 16), None), ((3, 8), parts), ((3, 10), None)]
+    torch.manual_seed(0)
+    plain = models.build(replace(TENSOR_PARALLEL, tensor_parallel=False), (1, 8, 8), classes=10)
+    assert torch.equal(outputs, plain(rows))
+
+
+@pytest.mark.parametrize(("config", "size"), [(SPATIAL, r"dimension 2 has size 8"), (TENSOR_PARALLEL, r"has size 8")])
+def test_what_does_not_divide_is_an_error(config, size):
+    with pytest.raises(InvalidArgumentError, match=size):
+        annotated(config, fake_tpu_strategy(1, 3), torch.zeros(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize("hidden", [[], [8], [8, 8], [8, 16, 24, 32]])
+def test_rules_are_for_layers_that_there_are_and_match_the_activations(hidden):
+    config = schema.MlpConfig(hidden=hidden, tensor_parallel=True)
+    parameters = dict(models.build(config, (64,), classes=10).named_parameters())
+    rules = models.sharding_rules(config, ["d0"])
+    assert rules is not None
+    assert all(len(rule) == parameters[name].ndim for name, rule in rules.items())
+    linear = sorted({int(name.split(".")[0]) for name in parameters})
+    pairs = [*zip(linear[::2], linear[1::2], strict=False)]
+    assert {name for name, rule in rules.items() if rule[0]} == {
+        f"{first}.{kind}" for first, _ in pairs for kind in ("weight", "bias")
+    }
+    assert {name for name, rule in rules.items() if not rule[0]} == {f"{second}.weight" for _, second in pairs}
+
+
+@pytest.mark.parametrize("config", [schema.MlpConfig(), SPATIAL])
+def test_other_models_need_no_rules(config):
+    assert models.sharding_rules(config, ["d0"]) is None
+
+
+def test_logical_devices_of_any_strategy():
+    assert logical_devices_of(fake_tpu_strategy(2, 4)) == 4
+    strategy = ts.OneDeviceStrategy("cpu:0")
+    assert logical_devices_of(strategy) == 1
+    assert programs_of(strategy) is None
+    strategy.close()
+
+
+def test_what_a_run_was_compiled_to_is_told(tmp_path, capsys):
+    strategy = fake_tpu_strategy(3, 2, sharding_rules={"weight": (None, "d0")})
+    with strategy.scope():
+        layer = torch.nn.Linear(4, 4)
+    sharding = ts.explain_sharding(layer, strategy=strategy)
+    programs = programs_of(strategy)
+    assert programs == ProgramRecord(devices=6, replicas=3, logical_devices=2, compilations=[])
+    record = replace(programs, devices=8, compilations=["run 0: it is the first"])
+    config = schema.ExperimentConfig(progress="off", tensorboard=False)
+    report = FolderReport(tmp_path, config, {}, 1, "a run")
+    report.programs(record, sharding)
+    report.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == [
+        "a run: 8 devices, 3 replicas × 2 logical devices, 2 idle, 1 compilation",
+        "a run: run 0: it is the first",
+    ]
+    assert read_metrics(tmp_path, "programs") == [vars(record)]
+    assert (tmp_path / "sharding.png").read_bytes().startswith(b"\x89PNG")

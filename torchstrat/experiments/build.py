@@ -24,6 +24,7 @@ from torchstrat.config import (
     OptimizerConfig,
     ParameterServerConfig,
     SgdConfig,
+    TpuConfig,
     WideAndDeepConfig,
 )
 from torchstrat.errors import InvalidArgumentError
@@ -45,6 +46,10 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     """
     launched = plan is not None
     _require_launcher(config.cluster, launched)
+    if isinstance(config.strategy, TpuConfig):
+        from torchstrat.experiments import tpu
+
+        return tpu.strategy(config, config.strategy, plan)
     options: dict[str, Any] = {
         "gradient_reduce_op": config.strategy.gradient_reduce_op,
         "timeout": timedelta(seconds=config.cluster.timeout_seconds),

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+import torchstrat as ts
 from torchstrat.config import ExperimentConfig, SyntheticClicksConfig
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import build, data
 from torchstrat.experiments.clock import Clock
 from torchstrat.experiments.launch import Run
+from torchstrat.experiments.logical_devices import logical_devices_of
 from torchstrat.experiments.objectives import Batch, make_train_step, objective_of
+from torchstrat.experiments.programs import programs_of
 from torchstrat.experiments.report import (
     EvaluationRecord,
     FolderReport,
@@ -26,6 +29,7 @@ from torchstrat.experiments.report import (
     ResultRecord,
     StepRecord,
 )
+from torchstrat.strategy import Strategy
 
 
 def train(run: Run) -> None:
@@ -42,10 +46,15 @@ def train(run: Run) -> None:
         require_enough_rows(config, examples, strategy.num_replicas_in_sync, "replicas")
         report: Report = NoReport()
         if run.is_chief:
-            title = run_title(config, f"×{strategy.num_replicas_in_sync}")
+            title = run_title(config, _size(strategy))
             report = FolderReport(run.folder, config, run.resolved, planned_steps(config, examples), title)
         with closing(report):
             _Training(config, examples, strategy, report, processes=run.plan.size if run.plan else 1).run()
+
+
+def _size(strategy: Strategy) -> str:
+    logical = logical_devices_of(strategy)
+    return f"×{strategy.num_replicas_in_sync}" if logical == 1 else f"{strategy.num_replicas_in_sync}×{logical}"
 
 
 def run_title(config: ExperimentConfig, size: str) -> str:
@@ -120,6 +129,9 @@ class _Training:
                 break
         self._report.parameters("parameters", on_cpu(model.state_dict()))
         self._report.result(self._result(evaluation))
+        programs = programs_of(strategy)
+        if programs is not None:
+            self._report.programs(programs, ts.explain_sharding(model, strategy=strategy))
 
     def _train_epoch(self, epoch: int, model: nn.Module, train_step: Any, batches: Any) -> float:
         """Train on all rows once, or until ``max_steps``. Returns the mean loss over the rows."""
@@ -177,6 +189,7 @@ class _Training:
             training_seconds=self._clock.seconds,
             auc=last.auc,
             data=self._config.data.name,
+            logical_devices=logical_devices_of(self._strategy),
         )
 
 

@@ -1,4 +1,5 @@
-"""The application's two models, plain `torch.nn`. They know nothing of strategies.
+"""The application's two models, plain `torch.nn`. They know nothing of strategies, unless they are to be cut over the
+logical devices of a replica (`logical_devices`).
 
 Both are smooth: GELU and average pooling, where ReLU and max pooling are more usual. At a kink or a tie (the digits'
 empty backgrounds are full of ties) a rounding difference of 1e-8 picks another branch and becomes a difference of 1e-3
@@ -8,7 +9,7 @@ after twenty steps; smooth models let runs under different strategies be compare
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 import torchstrat as ts
 from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments.logical_devices import InBands, InColumns, rules_for_columns
 
 
 def build(config: ModelConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -33,7 +35,16 @@ def build(config: ModelConfig, input_shape: tuple[int, ...], classes: int) -> nn
 def _build_mlp(config: MlpConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
     widths = [math.prod(input_shape), *config.hidden]
     hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(widths[-1], classes))
+    kind = InColumns if config.tensor_parallel else nn.Sequential
+    return kind(nn.Flatten(), *hidden, nn.Linear(widths[-1], classes))
+
+
+def sharding_rules(config: ModelConfig, axes: Sequence[str]) -> dict[str, list[list[str] | None]] | None:
+    """How a model's parameters are to be cut along ``axes``, by name; None: every logical device has all of them."""
+    if isinstance(config, MlpConfig) and config.tensor_parallel:
+        layers = len(config.hidden) + 1
+        return rules_for_columns([str(1 + 2 * number) for number in range(layers)], axes)  # between them, GELUs
+    return None
 
 
 def _build_convnet(config: ConvNetConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -55,7 +66,8 @@ def _build_convnet(config: ConvNetConfig, input_shape: tuple[int, ...], classes:
         if index > 0:
             layers.append(nn.AvgPool2d(2))
     features = config.channels[-1] * (height >> halvings) * (width >> halvings)
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, classes))
+    kind = InBands if config.spatially_parallel else nn.Sequential
+    model = kind(*layers, nn.Flatten(), nn.Linear(features, classes))
     return ts.convert_sync_batchnorm(model) if config.norm == "sync_batch" else model
 
 

@@ -3,11 +3,12 @@
 ::
 
     config.yaml            the resolved configuration
-    metrics.jsonl          one JSON object per line, "event" is step, evaluation or result
+    metrics.jsonl          one JSON object per line, "event" is step, evaluation, result or programs
     curves.png             training loss and held-out accuracy
     tensorboard/           the same numbers as event files
     parameters.pt          the model's state_dict after training
     parameters_after_step_20.pt    the same after 20 steps, with snapshot_after_steps=20
+    sharding.png           which device holds which part of the parameters; strategy=tpu only
     .hydra/                Hydra's record of how the configuration came about
 
 Only the chief has a `FolderReport`; every other process has a `NoReport` and writes nothing.
@@ -25,6 +26,8 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from torchstrat.config import ExperimentConfig
+from torchstrat.experiments.programs import ProgramRecord
+from torchstrat.sharding.explain import Explanation
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class ResultRecord:
     """As in `EvaluationRecord`."""
     data: str = ""
     """``data.name``."""
+    logical_devices: int = 1
+    """Of each replica."""
 
 
 class Report(Protocol):
@@ -84,6 +89,8 @@ class Report(Protocol):
     def evaluation(self, record: EvaluationRecord) -> None: ...
 
     def result(self, record: ResultRecord) -> None: ...
+
+    def programs(self, record: ProgramRecord, sharding: Explanation) -> None: ...
 
     def close(self) -> None: ...
 
@@ -101,6 +108,9 @@ class NoReport:
         pass
 
     def result(self, record: ResultRecord) -> None:
+        pass
+
+    def programs(self, record: ProgramRecord, sharding: Explanation) -> None:
         pass
 
     def close(self) -> None:
@@ -151,6 +161,14 @@ class FolderReport:
         )
         if self._draws_curves:
             draw_curves(self._folder / "curves.png", self._title, self._steps, self._evaluations)
+
+    def programs(self, record: ProgramRecord, sharding: Explanation) -> None:
+        """After the result: what was compiled for which devices, and what each of them held of the parameters."""
+        self._write("programs", record)
+        for line in [*record.lines(), sharding.totals()]:
+            print(f"{self._title}: {line}", file=sys.stderr)
+        if self._draws_curves:
+            sharding.save_png(self._folder / "sharding.png")
 
     def close(self) -> None:
         """Also after a failure: what was measured until then stays readable."""

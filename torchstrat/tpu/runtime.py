@@ -61,6 +61,7 @@ def _look_up(path: str) -> Any:
 _use_spmd: Callable[[], None] = _look_up("runtime.use_spmd")
 _device_count: Callable[[], int] = _look_up("runtime.global_runtime_device_count")
 _device_attributes: Callable[[], list[Mapping[str, Any]]] = _look_up("runtime.global_runtime_device_attributes")
+_process_count: Callable[[], int] = _look_up("runtime.process_count")
 _device: Callable[[], torch.device] = _look_up("device")
 _sync: Callable[..., None] = _look_up("sync")
 _set_seed: Callable[[int, str], None] = _look_up("_XLAC._xla_set_rng_seed")
@@ -78,10 +79,11 @@ class XlaRuntime:
     """All devices of this process's torch_xla runtime, as one SPMD program sees them. See `SpmdRuntime`.
 
     Raises:
-        UnsupportedError: the process has used autograd before torch_xla's devices were there.
+        UnsupportedError: the process has used autograd before torch_xla's devices were there; there are several hosts.
     """
 
     def __init__(self) -> None:
+        _require_one_host()
         _use_spmd()
         self.num_devices = _device_count()
         self.device = _device()
@@ -149,6 +151,15 @@ def _compiled_sharding(sharding: Sharding, grid: DeviceGrid) -> Any:
     mesh = _mesh(devices, (grid.num_replicas, *sharding.axis_sizes), axes)
     spec = tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in sharding.spec)
     return _op_sharding(mesh, spec)
+
+
+def _require_one_host() -> None:
+    hosts = _process_count()
+    if hosts > 1:
+        raise UnsupportedError(
+            f"the TPU spans {hosts} hosts, and TPUStrategy drives the devices of one. Use a slice of one host, or "
+            "restrict the job to one with TPU_PROCESS_BOUNDS and TPU_VISIBLE_CHIPS."
+        )
 
 
 def _require_autograd(device: torch.device) -> None:

@@ -89,6 +89,8 @@ class RecordedMode(TorchFunctionMode):
             return rewrite(*args, **kwargs)
         if func in _READS and args and self._is_pending(args[0]):
             raise _hidden_read(_READS[func])
+        if func is torch.Tensor.to and self._is_pending(args[0]) and _names_host(args[1:], kwargs):
+            raise _hidden_read(".to('cpu')")
         if func in _DYNAMIC and args and self._is_pending(args[0]):
             raise _dynamic_shape(_DYNAMIC[func])
         if func in _FACTORIES and not _steps.depth and kwargs.get("device") is None:
@@ -102,6 +104,7 @@ class RecordedMode(TorchFunctionMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """The mode, and what a mode cannot see."""
+        _steps.depth = 0  # an earlier step on this thread may have ended within an optimizer's
         with self:
             yield
 
@@ -163,7 +166,7 @@ class StepMode(RecordedMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """The mode, and what a mode cannot see: ``torch.autograd.backward``."""
-        with _backward_calls(self._backward.backward), self:
+        with _backward_calls(self._backward.backward), super().active():
             yield
 
 
@@ -188,7 +191,6 @@ def optimizers_watched() -> Iterator[None]:
     try:
         yield
     finally:
-        _steps.depth = 0  # a step that raised has not run the second hook
         for handle in handles:
             handle.remove()
 
@@ -223,6 +225,14 @@ def _backward_calls(target: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _redirect.target = before
+
+
+def _names_host(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``tensor.to(*args, **kwargs)`` goes to the CPU."""
+    target = kwargs.get("device", args[0] if args else None)
+    if isinstance(target, torch.Tensor):
+        target = target.device
+    return isinstance(target, str | torch.device) and torch.device(target).type == "cpu"
 
 
 def _hidden_read(what: str) -> ContextError:
