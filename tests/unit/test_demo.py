@@ -1,0 +1,96 @@
+"""What ``./scripts/demo`` makes of its runs. The runs themselves are tested one by one elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for module in ("omegaconf", "matplotlib"):
+    pytest.importorskip(module)
+
+DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "demo", module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def outcome(demo):
+    """Of a set-up whose parameters are ``apart`` from those of one device."""
+
+    def make(setup, apart=0.0, accuracy=0.99, **result):
+        state = {"weight": torch.full((2,), apart, dtype=torch.float64)}
+        told = {"strategy": setup.strategy, "processes": 1, "replicas": 1, "logical_devices": 1}
+        told |= {"accuracy": accuracy, "loss": 0.1, "examples_per_second": 1000.0, **result}
+        return demo.Outcome(setup, told, steps=[], evaluations=[], early=state, final=state)
+
+    return make
+
+
+def rows_of(printed):
+    return {line.split()[0]: line for line in printed.splitlines() if line}
+
+
+def test_without_torch_xla_the_table_says_that_the_tpu_was_left_out(demo, outcome, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "TPU_ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(demo.subprocess, "Popen", None)  # nothing is to be started
+    assert demo.run_tpu(tmp_path / "run") == []
+    baseline = outcome(demo.BASELINE)
+    capsys.readouterr()
+    demo.print_table([baseline], baseline)
+    printed = capsys.readouterr().out
+    assert rows_of(printed)["tpu"].split() == ["tpu", "left", "out", *["–"] * 6]
+    assert "tpu: left out: there is no .venv-tpu with torch_xla" in printed
+    assert "./scripts/test tests/tpu makes it" in printed
+    assert demo.judge([baseline], baseline) == []
+
+
+def test_the_tpus_run_is_started_in_its_own_environment(demo, outcome, tmp_path, monkeypatch):
+    (tmp_path / "stamp").touch()
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps(
+            {"event": "programs", "devices": 8, "replicas": 4, "logical_devices": 2, "compilations": ["run 0", "run 1"]}
+        )
+    )
+    monkeypatch.setattr(demo, "TPU_ENVIRONMENT", tmp_path)
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    started = []
+    monkeypatch.setattr(demo, "run", lambda *arguments: started.append(arguments) or outcome(demo.TPU))
+    (found,) = demo.run_tpu(tmp_path)
+    ((setup, _, environment),) = started
+    assert "PJRT_DEVICE" not in environment
+    assert found.note.startswith("4 replicas × 2 logical devices on 8 virtual devices; 2 compilations")
+    command = setup.command(tmp_path)
+    assert command[0] == str(DEMO.parents[1] / ".venv-tpu" / "bin" / "python")
+    assert {"strategy=tpu", "strategy.replicas=4", "strategy.logical_devices=2", "strategy.virtual_devices=8"} <= set(
+        command
+    )
+
+
+def test_logical_devices_are_in_the_table_and_numbers_are_judged(demo, outcome, capsys):
+    baseline = outcome(demo.BASELINE)
+    near = outcome(demo.TPU, apart=1e-6, replicas=4, logical_devices=2)
+    demo.print_table([baseline, near], baseline)
+    printed = capsys.readouterr().out
+    assert "4×2" in rows_of(printed)["tpu"]
+    assert "left out" not in printed
+    assert demo.judge([baseline, near], baseline) == []
+    far = outcome(demo.TPU, apart=1e-3, accuracy=0.5)
+    misses = demo.judge([baseline, far], baseline)
+    assert [miss.split(":")[0] for miss in misses] == ["tpu", "tpu"]
+    assert "accuracy 0.5000 is below" in misses[0]
+    assert "1.0e-03 from one_device" in misses[1]
