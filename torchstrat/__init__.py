@@ -6,7 +6,7 @@ Importing this package touches no device, reads no environment and starts nothin
 import importlib
 import typing
 
-from torchstrat import cluster_resolver, data, errors, partitioners, registry, tpu
+from torchstrat import cluster_resolver, data, errors, experimental, partitioners, registry, tpu
 from torchstrat.checkpoint import Checkpoint
 from torchstrat.context import (
     ReplicaContext,
@@ -16,10 +16,12 @@ from torchstrat.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from torchstrat.data.distributed import DistributedDataset, DistributedIterator
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
 from torchstrat.errors import OutOfRangeError
 from torchstrat.explain import explain_sharding
+from torchstrat.extended import StrategyExtended
 from torchstrat.ftrl import Ftrl
 from torchstrat.losses import compute_average_loss, scale_regularization_loss
 from torchstrat.parameter_server.coordinator import ClusterCoordinator
@@ -58,6 +60,8 @@ __all__ = [
     "CentralStorageStrategy",
     "Checkpoint",
     "ClusterCoordinator",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "Ftrl",
     "InputContext",
@@ -78,6 +82,7 @@ __all__ = [
     "Server",
     "ShardedVariable",
     "Strategy",
+    "StrategyExtended",
     "TPUStrategy",
     "ValueContext",
     "Variable",
@@ -90,6 +95,7 @@ __all__ = [
     "embedding_lookup",
     "embedding_lookup_sparse",
     "errors",
+    "experimental",
     "experimental_set_strategy",
     "explain_sharding",
     "get_replica_context",

@@ -68,7 +68,7 @@ class Training:
         self.functions = first
         self.wanted = torch.zeros(SIZE)
         self.refused: Path | None = None
-        """Written when a server refuses a push. A process that is given up waits for that before it starts again."""
+        """Written when a push does not get through. A process that is given up waits for that before it starts again."""
 
         def add_one(place, iterator, gate, refused):
             row = int(next(iterator))
@@ -82,7 +82,8 @@ class Training:
                     model.zero_grad()
                     sum(-vector[place] for vector in model.vectors).backward()
                     optimizer.step()
-            except ts.errors.FencedError as error:
+            except ts.errors.CommunicationError as error:
+                # Fenced; or cut off, where the servers have let go of this process already.
                 if refused is not None:
                     refused.write_text(str(error))
                 raise

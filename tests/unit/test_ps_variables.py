@@ -352,3 +352,21 @@ def test_a_closed_strategy_says_so(cluster: FakeCluster) -> None:
         ts.ClusterCoordinator(strategy)
     with cluster.strategy().scope():
         ts.Variable(2.0)
+
+
+# -- sharded variables as variables of the strategy -------------------------------------------------------------------
+
+
+def test_a_sharded_variable_is_one_of_its_strategy(cluster: FakeCluster) -> None:
+    strategy, other = cluster.strategy(FixedShardsPartitioner(2)), ts.OneDeviceStrategy("cpu")
+    with strategy.scope():
+        split: Any = ts.Variable(EIGHT)
+    assert strategy.extended.variable_created_in_scope(split)
+    assert not other.extended.variable_created_in_scope(split)
+    value = strategy.extended.read_var(split)
+    assert torch.equal(value, EIGHT)
+    value.zero_()
+    assert torch.equal(torch.as_tensor(split), EIGHT)
+    with strategy.scope(), pytest.raises(InvalidArgumentError, match=r"name one of its \.variables"):
+        strategy.extended.colocate_vars_with(split).__enter__()
+    other.close()

@@ -17,6 +17,7 @@ from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.extended import component_updates
 from torchstrat.extended import destinations as placing
 from torchstrat.memory import MemoryEstimate
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
 from torchstrat.values import require_callable
 from torchstrat.variable.storage import VariablePlacement
@@ -165,6 +166,8 @@ class StrategyExtended:
             return v.read_value()
         if isinstance(v, torch.Tensor):
             return v.detach().clone()
+        if isinstance(v, ShardedVariable):
+            return torch.as_tensor(v).detach().clone()
         raise InvalidArgumentError(f"read_var needs a variable; got {type(v).__name__} {v!r:.80}.")
 
     def value_container(self, value: Any) -> Any:
@@ -176,6 +179,8 @@ class StrategyExtended:
         """Whether ``v`` is a variable of this strategy: made in its scope, or adopted by one of its runs."""
         if isinstance(v, Variable):
             return v._strategy is self._strategy
+        if isinstance(v, ShardedVariable):
+            return all(map(self.variable_created_in_scope, v.variables))
         return isinstance(v, torch.Tensor) and v in self._strategy._engine.registry
 
     @contextmanager

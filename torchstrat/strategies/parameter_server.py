@@ -26,6 +26,7 @@ from torchstrat.extended import StrategyExtended
 from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.remote_storage import RemoteStorage, recipe_of_variable
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
@@ -302,6 +303,8 @@ class ParameterServerStrategy(Strategy):
             spec = self._job.variables.spec_of(variable)
             if spec is not None:
                 return spec
+        elif isinstance(variable, ShardedVariable):
+            raise InvalidArgumentError(f"{variable!r:.80} has shards on several servers; name one of its .variables.")
         raise InvalidArgumentError(f"{variable!r:.80} does not live on this strategy's parameter servers.")
 
     def _place_of(self, variable: Any) -> str | None:

@@ -39,6 +39,8 @@ class LaneWeights:
         self._rows = list(rows)
         self._given: torch.Tensor | None = None
         self._all_passes = all_passes
+        self.are_crossed = False
+        """Whether gradients may flow between replicas."""
         all_passes.append(self)
 
     @property
@@ -57,7 +59,7 @@ class LaneWeights:
         if weight.ndim:
             raise InvalidArgumentError(f"set_weight needs one number; got a tensor of shape {tuple(weight.shape)}.")
         with self._lanes.left("set_weight"):
-            self._given = self._lanes.stacked(weight.detach())
+            self._given = self._lanes.stacked(weight).detach()
 
     def _as_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """``[lanes]``, of ``like``'s dtype and device; 0 for lanes that do not count."""
@@ -105,7 +107,7 @@ class LaneBackward:
         given = grad_tensors if grad_tensors is not None else grad_variables
         gradients = [given] if isinstance(given, torch.Tensor) else list(given or [None] * len(roots))
         with self._lanes.left("backward"):
-            stacked = [self._lane_losses(root, gradient) for root, gradient in zip(roots, gradients, strict=True)]
+            stacked = [self._lane_sums(root, gradient) for root, gradient in zip(roots, gradients, strict=True)]
             wanted = self._behind(inputs)
 
             def combine(payloads: dict[int, Callable[[], torch.Tensor]]) -> dict[int, None]:
@@ -124,13 +126,6 @@ class LaneBackward:
     def _is_hooked(self) -> bool:
         tensors: list[Any] = self._registry.tensors()
         return any(one._backward_hooks or one._post_accumulate_grad_hooks for one in tensors)
-
-    def _lane_losses(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-        if gradient is None and root.numel() != 1:
-            raise InvalidArgumentError(
-                f"backward needs a scalar, or gradient=…; got a tensor of shape {tuple(root.shape)} on each replica."
-            )
-        return self._lane_sums(root, gradient)
 
     def _behind(self, inputs: Any) -> Any:
         """The tensors that gradients are accumulated in."""
@@ -171,17 +166,32 @@ class LaneBackward:
         if any(not self._lanes.is_lane_tensor(tensor) for tensor in wanted):
             return self._local_grad(roots, given, wanted, retain_graph, create_graph, allow_unused, materialize_grads)
         with self._lanes.left("autograd.grad"):
-            total = torch.stack([self._summed(root, one) for root, one in zip(roots, given, strict=True)]).sum()
-            found = torch.autograd.grad(
-                total,
-                [functorch.unwrapped(tensor) for tensor in wanted],
-                None,
-                retain_graph,
-                create_graph,
-                allow_unused=allow_unused,
-                materialize_grads=materialize_grads,
+            losses = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
+            total = self._weights.combined(torch.stack(losses).sum(dim=0))
+            behind = [functorch.unwrapped(tensor) for tensor in wanted]
+
+            def combine(payloads: dict[int, tuple[torch.Tensor, list[torch.Tensor]]]) -> dict[int, Any]:
+                totals, inputs = zip(*payloads.values(), strict=True)
+                flat = torch.autograd.grad(
+                    totals[0] if len(totals) == 1 else torch.stack(totals).sum(),
+                    [one for own in inputs for one in own],
+                    None,
+                    retain_graph,
+                    create_graph,
+                    allow_unused=allow_unused,
+                    materialize_grads=materialize_grads,
+                )
+                rest = iter(flat)
+                return {index: [next(rest) for _ in own] for index, own in zip(payloads, inputs, strict=True)}
+
+            # Passes have to do with each other only where replicas have exchanged tensors.
+            found = (
+                self._meet("autograd.grad", (total, behind), combine)
+                if self._weights.are_crossed
+                else combine({0: (total, behind)})[0]
             )
-        pairs = zip(found, wanted, strict=True)
+            own = [None if g is None else self._unweighted(g, tensor) for g, tensor in zip(found, wanted, strict=True)]
+        pairs = zip(own, wanted, strict=True)
         return tuple(None if one is None else self._lanes.hide_as(one, tensor) for one, tensor in pairs)
 
     def _local_grad(
@@ -195,7 +205,18 @@ class LaneBackward:
         materialize_grads: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         """With respect to variables, which the lanes share: the gradient of each lane's loss by itself, so one backward
-        pass per lane, all in one."""
+        pass per lane, all in one.
+
+        Raises:
+            UnsupportedError: replicas have exchanged tensors in this step, so that a loss depends on how other replicas
+                use the variables, too.
+        """
+        if self._weights.are_crossed:
+            raise UnsupportedError(
+                "torch.autograd.grad with respect to variables, in a step that has used all_reduce, all_gather or "
+                "batch normalisation over all replicas, is not possible on this strategy. Use loss.backward() and "
+                ".grad."
+            )
         with self._lanes.left("autograd.grad"):
             losses = torch.stack([self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]).sum(
                 dim=0
@@ -227,15 +248,13 @@ class LaneBackward:
             factors = self._weights.factors(stacked).reshape(-1, *(1 for _ in range(stacked.ndim - 1)))
             return torch.where(factors > 0, stacked * factors, torch.zeros_like(stacked)).sum(dim=0)
 
-    def _summed(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-        """The sum over lanes: each lane's tensors then have that lane's own gradient."""
+    def _lane_sums(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """``[lanes]``: what each lane differentiates."""
         if gradient is None and root.numel() != 1:
             raise InvalidArgumentError(
-                f"autograd.grad needs scalar outputs, or grad_outputs=…; got one of shape {tuple(root.shape)}."
+                "backward needs a scalar, and so does autograd.grad, or the gradient of the output; got a tensor of "
+                f"shape {tuple(root.shape)} on each replica."
             )
-        return self._lane_sums(root, gradient).sum()
-
-    def _lane_sums(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
         stacked = self._lanes.stacked(root)
         if gradient is not None:
             stacked = stacked * self._lanes.stacked(gradient)
@@ -247,10 +266,18 @@ class LaneBackward:
         if behind.grad is None:
             return None
         with self._lanes.left("grad"):
-            at = functorch.batch_dim_of(tensor)
-            factors = self._weights.factors(behind.grad).reshape([-1 if dim == at else 1 for dim in range(behind.ndim)])
-            own = torch.where(factors > 0, behind.grad / factors, behind.grad)
+            own = self._unweighted(behind.grad, tensor)
         return self._lanes.hide_as(own, tensor)
+
+    def _unweighted(self, gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the combined loss, with respect to what is behind a lane tensor: as the gradient of each lane's own loss.
+
+        Not the gradient of the plain sum of losses: where replicas exchange tensors (`cross_lanes`), what comes back is
+        right for weighted losses only.
+        """
+        at = functorch.batch_dim_of(tensor)
+        factors = self._weights.factors(gradient).reshape([-1 if dim == at else 1 for dim in range(gradient.ndim)])
+        return gradient / torch.where(factors > 0, factors, torch.ones_like(factors))
 
     def behind(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or the one of all lanes of which it shows one."""

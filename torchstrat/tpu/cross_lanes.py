@@ -46,7 +46,8 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         factors = ctx.factors(gradient)
         if factors is not None:
-            gradient = torch.where(factors > 0, gradient / factors, torch.zeros_like(gradient))
+            counts = factors > 0
+            gradient = torch.where(counts, gradient / torch.where(counts, factors, torch.ones_like(factors)), 0.0)
         return gradient.sum(dim=0), None, None
 
 
@@ -75,6 +76,7 @@ class CrossLanes:
 
     def only_active(self, stacked: torch.Tensor) -> torch.Tensor:
         """The same for gradients that keep their factors, as those of one global batch do."""
+        self._weights.are_crossed |= stacked.requires_grad
         if self._lanes.all_active:
             return stacked
         first = self._lanes.active[0]

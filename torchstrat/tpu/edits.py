@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
 
 from torchstrat import nest
+from torchstrat._torch_private import swap_tensor_impl
 from torchstrat.errors import UnsupportedError
 from torchstrat.tpu.backward import LaneBackward
 from torchstrat.tpu.lanes import Lanes
@@ -28,15 +29,6 @@ _RANDOM = frozenset(
 )
 """They give variables their first values, which are the same for all replicas."""
 
-_AUGMENTED: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__iadd__: torch.add,
-    torch.Tensor.__isub__: torch.sub,
-    torch.Tensor.__imul__: torch.mul,
-    torch.Tensor.__itruediv__: torch.div,
-}
-"""``total += loss`` binds what it returns, which may then be another tensor."""
-
-_AUGMENTED_NAMES = frozenset(getattr(func, "__name__", "") for func in _AUGMENTED) | {"__setitem__"}
 _NO_EDITS = frozenset(("requires_grad_", "detach_", "retain_grad_", "share_memory_"))
 
 
@@ -48,7 +40,7 @@ def is_initialization(func: Any) -> bool:
 def is_edit(func: Any) -> bool:
     """Whether ``func`` writes to its first argument."""
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name in _AUGMENTED_NAMES
+    return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name == "__setitem__"
 
 
 class Edits:
@@ -56,6 +48,16 @@ class Edits:
 
     def __init__(self, lanes: Lanes, backward: LaneBackward, registry: VariableRegistry) -> None:
         self._lanes, self._backward, self._registry = lanes, backward, registry
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def note_made(self, tensor: Any) -> None:
+        """``tensor`` is the step's own: nobody outside of it knows it."""
+        if isinstance(tensor, torch.Tensor) and not self._lanes.is_lane_tensor(tensor):
+            self._made[id(tensor)] = weakref.ref(tensor)
+
+    def _is_made_here(self, tensor: torch.Tensor) -> bool:
+        reference = self._made.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def initialize(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Random first values: of a tensor that the replicas share one value for all of them."""
@@ -69,8 +71,8 @@ class Edits:
         """An operation in place, perhaps with operands that differ between replicas.
 
         Variables and gradients then take what the first replica makes of them, and buffers the mean of what the
-        replicas make of them, as on every strategy; a gradient that is copied into ``.grad`` is combined. Another
-        target becomes each replica's own where Python lets it (``total += loss``).
+        replicas make of them, as on every strategy; a gradient that is copied into ``.grad`` is combined. A tensor that
+        the step has made becomes each replica's own (``total += loss``).
         """
         target = args[0]
         if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
@@ -80,12 +82,8 @@ class Edits:
         is_gradient = any(one.grad is target for one in self._registry.tensors())
         is_buffer = any(slot.tensor is target for slot in self._registry.buffer_slots())
         if not (is_gradient or is_buffer or any(one is target for one in self._registry.tensors())):
-            if func in _AUGMENTED:
-                return _AUGMENTED[func](*args, **kwargs)
-            raise UnsupportedError(
-                f"{getattr(func, '__name__', func)} in place would write what differs between replicas into a tensor "
-                "that they share. Write it out of place: total = total + value."
-            )
+            self._make_own(func, target)
+            return func(*args, **kwargs)
         if func is torch.Tensor.copy_ and is_gradient:
             return target.copy_(self._backward.combined_gradient(args[1]))
         with self._lanes.left("an edit of a variable"):
@@ -94,6 +92,20 @@ class Edits:
         func(edited, *args[1:], **kwargs)
         target.copy_(self._lanes.mean(edited) if is_buffer else self._lanes.first(edited))
         return target
+
+    def _make_own(self, func: Any, target: torch.Tensor) -> None:
+        """Let a tensor that a step made be each replica's own from now on, as the same object."""
+        with self._lanes.left("an edit in place"):
+            expanded = self._lanes.stacked(target).clone()
+        try:
+            if not self._is_made_here(target) or target.requires_grad:
+                raise RuntimeError("others may look at its values")
+            swap_tensor_impl(target, self._lanes.hide(expanded))
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"{getattr(func, '__name__', func)} in place would write what differs between replicas into a tensor "
+                f"that they share ({error}). Write it out of place: total = total + value."
+            ) from error
 
     def set_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """``tensor.grad = gradient``: what the replicas' gradients combine to."""

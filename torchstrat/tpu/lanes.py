@@ -125,7 +125,7 @@ class Lanes:
 
         def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
             factor = factors(gradient).reshape([-1 if dim == at else 1 for dim in range(gradient.ndim)])
-            own = torch.where(factor > 0, gradient / factor, gradient)
+            own = gradient / torch.where(factor > 0, factor, torch.ones_like(factor))
             with functorch.return_to_levels(levels):
                 changed = fn(functorch.add_batch_dim(own, at, self._level))
             return None if changed is None else self.stacked(changed).movedim(0, at) * factor

@@ -135,7 +135,10 @@ class StepMode(RecordedMode):
             return self._edits.initialize(func, args, kwargs or {})
         if args and is_edit(func) and isinstance(args[0], torch.Tensor):
             return self._edits.edit(func, args, kwargs or {})
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func in _FACTORIES or getattr(func, "__name__", "").endswith(("_like", "clone")):
+            self._edits.note_made(result)
+        return result
 
     def _is_pending(self, value: Any) -> bool:
         return self._lanes.is_lane_tensor(value) or super()._is_pending(value)
