@@ -166,8 +166,8 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This replica's number, from 0 to ``num_replicas_in_sync - 1``; unique over all processes. On TPUs, where a step
-        runs for all replicas at once, a scalar tensor."""
+        """This replica's number, from 0 to ``num_replicas_in_sync - 1``; unique over all processes. On TPUs, where a
+        step runs for all replicas at once, a scalar tensor."""
         return self._replica_id  # type: ignore[return-value]
 
     @property

@@ -55,6 +55,9 @@ class RunOptions(_Fields):
     def __eq__(self, other: object) -> bool:
         return tuple.__eq__(self, other) and self.global_view == getattr(other, "global_view", False)
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash((*self, self.global_view))
 

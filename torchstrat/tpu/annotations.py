@@ -75,8 +75,8 @@ class Annotations:
 
     def entry_of(self, tensor: torch.Tensor) -> ShardedEntry | None:
         """How a variable or an annotated tensor is cut; None for a tensor about which nothing was said."""
-        if self._variables.is_known(tensor):
-            return ShardedEntry(tuple(tensor.shape), self._variables.sharding(tensor), tensor.dtype)
+        if self._variables.is_variable(tensor):
+            return ShardedEntry(tuple(tensor.shape), self._variables.planned(tensor), tensor.dtype)
         found = self._entries.get(id(tensor))
         return None if found is None or found[0]() is not tensor else found[1]
 
@@ -88,7 +88,7 @@ class Annotations:
                 "assign_to_logical_device: a compiled program runs on all logical devices at once and cannot keep a "
                 "tensor to one of them; its values are right, nothing was moved. Use split_to_logical_devices to "
                 "spread work and memory.",
-                stacklevel=4,
+                stacklevel=3,
             )
         key, assigned = id(tensor), self._assigned
         assigned[key] = weakref.ref(tensor, lambda _: assigned.pop(key, None)), logical_device

@@ -77,6 +77,10 @@ class CrossLanes:
     def only_active(self, stacked: torch.Tensor) -> torch.Tensor:
         """The same for gradients that keep their factors, as those of one global batch do."""
         self._weights.are_crossed |= stacked.requires_grad
+        return self.of_active(stacked)
+
+    def of_active(self, stacked: torch.Tensor) -> torch.Tensor:
+        """``[active lanes, …]``."""
         if self._lanes.all_active:
             return stacked
         first = self._lanes.active[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,8 +47,11 @@ def is_edit(func: Any) -> bool:
 class Edits:
     """What edits mean in one pass."""
 
-    def __init__(self, lanes: Lanes, backward: LaneBackward, registry: VariableRegistry) -> None:
-        self._lanes, self._backward, self._registry = lanes, backward, registry
+    def __init__(
+        self, lanes: Lanes, backward: LaneBackward, registry: VariableRegistry, mean: Callable[[Any], Any]
+    ) -> None:
+        """``mean``: over all replicas, of a buffer that they have changed differently."""
+        self._lanes, self._backward, self._registry, self._mean = lanes, backward, registry, mean
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def note_made(self, tensor: Any) -> None:
@@ -90,7 +94,7 @@ class Edits:
             expanded = self._lanes.stacked(target.detach()).clone()
         edited = self._lanes.hide(expanded)
         func(edited, *args[1:], **kwargs)
-        target.copy_(self._lanes.mean(edited) if is_buffer else self._lanes.first(edited))
+        target.copy_(self._mean(edited) if is_buffer else self._lanes.first(edited))
         return target
 
     def _make_own(self, func: Any, target: torch.Tensor) -> None:

@@ -190,7 +190,11 @@ class SpmdReplicas:
             lanes = Lanes(self._grid.num_replicas, one.replicas)
             LaneWeights(lanes, self.gradient_op, [weights.of(replica) for replica in one.replicas], all_weights)
         if len(passes) == 1:
-            return self._record(fn, passes[0], all_weights[0], _alone)
+            result = self._record(fn, passes[0], all_weights[0], _alone)
+            if len(passes[0].replicas) > 1:
+                return result
+            # One replica has rows: what it returned, as on every strategy.
+            return nest.map_structure(lambda leaf: leaf.values[0] if isinstance(leaf, PerReplica) else leaf, result)
         together = Passes(self.registry, len(passes), self._threads)
 
         def body(index: int) -> Any:
@@ -232,6 +236,8 @@ class SpmdReplicas:
     def cut(self, tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """``tensor`` of a replica, cut over its logical devices, and its gradient with it."""
         recording = self._recordings.current
+        if recording is not None and recording.is_input(tensor):
+            self._feeder.remember_cut(recording.lanes.behind(tensor), sharding.stacked())
         return self.annotations.cut(tensor, sharding, None if recording is None else recording.lanes)
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchstrat import nest
 from torchstrat.data import rows
@@ -23,6 +24,20 @@ class Feeder:
 
     def __init__(self, runtime: SpmdRuntime, grid: DeviceGrid) -> None:
         self._runtime, self._grid = runtime, grid
+        self._cuts: dict[tuple[torch.Size, torch.dtype], Sharding] = {}
+        self._fed: Any = WeakTensorKeyDictionary()
+
+    def remember_cut(self, stacked: torch.Tensor, sharding: Sharding) -> None:
+        """A step has cut one of its inputs: from now on inputs of that shape come cut to the devices."""
+        self._cuts[stacked.shape, stacked.dtype] = sharding
+
+    def recut(self, stacked: torch.Tensor) -> torch.Tensor:
+        """An input that was on its way before its shape's cut was known, cut like the later ones."""
+        wanted = self._cuts.get((stacked.shape, stacked.dtype))
+        if wanted is not None and self._fed.get(stacked, wanted) != wanted:
+            self._runtime.annotate(stacked, wanted, self._grid)
+            self._fed[stacked] = wanted
+        return stacked
 
     @property
     def lanes(self) -> int:
@@ -38,11 +53,14 @@ class Feeder:
         if len(shape) >= MAXIMAL_RANK:  # of what can be cut
             flat = self.stack([part.reshape(shape[0], -1) for part in parts])
             return flat.reshape(len(parts), *shape)
-        sharding = self.replicated(len(shape)).stacked()
+        whole = torch.Size((len(parts), *shape))
+        sharding = self._cuts.get((whole, parts[0].dtype), self.replicated(len(shape)).stacked())
         if all(part.device.type == "cpu" for part in parts):
-            return self._runtime.place([part.detach() for part in parts], sharding, self._grid)
-        stacked = torch.stack([part.to(self._runtime.device) for part in parts])
-        self._runtime.annotate(stacked, sharding, self._grid)
+            stacked = self._runtime.place([part.detach() for part in parts], sharding, self._grid)
+        else:
+            stacked = torch.stack([part.to(self._runtime.device) for part in parts])
+            self._runtime.annotate(stacked, sharding, self._grid)
+        self._fed[stacked] = sharding
         return stacked
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:

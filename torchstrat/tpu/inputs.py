@@ -74,7 +74,7 @@ class Inputs:
         if not isinstance(leaf, DistributedValues):
             return self._feeder.share(leaf) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, LaneValues) and leaf.stacked.shape[0] == self._lanes:
-            return Stacked(leaf.stacked)
+            return Stacked(self._feeder.recut(leaf.stacked))
         parts = [leaf.component(replica) for replica in replicas]
         if not any(isinstance(part, torch.Tensor | np.ndarray | np.generic) for part in parts):
             if all(part is parts[0] or (type(part) is type(parts[0]) and part == parts[0]) for part in parts):
@@ -93,7 +93,7 @@ class Inputs:
 def _to_tensor(part: Any) -> torch.Tensor:
     if isinstance(part, torch.Tensor):
         return part
-    if isinstance(part, np.ndarray) and part.dtype == object:
+    if isinstance(part, np.ndarray) and part.dtype.kind not in "biufc":
         raise UnsupportedError("strings cannot be on the devices of this strategy; encode them as numbers.")
     return torch.as_tensor(part)
 

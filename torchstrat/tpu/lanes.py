@@ -81,12 +81,9 @@ class Lanes:
             return value.unsqueeze(0).expand(self.count, *value.shape)
         return functorch.unwrapped(value).movedim(functorch.batch_dim_of(value), 0)
 
-    def components(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """What each active lane has. Call it in `left`."""
-        if not functorch.is_batched(value):
-            return [value] * len(self.active)
-        stacked = self.stacked(value)
-        return [stacked[lane] for lane in self.active]
+    def behind(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor behind a lane tensor, as it lies; for its shape."""
+        return functorch.unwrapped(value)
 
     def first(self, value: Any) -> Any:
         """What the first active lane has, as a tensor that the lanes share; anything but a lane tensor as it is."""
@@ -94,16 +91,6 @@ class Lanes:
             return value
         with functorch.leave_levels():
             return self.stacked(value)[self.active[0]]
-
-    def mean(self, value: Any) -> Any:
-        """The mean over the active lanes of a lane tensor; of integers, which have none, what the first lane has."""
-        if not self.is_lane_tensor(value) or not (value.is_floating_point() or value.is_complex()):
-            return self.first(value)
-        with functorch.leave_levels():
-            stacked = self.stacked(value)
-            if self.all_active:
-                return stacked.mean(dim=0)
-            return stacked[list(self.active)].mean(dim=0)
 
     def mask(self, like: torch.Tensor) -> torch.Tensor:
         """``[lanes]`` of ``like``'s dtype and device: 1 for the active ones, else 0."""

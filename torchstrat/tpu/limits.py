@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from torchstrat.errors import UnsupportedError
+from torchstrat.tpu.places import place_of
 
 GLOBAL_VIEW = (
     "run the step with options=ts.RunOptions(global_view=True), where it sees the global batch as one and is not "
@@ -34,6 +35,11 @@ _LIMITS = (
     _Limit(
         r"(module 'torch' has no attribute 'xla')",
         "torch.utils.checkpoint does not know these devices ({0}); {view}, and use torch_xla's own checkpoint.",
+    ),
+    _Limit(
+        r"(You tried to vmap over \S+)",
+        "an operation met a tensor of another replica's shape ({0}); torch.utils.checkpoint, which computes again in "
+        "the backward pass, does so. For checkpoints {view}.",
     ),
     _Limit(
         r"(tensor) may have escaped",
@@ -72,5 +78,5 @@ def explained(error: Exception) -> Exception:
         found = re.search(limit.pattern, text)
         if found is not None:
             meaning = limit.meaning.format(found[1], view=GLOBAL_VIEW)
-            return UnsupportedError(f"{meaning} (PyTorch said: {text[:200]})")
+            return UnsupportedError(f"{meaning} It is at {place_of(error)}. (PyTorch said: {text[:200]})")
     return error

@@ -49,20 +49,23 @@ class Recording:
         self._strategy, self._registry, self._feeder = strategy, registry, feeder
         self._num_replicas, self._meet = num_replicas, meet
         self.weights, self.lanes = weights, weights.lanes
+        self._inputs: dict[int, torch.Tensor] = {}
         self._together = CrossLanes(self.lanes, weights)
-        self._rewrites = Rewrites(self.lanes.mean, self.sum_over_replicas, logical_devices=logical_devices)
+        self._rewrites = Rewrites(self.mean_over_replicas, self.sum_over_replicas, logical_devices=logical_devices)
 
     def record(self, fn: Callable[..., Any], one: Pass, device: torch.device) -> Any:
         """Call ``fn`` for the pass's replicas; its result as `run` returns it, if there is no other pass."""
         lanes = self.lanes
         known = _known_objects(self._registry, one)
         backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
-        mode = StepMode(lanes, backward, Edits(lanes, backward, self._registry), self._rewrites, device)
+        edits = Edits(lanes, backward, self._registry, self.mean_over_replicas)
+        mode = StepMode(lanes, backward, edits, self._rewrites, device)
         with lanes.entered():
             args, kwargs = nest.map_structure(
                 lambda leaf: lanes.hide(leaf.tensor.detach()) if isinstance(leaf, Stacked) else leaf,
                 (one.args, one.kwargs),
             )
+            self._inputs = {id(leaf): leaf for leaf in nest.leaves((args, kwargs)) if lanes.is_lane_tensor(leaf)}
             context = ReplicaContext(self._strategy, self._replica_id(one))
             try:
                 with enter(self._strategy, context), mode.active():
@@ -86,9 +89,9 @@ class Recording:
         """A result of the step as `run` returns it; what a replica assigns to a `Variable` likewise."""
         if isinstance(leaf, Given):
             value = self._collect(known, leaf.value)
-            if isinstance(value, PerReplica):
-                return PerReplica([Given(one) for one in value.values], replica_ids=value.replica_ids)
-            return leaf
+            ids = self.lanes.active
+            own = value.values if isinstance(value, PerReplica) else [value] * len(ids)
+            return PerReplica([Given(one) for one in own], replica_ids=ids)
         if not isinstance(leaf, torch.Tensor) or id(leaf) in known:
             return leaf
         lanes, stacked = self.lanes, self.lanes.stacked(leaf)
@@ -130,6 +133,27 @@ class Recording:
             total = self._meet(call, active, _reducing(ReduceOp.SUM))
             stacked = total.unsqueeze(0).expand(self.lanes.count, *total.shape).clone()
         return self.lanes.hide(stacked)
+
+    def mean_over_replicas(self, value: Any) -> Any:
+        """What becomes of a buffer that the replicas have changed differently: the mean, of integers the first one's.
+        Anything but a lane tensor as it is. No gradients."""
+        lanes = self.lanes
+        if not lanes.is_lane_tensor(value):
+            return value
+        is_number = value.is_floating_point() or value.is_complex()
+
+        def combine(payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            rows = torch.cat(list(payloads.values())) if len(payloads) > 1 else next(iter(payloads.values()))
+            return dict.fromkeys(payloads, rows.mean(dim=0) if is_number else rows[0])
+
+        with lanes.left("an edit of a buffer"):
+            active = self._together.of_active(lanes.stacked(value).detach())
+            merged: torch.Tensor = self._meet("an edit of a buffer", active, combine)
+            return merged
+
+    def is_input(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one that the step was given, as it was given."""
+        return id(tensor) in self._inputs
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """``x`` normalised with the statistics of all replicas' rows; the running ones move likewise."""

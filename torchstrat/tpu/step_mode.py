@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +15,7 @@ from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.tpu.backward import LaneBackward
 from torchstrat.tpu.edits import Edits, is_edit, is_initialization
 from torchstrat.tpu.lanes import Lanes
+from torchstrat.tpu.places import current_place
 from torchstrat.tpu.rewrites import Rewrites
 
 _READS = {
@@ -67,6 +66,7 @@ _FACTORIES = frozenset(
     )
 )
 
+_INDEX_TYPES = (torch.int32, torch.int64)
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
@@ -125,6 +125,7 @@ class StepMode(RecordedMode):
             _GRAD.__get__: self._grad,
             _GRAD.__set__: edits.set_gradient,
             _REQUIRES_GRAD.__get__: self._requires_grad,
+            torch.Tensor.__getitem__: self._get_item,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,6 +160,12 @@ class StepMode(RecordedMode):
         with self._lanes.left("requires_grad_"):
             self._backward.behind(tensor).requires_grad_(requires_grad)
         return tensor
+
+    def _get_item(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
+        if self._lanes.is_lane_tensor(index) and index.ndim == 0 and index.dtype in _INDEX_TYPES:
+            # ``table[replica_id]``: PyTorch takes a single integer for a number that it can look at.
+            return tensor.index_select(0, index.reshape(1)).squeeze(0)
+        return tensor[index]
 
     def _requires_grad(self, tensor: torch.Tensor) -> bool:
         return self._backward.behind(tensor).requires_grad
@@ -241,26 +248,13 @@ def _names_host(args: Any, kwargs: dict[str, Any]) -> bool:
 def _hidden_read(what: str) -> ContextError:
     return ContextError(
         f"{what} in a step needs a value that is not there yet: on this strategy a step is recorded for all replicas, "
-        f"compiled, and run when it has returned. It is at {_where()}. Return the tensor and read it outside of run, "
-        "or write the condition with torch.where."
+        f"compiled, and run when it has returned. It is at {current_place()}. Return the tensor and read it outside "
+        "of run, or write the condition with torch.where."
     )
 
 
 def _dynamic_shape(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} in a step gives a result whose shape depends on values, which a compiled step cannot have (at "
-        f"{_where()}). Keep the shape and mask: torch.where(condition, value, 0)."
+        f"{current_place()}). Keep the shape and mask: torch.where(condition, value, 0)."
     )
-
-
-def _where() -> str:
-    """The line of the step that is being recorded: the innermost one that is neither torch's nor ours."""
-    ours = (__name__.partition(".")[0], "torch", "contextlib")
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in ours:
-            line = traceback.extract_stack(frame, limit=1)[0]
-            return f"{line.filename}:{line.lineno}, in {line.name}: {line.line}"
-        frame = frame.f_back
-    return "an unknown place"

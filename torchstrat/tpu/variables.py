@@ -140,9 +140,18 @@ class DeviceVariables:
         entry = self._shardings.get(id(tensor))
         return self._replicated(tensor) if entry is None or entry[0]() is not tensor else entry[1]
 
+    def planned(self, tensor: torch.Tensor) -> Sharding:
+        """How a variable is cut, or will be when its scope closes."""
+        name = self._names().get(id(tensor)) if self._sharding_of is not None else None
+        if self.is_known(tensor) or name is None or self._sharding_of is None:
+            return self.sharding(tensor)
+        return self._sharding_of(name, tuple(tensor.shape))
+
     def is_variable(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one of the strategy's, also while its scope is still open."""
-        return self.is_known(tensor) or isinstance(tensor, nn.Parameter) or tensor in self._registry
+        if self.is_known(tensor) or isinstance(tensor, nn.Parameter) or tensor in self._registry:
+            return True
+        return any(slot.tensor is tensor for slot in self._registry.buffer_slots())
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         entry = self._shardings.get(id(tensor))
