@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -294,9 +295,10 @@ def _alone(call: str, payload: Any, combine: Callable[[dict[int, Any]], dict[int
 
 
 def _signature(fn: Callable[..., Any], passes: Sequence[Pass]) -> Signature:
-    code = getattr(fn, "__code__", None)
+    inner = inspect.unwrap(fn)  # torch.no_grad() makes a wrapper of one place for all functions
+    code = getattr(inner, "__code__", None)
     place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-    name = getattr(fn, "__qualname__", type(fn).__name__)
+    name = getattr(inner, "__qualname__", type(inner).__name__)
     inputs: list[tuple[str, str]] = []
     for one in passes:
         whose = "" if len(passes) == 1 else f"replicas {list(one.replicas)}: "

@@ -59,6 +59,7 @@ def _look_up(path: str) -> Any:
 
 
 _use_spmd: Callable[[], None] = _look_up("runtime.use_spmd")
+_is_spmd: Callable[[], bool] = _look_up("runtime.is_spmd")
 _device_count: Callable[[], int] = _look_up("runtime.global_runtime_device_count")
 _device_attributes: Callable[[], list[Mapping[str, Any]]] = _look_up("runtime.global_runtime_device_attributes")
 _process_count: Callable[[], int] = _look_up("runtime.process_count")
@@ -84,7 +85,8 @@ class XlaRuntime:
 
     def __init__(self) -> None:
         _require_one_host()
-        _use_spmd()
+        if not _is_spmd():
+            _use_spmd()
         self.num_devices = _device_count()
         self.device = _device()
         self.name = f"torch_xla {_VERSION}"
