@@ -93,7 +93,7 @@ class RecordedMode(TorchFunctionMode):
             raise _hidden_read(".to('cpu')")
         if func in _DYNAMIC and args and self._is_pending(args[0]):
             raise _dynamic_shape(_DYNAMIC[func])
-        if func in _FACTORIES and not _steps.depth and kwargs.get("device") is None:
+        if func in _FACTORIES and not _steps.calls and kwargs.get("device") is None:
             kwargs["device"] = self._device
         return func(*args, **kwargs)
 
@@ -104,7 +104,7 @@ class RecordedMode(TorchFunctionMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """The mode, and what a mode cannot see."""
-        _steps.depth = 0  # an earlier step on this thread may have ended within an optimizer's
+        _steps.calls.clear()  # an earlier step on this thread may have ended within an optimizer's
         with self:
             yield
 
@@ -129,6 +129,8 @@ class StepMode(RecordedMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _steps.is_plain and func not in _READS:
+            return func(*args, **(kwargs or {}))  # a hundred calls that mean what they say
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
@@ -181,7 +183,15 @@ class StepMode(RecordedMode):
 
 
 class _OptimizerSteps(threading.local):
-    depth = 0
+    """The steps that this thread is in. ``is_plain``: in one that works on variables and gradients only, which all
+    replicas share, and not in a closure of the user's."""
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    @property
+    def is_plain(self) -> bool:
+        return bool(self.calls) and self.calls[-1]
 
 
 _steps = _OptimizerSteps()
@@ -191,11 +201,12 @@ _steps = _OptimizerSteps()
 def optimizers_watched() -> Iterator[None]:
     """In this block every `StepMode` knows when an optimizer steps on its thread."""
 
-    def enter(*_: Any) -> None:
-        _steps.depth += 1
+    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        _steps.calls.append(closure is None)
 
     def leave(*_: Any) -> None:
-        _steps.depth -= 1
+        _steps.calls.pop()
 
     handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
     try:
