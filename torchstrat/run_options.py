@@ -19,9 +19,11 @@ class RunOptions(_Fields):
     An immutable named tuple. Every field also goes without ``experimental_``.
 
     Args:
-        experimental_enable_dynamic_batch_size: allow the number of rows to change from step to step. Default True.
-        experimental_bucketizing_dynamic_shape: round shapes up to a few sizes, to compile less often. Default False.
-        experimental_xla_options: passed on to the compiler. Default None.
+        experimental_enable_dynamic_batch_size: allow the shapes of inputs to change from run to run, each compiled.
+            Default True. False: another shape is an error.
+        experimental_bucketizing_dynamic_shape: TensorFlow rounds shapes up to a few sizes, to compile less often. Here
+            shapes are never changed, because rows that are not there would count in statistics. Default False.
+        experimental_xla_options: None, the default. TPUs take the compiler's options from ``XLA_FLAGS`` alone.
         global_view: on TPUs, call the step once with the global batch, the replicas' batches joined, instead of once
             per replica. For models that cannot be mapped over replicas (LSTM). Statistics of the batch (BatchNorm) are
             then those of the global batch, random numbers are drawn for all of it, a loss is its loss, results are

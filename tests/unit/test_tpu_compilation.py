@@ -11,7 +11,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.unit.tpu_beside_mirrored import fake_tpu, own, rows_of
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
 from torchstrat.tpu.compilation import CompilationLog, Signature, describe_inputs
 
@@ -177,3 +177,23 @@ def test_a_run_is_one_program_and_nobody_waits_for_it() -> None:
         before = runtime.executions
         strategy.run(lambda x: x.sum(), args=(own(1.0, 2.0),))
         assert runtime.executions - before == 2  # what the loop did before, then the step
+
+
+def test_options_that_allow_one_shape_only() -> None:
+    options = ts.RunOptions(enable_dynamic_batch_size=False)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    with fake_tpu(2) as strategy:
+        for _ in range(2):
+            strategy.run(step, args=(ts.PerReplica([torch.zeros(3), torch.zeros(3)]),), options=options)
+        smaller = ts.PerReplica([torch.zeros(2), torch.zeros(2)])
+        with pytest.raises(InvalidArgumentError, match=r"float32\[2\] now, it was float32\[3\]"):
+            strategy.run(step, args=(smaller,), options=options)
+        strategy.run(step, args=(smaller,))
+
+
+def test_options_for_the_compiler_are_not_ignored() -> None:
+    with fake_tpu(2) as strategy, pytest.raises(UnsupportedError, match="XLA_FLAGS"):
+        strategy.run(lambda: None, options=ts.RunOptions(xla_options={"a": 1}))

@@ -90,6 +90,19 @@ class CompilationLog:
             "compilation: pad inputs to a few sizes, set drop_last=True on the loader, or allow more."
         )
 
+    def require_same_shapes(self, signature: Signature) -> None:
+        """For ``RunOptions(enable_dynamic_batch_size=False)``: the step has had no other inputs.
+
+        Raises:
+            InvalidArgumentError: it has.
+        """
+        others = [seen for seen in self._seen if seen.step == signature.step and seen != signature]
+        if others:
+            raise InvalidArgumentError(
+                f"the options of this run do not allow its inputs to change: {signature.difference_to(others[-1])}. Set "
+                "drop_last=True on the loader, pad, or leave enable_dynamic_batch_size at its default."
+            )
+
     def execute(self, signature: Signature, run: Callable[[], None]) -> None:
         """Let the recorded step run, and write down what was compiled for it."""
         if not any(seen.step == signature.step for seen in self._seen):

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,6 +139,12 @@ class SpmdReplicas:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None = None
     ) -> Any:
         self._require_open()
+        options = RunOptions() if options is None else options
+        if options.xla_options is not None:
+            raise UnsupportedError(
+                f"xla_options={options.xla_options!r:.80}: torch_xla has no options for a single program; set XLA_FLAGS "
+                "before the program starts."
+            )
         weights = StepWeights(range(self._num_replicas), find_batch_info((args, kwargs)))
         with self._exclusively():
             adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
@@ -146,12 +153,18 @@ class SpmdReplicas:
             if not weights.active:
                 return PerReplica(())
             self._variables.take()
-            if options is not None and options.global_view:
+            record: Callable[[], Any]
+            if options.global_view:
                 inputs = global_inputs(args, kwargs, weights.active, self._feeder)
                 signature = _signature(fn, [Pass((), *inputs)])
-                return self._run(signature, lambda: self._record_global(fn, *inputs))
-            passes = Inputs(args, kwargs, weights.active, self._feeder).passes()
-            return self._run(_signature(fn, passes), lambda: self._record_all(fn, passes, weights))
+                record = partial(self._record_global, fn, *inputs)
+            else:
+                passes = Inputs(args, kwargs, weights.active, self._feeder).passes()
+                signature = _signature(fn, passes)
+                record = partial(self._record_all, fn, passes, weights)
+            if not options.enable_dynamic_batch_size:
+                self.log.require_same_shapes(signature)
+            return self._run(signature, record)
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
