@@ -1,0 +1,20 @@
+"""The names of `torchstrat` in the place where TensorFlow 2.2 to 2.4 programs look for them.
+
+``tf.distribute.experimental.X`` is ``ts.experimental.X``: the very same objects under a second path.
+"""
+
+from torchstrat import partitioners
+from torchstrat.experimental import coordinator
+from torchstrat.strategies.central_storage import CentralStorageStrategy
+from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from torchstrat.strategies.parameter_server import ParameterServerStrategy
+from torchstrat.strategies.tpu import TPUStrategy
+
+__all__ = [
+    "CentralStorageStrategy",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+    "coordinator",
+    "partitioners",
+]
