@@ -68,7 +68,7 @@ class Training:
         self.functions = first
         self.wanted = torch.zeros(SIZE)
         self.refused: Path | None = None
-        """Written when a push does not get through. A process that is given up waits for that before it starts again."""
+        """Written when a push does not get through. A process that is given up waits for that, then starts again."""
 
         def add_one(place, iterator, gate, refused):
             row = int(next(iterator))

@@ -1,4 +1,4 @@
-"""Every training case for all replicas at once, on a runtime that computes on the CPU: the numbers of every strategy."""
+"""Every training case for all replicas at once, on a runtime that computes on the CPU: every strategy's numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_numbers_of_plain_training(name, replicas):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name):
-    with pytest.raises(REFUSED[name], match="step|vmap"):
+    with pytest.raises(REFUSED[name], match=r"step|vmap"):
         on_fake(CASES[name], 2)
 
 

@@ -99,8 +99,8 @@ class CompilationLog:
         others = [seen for seen in self._seen if seen.step == signature.step and seen != signature]
         if others:
             raise InvalidArgumentError(
-                f"the options of this run do not allow its inputs to change: {signature.difference_to(others[-1])}. Set "
-                "drop_last=True on the loader, pad, or leave enable_dynamic_batch_size at its default."
+                f"the options of this run do not allow its inputs to change: {signature.difference_to(others[-1])}. "
+                "Set drop_last=True on the loader, pad, or leave enable_dynamic_batch_size at its default."
             )
 
     def execute(self, signature: Signature, run: Callable[[], None]) -> None:

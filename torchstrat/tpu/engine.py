@@ -142,8 +142,8 @@ class SpmdReplicas:
         options = RunOptions() if options is None else options
         if options.xla_options is not None:
             raise UnsupportedError(
-                f"xla_options={options.xla_options!r:.80}: torch_xla has no options for a single program; set XLA_FLAGS "
-                "before the program starts."
+                f"xla_options={options.xla_options!r:.80}: torch_xla has no options for a single program; set "
+                "XLA_FLAGS before the program starts."
             )
         weights = StepWeights(range(self._num_replicas), find_batch_info((args, kwargs)))
         with self._exclusively():
