@@ -6,7 +6,7 @@ Everything here but `initialize_tpu_system` is pure and needs neither a TPU nor 
 from torchstrat.tpu import experimental
 from torchstrat.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment
 from torchstrat.tpu.device_order import DeviceOrderMode
-from torchstrat.tpu.system import initialize_tpu_system
+from torchstrat.tpu.system import experimental_connect_to_cluster, initialize_tpu_system
 from torchstrat.tpu.topology import Topology
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "DeviceOrderMode",
     "Topology",
     "experimental",
+    "experimental_connect_to_cluster",
     "initialize_tpu_system",
 ]

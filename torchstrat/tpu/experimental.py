@@ -2,7 +2,14 @@
 
 from torchstrat.tpu.device_assignment import SINGLE_CORE_ASSIGNMENT, DeviceAssignment
 from torchstrat.tpu.device_order import DeviceOrderMode
-from torchstrat.tpu.system import initialize_tpu_system
+from torchstrat.tpu.system import experimental_connect_to_cluster, initialize_tpu_system
 from torchstrat.tpu.topology import Topology
 
-__all__ = ["SINGLE_CORE_ASSIGNMENT", "DeviceAssignment", "DeviceOrderMode", "Topology", "initialize_tpu_system"]
+__all__ = [
+    "SINGLE_CORE_ASSIGNMENT",
+    "DeviceAssignment",
+    "DeviceOrderMode",
+    "Topology",
+    "experimental_connect_to_cluster",
+    "initialize_tpu_system",
+]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from torchstrat.cluster_spec import ClusterSpec
 from torchstrat.errors import ContextError, DeviceError, InvalidArgumentError, WrongTypeError
 from torchstrat.resolver_interface import ClusterResolver
 from torchstrat.tpu.cluster_resolver import TPUClusterResolver
@@ -81,6 +82,27 @@ def initialize_tpu_system(
     if isinstance(cluster_resolver, TPUClusterResolver):
         cluster_resolver.set_tpu_topology(system.topology.serialized())
     return system.topology
+
+
+def experimental_connect_to_cluster(
+    cluster_spec_or_resolver: ClusterResolver | ClusterSpec,
+    job_name: str = "localhost",
+    task_index: int = 0,
+    protocol: str | None = None,
+    make_master_device_default: bool = True,
+    cluster_device_filters: Any = None,
+) -> None:
+    """TensorFlow's way to make a TPU's devices known to the program. Does nothing here, and may be left out: the
+    runtime finds the devices of its host by itself.
+
+    Raises:
+        WrongTypeError: the first argument is neither a cluster resolver nor a `ClusterSpec`.
+    """
+    if not isinstance(cluster_spec_or_resolver, ClusterResolver | ClusterSpec):
+        raise WrongTypeError(
+            "experimental_connect_to_cluster needs a cluster resolver or a ClusterSpec; got "
+            f"{type(cluster_spec_or_resolver).__name__} {cluster_spec_or_resolver!r:.80}."
+        )
 
 
 def the_system() -> TpuSystem:
