@@ -12,7 +12,6 @@ from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import build, models, tpu
-from torchstrat.experiments.logical_devices import logical_devices_of
 from torchstrat.experiments.programs import ProgramRecord, programs_of
 from torchstrat.experiments.report import (
     EvaluationRecord,
@@ -370,9 +369,9 @@ def test_other_models_need_no_rules(config):
 
 
 def test_logical_devices_of_any_strategy():
-    assert logical_devices_of(fake_tpu_strategy(2, 4)) == 4
+    assert fake_tpu_strategy(2, 4).num_logical_devices == 4
     strategy = ts.OneDeviceStrategy("cpu:0")
-    assert logical_devices_of(strategy) == 1
+    assert strategy.num_logical_devices == 1
     assert programs_of(strategy) is None
     strategy.close()
 

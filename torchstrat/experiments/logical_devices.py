@@ -13,15 +13,8 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.strategy import Strategy
 
 T = TypeVar("T")
-
-
-def logical_devices_of(strategy: Strategy) -> int:
-    """How many logical devices a replica of ``strategy`` has."""
-    assignment = getattr(strategy, "device_assignment", None)
-    return 1 if assignment is None else int(assignment.num_cores_per_replica)
 
 
 class InBands(nn.Sequential):
@@ -35,7 +28,7 @@ class InBands(nn.Sequential):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         strategy = ts.get_strategy()
-        parts = logical_devices_of(strategy)
+        parts = strategy.num_logical_devices
         x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
         for index, layer in enumerate(self):
             if index > 0 and isinstance(layer, nn.Conv2d | nn.Flatten):
@@ -59,7 +52,7 @@ class InColumns(nn.Sequential):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         strategy = ts.get_strategy()
-        parts = logical_devices_of(strategy)
+        parts = strategy.num_logical_devices
         widening, narrowing = in_pairs([layer for layer in self if isinstance(layer, nn.Linear)])
         for layer in self:
             x = layer(x)

@@ -18,7 +18,6 @@ from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import build, data
 from torchstrat.experiments.clock import Clock
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.logical_devices import logical_devices_of
 from torchstrat.experiments.objectives import Batch, make_train_step, objective_of
 from torchstrat.experiments.programs import programs_of
 from torchstrat.experiments.report import (
@@ -53,7 +52,7 @@ def train(run: Run) -> None:
 
 
 def _size(strategy: Strategy) -> str:
-    logical = logical_devices_of(strategy)
+    logical = strategy.num_logical_devices
     return f"×{strategy.num_replicas_in_sync}" if logical == 1 else f"{strategy.num_replicas_in_sync}×{logical}"
 
 
@@ -189,7 +188,7 @@ class _Training:
             training_seconds=self._clock.seconds,
             auc=last.auc,
             data=self._config.data.name,
-            logical_devices=logical_devices_of(self._strategy),
+            logical_devices=self._strategy.num_logical_devices,
         )
 
 
