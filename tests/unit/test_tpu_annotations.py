@@ -37,6 +37,30 @@ def annotated(strategy: ts.TPUStrategy, monkeypatch: pytest.MonkeyPatch) -> list
     return found
 
 
+def test_inputs_that_a_step_cuts_come_cut(strategy: ts.TPUStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second run on, and whatever the number of rows, if that divides; the step's own tensors are not."""
+    placed: list[tuple[Any, Any]] = []
+    original = FakeSpmdRuntime.place
+
+    def place(self: Any, parts: Any, sharding: Sharding, grid: Any) -> torch.Tensor:
+        stacked = original(self, parts, sharding, grid)
+        placed.append((tuple(stacked.shape), sharding.spec))
+        return stacked
+
+    monkeypatch.setattr(FakeSpmdRuntime, "place", place)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = strategy.split_to_logical_devices(x, [1, 4])
+        return (x * strategy.split_to_logical_devices(y + 1, [1, 4])).sum()
+
+    for rows in (2, 2, 3):
+        x, y = (ts.PerReplica([torch.ones(rows, width) for _ in range(2)]) for width in (4, 4))
+        strategy.run(step, args=(x, y.values[0]))
+    whole, cut = (("replica",), (), ()), (("replica",), (), ("d1",))
+    assert [spec for shape, spec in placed if shape == (2, 2, 4)] == [whole, cut]
+    assert [spec for shape, spec in placed if shape == (2, 3, 4)] == [cut]
+
+
 def test_in_a_step_a_tensor_is_one_replicas(strategy: ts.TPUStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     x = own(torch.arange(8.0).reshape(2, 4), torch.ones(2, 4))
     found = annotated(strategy, monkeypatch)

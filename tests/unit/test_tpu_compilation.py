@@ -147,7 +147,7 @@ def test_the_log_of_a_strategy() -> None:
         reasons = [one.reason for one in strategy.compilations]
         assert reasons[0] == "it is the first"
         assert reasons[2] == "args[0] is float64[2, 3] now, it was float64[4, 3]"
-        assert "replicas [0]: args[0] is float64[3, 3] now, it was absent" in reasons[3]
+        assert reasons[3] == "replicas [0]: args[0] is float64[3, 3] now; replicas [1]: args[0] is float64[1, 3] now"
         assert "test_tpu_compilation.py:" in strategy.compilations[0].signature.step
 
 

@@ -18,6 +18,9 @@ DEFAULT_MAX_DIFFERENT_GRAPHS = 16
 SETTLING_COMPILES = 2
 """The first step makes gradients and optimizer state, later ones find them: two programs for one signature."""
 
+OF_SOME_REPLICAS = "replicas ["
+"""How the names of inputs begin where replicas have different numbers of rows."""
+
 Shapes = tuple[tuple[str, str], ...]
 
 
@@ -38,6 +41,8 @@ class Signature:
         if self.step != other.step:
             return f"a step that was not run before, {self.step}"
         before, now = dict(other.inputs), dict(self.inputs)
+        if any(name.startswith(OF_SOME_REPLICAS) for name in {*before, *now}) and not set(before) & set(now):
+            return "; ".join(f"{name} is {text} now" for name, text in now.items())
         changes = [
             f"{name} is {now.get(name, 'absent')} now, it was {before.get(name, 'absent')}"
             for name in {**before, **now}

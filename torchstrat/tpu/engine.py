@@ -25,7 +25,7 @@ from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.tpu import lane_values
 from torchstrat.tpu.annotations import Annotations
 from torchstrat.tpu.backward import LaneWeights, Meet
-from torchstrat.tpu.compilation import CompilationLog, Signature, describe_inputs
+from torchstrat.tpu.compilation import OF_SOME_REPLICAS, CompilationLog, Signature, describe_inputs
 from torchstrat.tpu.feeding import Feeder, LanePlacement
 from torchstrat.tpu.global_view import record_global_view
 from torchstrat.tpu.inputs import Inputs, Pass, Stacked, global_inputs
@@ -314,7 +314,7 @@ def _signature(fn: Callable[..., Any], passes: Sequence[Pass]) -> Signature:
     name = getattr(inner, "__qualname__", type(inner).__name__)
     inputs: list[tuple[str, str]] = []
     for one in passes:
-        whose = "" if len(passes) == 1 else f"replicas {list(one.replicas)}: "
+        whose = "" if len(passes) == 1 else f"{OF_SOME_REPLICAS}{', '.join(map(str, one.replicas))}]: "
         inputs += [(whose + path, text) for path, text in describe_inputs(*_of_a_lane(one))]
     return Signature(f"{name}{place}", tuple(inputs), tuple(replica for one in passes for replica in one.replicas))
 

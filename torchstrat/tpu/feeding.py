@@ -24,16 +24,24 @@ class Feeder:
 
     def __init__(self, runtime: SpmdRuntime, grid: DeviceGrid) -> None:
         self._runtime, self._grid = runtime, grid
-        self._cuts: dict[tuple[torch.Size, torch.dtype], Sharding] = {}
+        self._cuts: dict[tuple[torch.Size, torch.dtype], Sharding] = {}  # by the shape of a row
         self._fed: Any = WeakTensorKeyDictionary()
 
     def remember_cut(self, stacked: torch.Tensor, sharding: Sharding) -> None:
-        """A step has cut one of its inputs: from now on inputs of that shape come cut to the devices."""
-        self._cuts[stacked.shape, stacked.dtype] = sharding
+        """A step has cut one of its inputs: from now on inputs of that shape come cut to the devices, however many rows
+        they have. (Were the number of rows to matter, every partial batch would be compiled twice.)"""
+        self._cuts[stacked.shape[2:], stacked.dtype] = sharding
+
+    def _cut_of(self, shape: torch.Size, dtype: torch.dtype) -> Sharding | None:
+        found = self._cuts.get((shape[2:], dtype))
+        if found is None or found.rank != len(shape):
+            return None
+        parts = found.parts(self._grid.num_replicas)
+        return found if all(size % count == 0 for size, count in zip(shape, parts, strict=True)) else None
 
     def recut(self, stacked: torch.Tensor) -> torch.Tensor:
         """An input that was on its way before its shape's cut was known, cut like the later ones."""
-        wanted = self._cuts.get((stacked.shape, stacked.dtype))
+        wanted = self._cut_of(stacked.shape, stacked.dtype)
         if wanted is not None and self._fed.get(stacked, wanted) != wanted:
             self._runtime.annotate(stacked, wanted, self._grid)
             self._fed[stacked] = wanted
@@ -54,7 +62,7 @@ class Feeder:
             flat = self.stack([part.reshape(shape[0], -1) for part in parts])
             return flat.reshape(len(parts), *shape)
         whole = torch.Size((len(parts), *shape))
-        sharding = self._cuts.get((whole, parts[0].dtype), self.replicated(len(shape)).stacked())
+        sharding = self._cut_of(whole, parts[0].dtype) or self.replicated(len(shape)).stacked()
         if all(part.device.type == "cpu" for part in parts):
             stacked = self._runtime.place([part.detach() for part in parts], sharding, self._grid)
         else:
