@@ -189,11 +189,10 @@ class TaskHost:
             if self._listener is not None:
                 self._listener.close()
             raise
-        # Said before anybody can be answered: the first line of a task is the one that tells where it is.
         if self._listener is not None:
-            self._say(f"{self._task} listens on {self.address} (pid {os.getpid()})")
             self._listener.start()
-        else:
+            self._say(f"{self._task} listens on {self.address} (pid {os.getpid()})")  # it is true now
+        else:  # said before anybody can answer: the first line of a task tells where it is
             self._say(f"{self._task} dials the coordinator at {self._chief_address} (pid {os.getpid()})")
             self._dialer.start()
         self._thread.start()  # last: it may have been told to end already
