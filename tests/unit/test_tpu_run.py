@@ -263,3 +263,35 @@ def test_variables_of_elsewhere_are_adopted_with_a_warning(strategy: ts.TPUStrat
         strategy.run(step, args=(own([[1.0, 0, 0]], [[3.0, 0, 0]]),))
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[2, 0, 0]]
+
+
+def test_an_optimizer_of_another_thread_that_is_in_its_step_when_a_run_begins() -> None:
+    """The hooks that see when an optimizer steps are PyTorch's global ones."""
+    begun, over = threading.Event(), threading.Event()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            begun.set()
+            assert over.wait(60)
+
+    failures: list[BaseException] = []
+    optimizer = Slow([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def train() -> None:
+        try:
+            optimizer.step()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert begun.wait(60)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        over.set()  # the other one ends, and its hooks are called, while this step is watched
+        thread.join(60)
+        return x + 1
+
+    with fake_tpu(2) as strategy:
+        strategy.run(step, args=(own(1.0, 2.0),))
+    assert not failures

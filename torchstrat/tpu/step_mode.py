@@ -206,7 +206,8 @@ def optimizers_watched() -> Iterator[None]:
         _steps.calls.append(closure is None)
 
     def leave(*_: Any) -> None:
-        _steps.calls.pop()
+        if _steps.calls:  # not for a step of another thread's that had begun before anybody watched
+            _steps.calls.pop()
 
     handles = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
     try:
