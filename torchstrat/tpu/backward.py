@@ -34,7 +34,7 @@ class LaneWeights:
     """
 
     def __init__(self, lanes: Lanes, op: ReduceOp, rows: Sequence[float], all_passes: list[LaneWeights]) -> None:
-        self.lanes = self._lanes = lanes
+        self.lanes = lanes
         self._op = op
         self._rows = list(rows)
         self._given: torch.Tensor | None = None
@@ -58,33 +58,48 @@ class LaneWeights:
             return
         if weight.ndim:
             raise InvalidArgumentError(f"set_weight needs one number; got a tensor of shape {tuple(weight.shape)}.")
-        with self._lanes.left("set_weight"):
-            self._given = self._lanes.stacked(weight).detach()
+        with self.lanes.left("set_weight"):
+            self._given = self.lanes.stacked(weight).detach()
 
     def _as_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """``[lanes]``, of ``like``'s dtype and device; 0 for lanes that do not count."""
         if self._given is not None:
-            mask = self._lanes.mask(like)
+            mask = self.lanes.mask(like)
             return torch.where(mask > 0, self._given.to(like), torch.zeros_like(mask))
-        values = dict(zip(self._lanes.active, self._rows, strict=True))
-        numbers = [float(values.get(lane, 0.0)) for lane in range(self._lanes.count)]
+        values = dict(zip(self.lanes.active, self._rows, strict=True))
+        numbers = [float(values.get(lane, 0.0)) for lane in range(self.lanes.count)]
         return torch.tensor(numbers, dtype=like.dtype, device=like.device)
 
-    def factors(self, like: torch.Tensor) -> torch.Tensor:
-        """``[lanes]``: what each lane's gradient is multiplied with in the combined one. Outside of the level."""
+    def factors(self, gradient: torch.Tensor, lane_dim: int = 0) -> torch.Tensor:
+        """What each lane's gradient is multiplied with in the combined one; outside of the level.
+
+        Of ``gradient``'s number of dimensions, with the lanes in ``lane_dim`` and 1 in all others.
+        """
+        return self._by_lane(gradient).reshape([-1 if dim == lane_dim else 1 for dim in range(gradient.ndim)])
+
+    def without_factors(self, gradient: torch.Tensor, lane_dim: int = 0) -> torch.Tensor:
+        """``gradient`` of the combined loss, as each lane's of its own loss. A lane that does not count keeps its."""
+        factors = self.factors(gradient, lane_dim)
+        return gradient / torch.where(factors > 0, factors, torch.ones_like(factors))
+
+    def with_factors(self, stacked: torch.Tensor) -> torch.Tensor:
+        """``[lanes, …]`` times the factors; 0 for lanes that do not count, which may well have NaN."""
+        factors = self.factors(stacked)
+        return torch.where(factors > 0, stacked * factors, torch.zeros_like(stacked))
+
+    def _by_lane(self, like: torch.Tensor) -> torch.Tensor:
+        """``[lanes]``."""
         if self._op is ReduceOp.SUM:
-            return self._lanes.mask(like)
+            return self.lanes.mask(like)
         if self.are_equal:
-            return self._lanes.mask(like) / sum(len(one._rows) for one in self._all_passes)
+            return self.lanes.mask(like) / sum(len(one._rows) for one in self._all_passes)
         return self._as_tensor(like) / torch.stack([one._as_tensor(like).sum() for one in self._all_passes]).sum()
 
     def combined(self, stacked: torch.Tensor) -> torch.Tensor:
         """The lanes' losses ``[lanes]`` as one number, whose gradient is this pass's part of the combined one."""
-        if self.are_equal and self._lanes.all_active and len(self._all_passes) == 1:
+        if self.are_equal and self.lanes.all_active and len(self._all_passes) == 1:
             return stacked.sum() if self._op is ReduceOp.SUM else stacked.mean()
-        factors = self.factors(stacked)
-        # Not a product alone: a lane that does not count may well have NaN.
-        return torch.where(factors > 0, stacked * factors, torch.zeros_like(stacked)).sum()
+        return self.with_factors(stacked).sum()
 
 
 class LaneBackward:
@@ -168,7 +183,7 @@ class LaneBackward:
         with self._lanes.left("autograd.grad"):
             losses = [self._lane_sums(root, one) for root, one in zip(roots, given, strict=True)]
             total = self._weights.combined(torch.stack(losses).sum(dim=0))
-            behind = [functorch.unwrapped(tensor) for tensor in wanted]
+            behind = [self._lanes.behind(tensor) for tensor in wanted]
 
             def combine(payloads: dict[int, tuple[torch.Tensor, list[torch.Tensor]]]) -> dict[int, Any]:
                 totals, inputs = zip(*payloads.values(), strict=True)
@@ -223,7 +238,7 @@ class LaneBackward:
             )
             found = torch.autograd.grad(
                 losses,
-                [self.behind(tensor) for tensor in wanted],
+                [self._lanes.behind(tensor) for tensor in wanted],
                 torch.eye(self._lanes.count, dtype=losses.dtype, device=losses.device),
                 retain_graph,
                 create_graph,
@@ -238,15 +253,13 @@ class LaneBackward:
         """Of each lane's loss: with respect to a lane tensor, the part that is the lane's own."""
         if gradients is None or not self._lanes.is_lane_tensor(tensor):
             return gradients
-        at = functorch.batch_dim_of(tensor)
+        at = self._lanes.dim_of(tensor)
         return torch.diagonal(gradients.movedim(at + 1, 1), dim1=0, dim2=1).movedim(-1, 0)
 
     def combined_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient that a step assigns to a variable: what the replicas' ones combine to."""
         with self._lanes.left("an assignment to .grad"):
-            stacked = self._lanes.stacked(gradient)
-            factors = self._weights.factors(stacked).reshape(-1, *(1 for _ in range(stacked.ndim - 1)))
-            return torch.where(factors > 0, stacked * factors, torch.zeros_like(stacked)).sum(dim=0)
+            return self._weights.with_factors(self._lanes.stacked(gradient)).sum(dim=0)
 
     def _lane_sums(self, root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
         """``[lanes]``: what each lane differentiates."""
@@ -262,7 +275,7 @@ class LaneBackward:
 
     def gradient_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """``.grad`` of a replica's own tensor: this replica's gradient of its own loss."""
-        behind = functorch.unwrapped(tensor)
+        behind = self._lanes.behind(tensor)
         if behind.grad is None:
             return None
         with self._lanes.left("grad"):
@@ -275,18 +288,22 @@ class LaneBackward:
         Not the gradient of the plain sum of losses: where replicas exchange tensors (`cross_lanes`), what comes back is
         right for weighted losses only.
         """
-        at = functorch.batch_dim_of(tensor)
-        factors = self._weights.factors(gradient).reshape([-1 if dim == at else 1 for dim in range(gradient.ndim)])
-        return gradient / torch.where(factors > 0, factors, torch.ones_like(factors))
-
-    def behind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or the one of all lanes of which it shows one."""
-        return functorch.unwrapped(tensor) if self._lanes.is_lane_tensor(tensor) else tensor
+        return self._weights.without_factors(gradient, self._lanes.dim_of(tensor))
 
     def register_hook(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
         """As `torch.Tensor.register_hook`; on a replica's own tensor ``hook`` sees this replica's gradient."""
         if not self._lanes.is_lane_tensor(tensor):
             return tensor.register_hook(hook)
-        behind = functorch.unwrapped(tensor)
-        with self._lanes.left("register_hook") as levels:
-            return behind.register_hook(self._lanes.hook(hook, tensor, list(levels), self._weights.factors))
+        at = self._lanes.dim_of(tensor)
+        with self._lanes.left("register_hook") as left:
+            levels = list(left)
+
+            def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
+                own = self._weights.without_factors(gradient, at)
+                with functorch.return_to_levels(levels):
+                    changed = hook(self._lanes.hide_as(own, tensor))
+                if changed is None:
+                    return None
+                return self._lanes.stacked(changed).movedim(0, at) * self._weights.factors(gradient, at)
+
+            return self._lanes.behind(tensor).register_hook(hooked)

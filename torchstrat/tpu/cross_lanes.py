@@ -60,8 +60,7 @@ class CrossLanes:
     def _factors(self, gradient: torch.Tensor) -> torch.Tensor | None:
         if self._weights.are_equal and self._lanes.all_active:
             return None  # the same number everywhere, and out again
-        factors = self._weights.factors(gradient)
-        return factors.reshape(-1, *(1 for _ in range(gradient.ndim - 1)))
+        return self._weights.factors(gradient)
 
     def arrive(self, value: torch.Tensor) -> torch.Tensor:
         """``[lanes, …]``: what was combined, for each lane."""

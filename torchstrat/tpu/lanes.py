@@ -7,7 +7,7 @@ lanes without a replica, or whose replica sits this pass out, compute on copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,6 +73,10 @@ class Lanes:
         """As `hide`, for a tensor of the layout of the one behind ``example``."""
         return functorch.add_batch_dim(behind, functorch.batch_dim_of(example), self._level)
 
+    def dim_of(self, value: torch.Tensor) -> int:
+        """Which dimension of the tensor behind the lane tensor ``value`` is that of the lanes."""
+        return functorch.batch_dim_of(value)
+
     def stacked(self, value: torch.Tensor) -> torch.Tensor:
         """The tensor ``[lanes, …]`` behind what the lanes see; of a tensor they share, as often as there are lanes.
 
@@ -82,8 +86,8 @@ class Lanes:
         return functorch.unwrapped(value).movedim(functorch.batch_dim_of(value), 0)
 
     def behind(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor behind a lane tensor, as it lies; for its shape."""
-        return functorch.unwrapped(value)
+        """The tensor of all lanes of which ``value`` shows one, as it lies; a tensor that the lanes share as it is."""
+        return functorch.unwrapped(value) if self.is_lane_tensor(value) else value
 
     def first(self, value: Any) -> Any:
         """What the first active lane has, as a tensor that the lanes share; anything but a lane tensor as it is."""
@@ -96,25 +100,3 @@ class Lanes:
         """``[lanes]`` of ``like``'s dtype and device: 1 for the active ones, else 0."""
         values = [1 if lane in self.active else 0 for lane in range(self.count)]
         return torch.tensor(values, dtype=like.dtype, device=like.device)
-
-    def hook(
-        self,
-        fn: Callable[[torch.Tensor], torch.Tensor | None],
-        example: torch.Tensor,
-        levels: list[Any],
-        factors: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """``fn``, a hook on the gradient of the lane tensor ``example``, for the tensor behind it.
-
-        ``fn`` sees a lane's gradient of its own loss. ``levels``: what `left` gave; ``factors``: of the gradients.
-        """
-        at = functorch.batch_dim_of(example)
-
-        def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
-            factor = factors(gradient).reshape([-1 if dim == at else 1 for dim in range(gradient.ndim)])
-            own = gradient / torch.where(factor > 0, factor, torch.ones_like(factor))
-            with functorch.return_to_levels(levels):
-                changed = fn(functorch.add_batch_dim(own, at, self._level))
-            return None if changed is None else self.stacked(changed).movedim(0, at) * factor
-
-        return hooked

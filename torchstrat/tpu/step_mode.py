@@ -160,7 +160,7 @@ class StepMode(RecordedMode):
         if self._lanes.is_inside_transform:
             return tensor.requires_grad_(requires_grad)
         with self._lanes.left("requires_grad_"):
-            self._backward.behind(tensor).requires_grad_(requires_grad)
+            self._lanes.behind(tensor).requires_grad_(requires_grad)
         return tensor
 
     def _get_item(self, tensor: torch.Tensor, index: Any) -> torch.Tensor:
@@ -170,7 +170,7 @@ class StepMode(RecordedMode):
         return tensor[index]
 
     def _requires_grad(self, tensor: torch.Tensor) -> bool:
-        return self._backward.behind(tensor).requires_grad
+        return self._lanes.behind(tensor).requires_grad
 
     def _grad(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._backward.gradient_of(tensor) if self._lanes.is_lane_tensor(tensor) else tensor.grad
