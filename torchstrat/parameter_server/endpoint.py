@@ -40,8 +40,8 @@ class Endpoint(Protocol):
     def add_peer(self, peer: Peer) -> None:
         """Make a peer callable. Adding it again does nothing; another incarnation of its task is another peer."""
 
-    def remove_peer(self, peer: Peer) -> None:
-        """Never call it again; its calls are refused from now on, and those that wait for it fail."""
+    def remove_peer(self, peer: Peer, reason: str | None = None) -> None:
+        """Never call it again; its calls are refused from now on, and those that wait for it fail, saying ``reason``."""
 
     def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
         """Ask ``to``; the future has its answer.
@@ -51,9 +51,9 @@ class Endpoint(Protocol):
         the future run on the transport's threads and must be short.
         """
 
-    def watch(self, peer: Peer, on_lost: Callable[[Peer, str], None]) -> None:
+    def watch(self, peer: Peer, on_lost: Callable[[Peer, str], None], *, deadline_seconds: float | None = None) -> None:
         """Call ``on_lost(peer, reason)`` once, when ``peer`` dies (within about 0.1 s) or is silent past the heartbeat
-        deadline (stopped, cut off). Not called after `remove_peer`."""
+        deadline (stopped, cut off). ``deadline_seconds``: None is the endpoint's. Not called after `remove_peer`."""
 
     def close(self) -> None:
         """Stop at once, without waiting for anybody. Waiting calls fail. May be called twice."""

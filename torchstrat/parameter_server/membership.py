@@ -6,13 +6,18 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from torchstrat.cluster_spec import CHIEF, ClusterSpec
+from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, ClusterSpec
 from torchstrat.parameter_server.endpoint import Endpoint
 from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
 from torchstrat.parameter_server.tasks import Peer, Task
 
 OnJoined = Callable[[Peer, Mapping[str, Any]], None]
 OnLost = Callable[[Peer, str], None]
+
+SERVER_DEADLINE_SECONDS = 15.0
+"""How long a parameter server may be silent. Longer than a worker, whose function merely runs elsewhere: a server that
+is given up takes the training since the last checkpoint with it, so a machine that is slow for a moment must not look
+like one that is gone. A process that died is noticed at once, not by its silence."""
 
 
 class Membership(Protocol):
@@ -87,7 +92,8 @@ class ClusterMembership:
             self._rendezvous.give_up(peer, "its connection to the coordinator was lost")
             return
         self._tell_joined(peer, status)
-        self.endpoint.watch(peer, self._lost)
+        deadline = SERVER_DEADLINE_SECONDS if peer.task.job == PARAMETER_SERVER else None
+        self.endpoint.watch(peer, self._lost, deadline_seconds=deadline)
 
     def _lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
@@ -97,4 +103,4 @@ class ClusterMembership:
             self._gone.add(peer.incarnation)
         self._rendezvous.give_up(peer, reason)
         self._tell_lost(peer, reason)
-        self.endpoint.remove_peer(peer)
+        self.endpoint.remove_peer(peer, reason)

@@ -174,10 +174,10 @@ class RpcEndpoint:
             if not known and not self._closed:
                 self._links[peer.incarnation] = _Link(peer, self._agent.add(peer, is_self=peer == self._peer))
 
-    def remove_peer(self, peer: Peer) -> None:
+    def remove_peer(self, peer: Peer, reason: str | None = None) -> None:
         self._answerer.fence(peer.incarnation)
         self._watching.forget(peer.incarnation)
-        self._waiting.fail(peer.incarnation, PeerUnavailableError(f"{peer} was removed from the cluster.", peer))
+        self._waiting.fail_removed(peer, reason)
         with self._lock:
             link = self._links.pop(peer.incarnation, None)
         if link is not None:
@@ -208,13 +208,13 @@ class RpcEndpoint:
         self._send(link, method, packed, seconds, arrived)
         return future
 
-    def watch(self, peer: Peer, on_lost: Callable[[Peer, str], None]) -> None:
+    def watch(self, peer: Peer, on_lost: Callable[[Peer, str], None], *, deadline_seconds: float | None = None) -> None:
         """As `Endpoint.watch`. ``on_lost`` runs on the heartbeat thread and must be short. Raises
         `PeerUnavailableError` for a peer that was never added."""
         if self._answerer.is_fenced(peer.incarnation):
             return
         link = self._link(peer)
-        self._watching.watch(peer, on_lost)
+        self._watching.watch(peer, on_lost, deadline_seconds)
         self._hold_on(link)
         if link.broken is not None:
             self._watching.lost(peer.incarnation, link.broken)

@@ -268,11 +268,11 @@ class FakeEndpoint:
         with self._network._changed:
             self._peers.add(peer.incarnation)
 
-    def remove_peer(self, peer: Peer) -> None:
+    def remove_peer(self, peer: Peer, reason: str | None = None) -> None:
         self._answerer.fence(peer.incarnation)
         with self._network._changed:
             self._watchers.pop(peer.incarnation, None)
-        self._waiting.fail(peer.incarnation, PeerUnavailableError(f"{peer} was removed from the cluster.", peer))
+        self._waiting.fail_removed(peer, reason)
 
     def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
         seconds = self._network.timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -293,8 +293,9 @@ class FakeEndpoint:
         self._network._begin(_Call(self, receiver, to, method, packed, seconds, future))
         return future
 
-    def watch(self, peer: Peer, on_lost: OnLost) -> None:
-        """As `Endpoint.watch`; ``on_lost`` runs on the thread that kills the peer, or lets its deadline pass."""
+    def watch(self, peer: Peer, on_lost: OnLost, *, deadline_seconds: float | None = None) -> None:
+        """As `Endpoint.watch`; ``on_lost`` runs on the thread that kills the peer, or lets the network's deadline pass,
+        which is that of all."""
         if self._answerer.is_fenced(peer.incarnation):
             return
         try:

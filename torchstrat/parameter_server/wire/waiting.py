@@ -6,6 +6,9 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from torchstrat.errors import PeerUnavailableError
+from torchstrat.parameter_server.tasks import Peer
+
 
 class Waiting:
     """The futures that wait for answers, by the incarnation they wait for. Each is settled exactly once, by whoever
@@ -44,6 +47,11 @@ class Waiting:
             failing = self._futures.pop(incarnation, set())
         for future in failing:
             future.set_exception(error)
+
+    def fail_removed(self, peer: Peer, reason: str | None) -> None:
+        """Fail what waits for a peer that was removed; ``reason``: why it was."""
+        text = f"{peer} was removed from the cluster" + ("." if reason is None else f": {reason}.")
+        self.fail(peer.incarnation, PeerUnavailableError(text, peer))
 
     def close(self, error: BaseException) -> None:
         with self._lock:

@@ -32,12 +32,12 @@ class Watching:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def watch(self, peer: Peer, on_lost: OnLost) -> None:
+    def watch(self, peer: Peer, on_lost: OnLost, deadline_seconds: float | None = None) -> None:
         with self._news:
             if self._closed:
                 return
             self._watchers.setdefault(peer.incarnation, []).append((peer, on_lost))
-            self._heartbeat.watch(peer.incarnation, time.monotonic())
+            self._heartbeat.watch(peer.incarnation, time.monotonic(), deadline_seconds)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="torchstrat-heartbeat", daemon=True)
                 self._thread.start()
@@ -92,10 +92,9 @@ class Watching:
 
     def _beat(self) -> list[Peer]:
         beat = self._heartbeat.beat(time.monotonic())
-        for incarnation, seconds in beat.lost:
-            deadline = self._heartbeat.deadline_seconds
-            reason = f"gave no sign of life for {seconds:.1f} s (deadline {deadline:g} s): stopped, hung or cut off"
-            self._lost.setdefault(incarnation, reason)
+        for one in beat.lost:
+            silence = f"{one.seconds:.1f} s (deadline {one.deadline_seconds:g} s)"
+            self._lost.setdefault(one.key, f"gave no sign of life for {silence}: stopped, hung or cut off")
         return [self._watchers[incarnation][0][0] for incarnation in beat.ask]
 
     def _take_lost(self) -> list[tuple[OnLost, Peer, str]]:
