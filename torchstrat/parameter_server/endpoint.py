@@ -41,7 +41,8 @@ class Endpoint(Protocol):
         """Make a peer callable. Adding it again does nothing; another incarnation of its task is another peer."""
 
     def remove_peer(self, peer: Peer, reason: str | None = None) -> None:
-        """Never call it again; its calls are refused from now on, and those that wait for it fail, saying ``reason``."""
+        """Never call it again; its calls are refused from now on, and those that wait for it fail. ``reason``: for what
+        they raise."""
 
     def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
         """Ask ``to``; the future has its answer.
