@@ -42,7 +42,10 @@ class ArrayDataset(Pipeline):
         self._count = count
 
     def read(self, view: View) -> Iterator[nest.Nest]:
-        for index in range(self._count):
+        return self.read_from(view, 0)
+
+    def read_from(self, view: View, start: int) -> Iterator[nest.Nest]:
+        for index in range(start, self._count):
             yield nest.map_structure(operator.itemgetter(index), self.arrays)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchstrat import nest
@@ -18,8 +18,10 @@ from torchstrat.data.options import (
     require_options,
 )
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY
+from torchstrat.data.position import Resume, Saved, Terms
 from torchstrat.data.sources import Source, make_source, refuse_distributed
-from torchstrat.data.streams import bare_steps, element_steps, fixed_size_steps
+from torchstrat.data.standing import FixedSizes, StepPerItem
+from torchstrat.data.streams import bare_steps, element_steps
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.values import require_callable
 
@@ -51,37 +53,78 @@ def distribute_dataset(
             "with distribute_datasets_from_function, which can call its function for each replica."
         )
     refuse_distributed(dataset)
-    source = make_source(dataset)
-    policy = chosen_policy(dataset, source, options)
-    source = shard(source, policy, layout)
+    whole = make_source(dataset)
+    policy = chosen_policy(dataset, whole, options)
+    source = shard(whole, policy, layout)
     if not layout.bare and layout.num_replicas > 1:
         source.check_splittable()
+    one_stream = policy is AutoShardPolicy.DATA or layout.num_workers == 1
+    number = 0 if one_stream else layout.worker_index
+
+    def terms() -> Terms:
+        hinted = policy is AutoShardPolicy.HINT and whole.for_hint(0, 2) is not whole
+        splits = hinted or policy is AutoShardPolicy.FILE
+        pipelines = 1 if one_stream else layout.num_workers
+        return Terms(whole.reads, {number: whole.settings()}, policy, pipelines, splits)
+
     feed = Feed(
-        open=_opener(source, policy, layout, options.per_replica_buffer_size + 1),
+        open=_opener(whole, source, policy, layout, options.per_replica_buffer_size + 1),
         element_spec=lambda: _split_spec(source.element_spec(), layout),
         cardinality=source.cardinality,
         has_workers=source.has_workers,
         exclusive=source.exclusive,
+        terms=terms,
+        between=lambda: {number: source.between()},
+        settle=lambda saved: source.settle(saved.between.get(number, saved.between[0])),
     )
     return DistributedDataset(strategy, layout, options, feed)
 
 
-def _opener(source: Source, policy: AutoShardPolicy, layout: InputLayout, ahead: int) -> Callable[[], Reading]:
-    def open_bare() -> Reading:
-        return Reading(bare_steps(source.open()), _nothing, agreed=True)
+def _opener(
+    whole: Source, source: Source, policy: AutoShardPolicy, layout: InputLayout, ahead: int
+) -> Callable[[Saved | None], Reading]:
+    """``source``: what the policy leaves of ``whole`` to this process."""
 
-    def open_fixed_sizes() -> Reading:
-        source.agree(layout.peers)
-        return Reading(fixed_size_steps(source.open(), source.declared_batch, layout), _nothing, agreed=False)
+    def open_bare(saved: Saved | None) -> Reading:
+        stream = source.open(None if saved is None else saved.streams[0])
+        return Reading(bare_steps(stream.items), _nothing, StepPerItem({0: stream}, saved), 1, agreed=True)
 
-    def open_equal_chunks() -> Reading:
-        source.agree(layout.peers)
-        steps, prepare = source.open_equal_chunks(layout, ahead)
-        return Reading(steps, prepare, agreed=True, compared=source.compared)
+    def open_fixed_sizes(saved: Saved | None) -> Reading:
+        worker, workers = layout.worker_index, layout.num_workers
+        if saved is None:
+            source.agree(layout.peers)
+            streams, pipelines = {worker: source.open()}, workers
+        else:
+            pipelines = saved.pipelines
+            numbers = range(worker, pipelines, workers)
+            streams = {
+                number: _pipeline(whole, source, policy, number, pipelines, workers).open(saved.streams[number])
+                for number in numbers
+            }
+        standing = FixedSizes(streams, source.declared_batch, layout, saved)
+        return Reading(standing.steps(), _nothing, standing, pipelines, agreed=False)
+
+    def open_equal_chunks(saved: Saved | None) -> Reading:
+        if saved is None:
+            source.agree(layout.peers)
+        stream, prepare = source.open_equal_chunks(layout, ahead, None if saved is None else saved.streams[0])
+        standing = StepPerItem({0: stream}, saved)
+        return Reading(stream.items, prepare, standing, 1, agreed=True, compared=source.compared)
 
     if layout.bare:
         return open_bare
     return open_equal_chunks if policy is AutoShardPolicy.DATA else open_fixed_sizes
+
+
+def _pipeline(
+    whole: Source, source: Source, policy: AutoShardPolicy, number: int, pipelines: int, workers: int
+) -> Source:
+    """Pipeline ``number`` of as many as there were in the run that is gone on with."""
+    if pipelines == workers:
+        return source
+    if pipelines == 1:
+        return whole
+    return (whole.for_files if policy is AutoShardPolicy.FILE else whole.for_hint)(number, pipelines)
 
 
 def distribute_datasets_from_function(
@@ -134,10 +177,24 @@ def hand_out_elements(
 ) -> DistributedDataset:
     """Distribute whole elements: consecutive ones of a single source, or those of a source for each local replica."""
 
-    def open_pipelines() -> Reading:
-        elements = [source.open() for source in sources]
+    pipelines = len(sources) * layout.num_workers
+    numbered = dict(enumerate(sources, start=len(sources) * layout.worker_index))
+
+    def open_pipelines(saved: Saved | None) -> Reading:
+        resumes: Mapping[int, Resume] = {} if saved is None else saved.streams
+        streams = {number: source.open(resumes.get(number)) for number, source in numbered.items()}
+        elements = [stream.items for stream in streams.values()]
         steps = bare_steps(elements[0]) if layout.bare else element_steps(elements, layout)
-        return Reading(steps, _nothing, agreed=layout.bare)
+        return Reading(steps, _nothing, StepPerItem(streams, saved), pipelines, agreed=layout.bare)
+
+    def terms() -> Terms:
+        reads = f"{sources[0].reads} of a function's datasets"
+        settings = {number: source.settings() for number, source in numbered.items()}
+        return Terms(reads, settings, AutoShardPolicy.OFF, pipelines)
+
+    def settle(saved: Saved) -> None:
+        for number, source in numbered.items():
+            source.settle(saved.between.get(number, saved.between[0]))
 
     feed = Feed(
         open=open_pipelines,
@@ -146,6 +203,9 @@ def hand_out_elements(
         has_workers=any(source.has_workers for source in sources),
         exclusive=any(source.exclusive for source in sources),
         on_demand=any(source.on_demand for source in sources),
+        terms=terms,
+        between=lambda: {number: source.between() for number, source in numbered.items()},
+        settle=settle,
     )
     return DistributedDataset(strategy, layout, options, feed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -12,7 +12,10 @@ from torchstrat.data import rows
 from torchstrat.data.agreement import StepAgreement, require_equal_data
 from torchstrat.data.layout import BatchPlacement, InputLayout
 from torchstrat.data.options import InputOptions
+from torchstrat.data.position import Saved, Terms
 from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
+from torchstrat.data.progress import Progress, state_of
+from torchstrat.data.standing import Standing
 from torchstrat.data.streams import Step
 from torchstrat.errors import InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.values import BatchInfo, PerReplica
@@ -30,6 +33,9 @@ class Reading:
     steps: Iterator[Step]
     prepare: Callable[[int], None]
     """To be called in the caller's thread before each step, with its number."""
+    standing: Standing
+    pipelines: int
+    """Streams that are read by all processes in this pass."""
     agreed: bool
     """Whether the steps hold the rows of all replicas, and are as many, in every process without asking."""
     compared: bool = False
@@ -40,11 +46,17 @@ class Reading:
 class Feed:
     """How to open a distributed dataset, and what is known about it before."""
 
-    open: Callable[[], Reading]
+    open: Callable[[Saved | None], Reading]
+    """Starts over, or goes on with a pass that was under way."""
     element_spec: Callable[[], nest.Nest]
     cardinality: int
     has_workers: bool
     exclusive: bool
+    terms: Callable[[], Terms]
+    between: Callable[[], Mapping[int, Mapping[str, Any]]]
+    """Of this process's pipelines; see `Source.between`."""
+    settle: Callable[[Saved], None]
+    """Takes over what was saved between two passes."""
     on_demand: bool = False
     """Whether nothing may be read before it is asked for."""
 
@@ -63,14 +75,57 @@ class DistributedDataset:
         self._options = options
         self._feed = feed
         self._latest: weakref.ref[DistributedIterator] | None = None
+        self._progress: Progress | None = None
+        self._loaded: tuple[Saved, Mapping[str, Any]] | None = None
 
     def __iter__(self) -> DistributedIterator:
         _require_outside_replicas(self._strategy, "iter(distributed_dataset)")
         if self._feed.exclusive and self._latest is not None and (latest := self._latest()) is not None:
             latest.close()  # its persistent workers are about to start over
-        iterator = DistributedIterator(self._strategy, self._layout, self._options, self._feed)
-        self._latest = weakref.ref(iterator)
+        saved = None if self._loaded is None else self._loaded[0]
+        if saved is not None and not saved.under_way:
+            self._feed.settle(saved)
+        going_on = saved if saved is not None and saved.under_way else None
+        iterator = DistributedIterator(self._strategy, self._layout, self._options, self._feed, going_on)
+        self._loaded = None
+        self._latest, self._progress = weakref.ref(iterator), iterator._progress
         return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the data has been handed out, to go on from there in another run; see `load_state_dict`.
+
+        Batches that were read ahead do not count. The pass is that of the latest ``iter()``, also when its loop was
+        left early; when it has ended, or before the first, the state is between two passes. It is plain data of a few
+        thousand bytes, whatever the size of the dataset. With several processes all of them call it, after the same
+        step, and all get the same.
+
+        Raises:
+            InvalidArgumentError: the processes are at different steps.
+            UnsupportedError: data whose reading cannot be repeated: a function that is called for each element, or a
+                `DataLoader` with ``in_order=False``.
+        """
+        _require_outside_replicas(self._strategy, "distributed_dataset.state_dict()")
+        if self._loaded is not None:
+            return dict(self._loaded[1])
+        return state_of(self._progress, self._feed.terms(), self._feed.between, self._layout.peers)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next ``iter()`` go on with the row after the last one that ``state`` counts; later ones start over.
+
+        The number of replicas, of processes (under the policies DATA and FILE, or HINT with a hint) and the batch size
+        may be others than they were. At equal settings the steps are those of a run that was not interrupted, and so
+        is every pass after it, if the process's random streams are restored as well; this leaves them alone. For a
+        map-style dataset behind a `DataLoader` the order of indices is drawn again, and no row is read that was handed
+        out. What can only be read in sequence is read and dropped up to there, unless it has ``state_dict()`` and
+        ``load_state_dict()`` of its own. A loop that is under way goes on undisturbed.
+
+        With several processes all of them call it, with the same state. Nothing is read before the next ``iter()``.
+
+        Raises:
+            WrongTypeError: not such a state.
+            InvalidArgumentError: of another dataset, or of settings with which rows would be lost or repeated.
+        """
+        self._loaded = (self._feed.terms().check(state), state)
 
     @property
     def element_spec(self) -> nest.Nest:
@@ -127,14 +182,22 @@ class DistributedIterator:
     garbage collected, so a loop may simply be left.
     """
 
-    def __init__(self, strategy: Strategy, layout: InputLayout, options: InputOptions, feed: Feed) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        layout: InputLayout,
+        options: InputOptions,
+        feed: Feed,
+        going_on: Saved | None = None,
+    ) -> None:
         self._strategy = strategy
         self._layout = layout
         self._run_empty = options.empty_replicas == "run"
         self._feed = feed
         self._position = 0
         self._ended = False
-        self._reading = feed.open()
+        self._reading = feed.open(going_on)
+        self._progress = Progress(self._reading.standing, self._reading.pipelines)
         self._agreement: StepAgreement | None = None
         if layout.peers is not None and not self._reading.agreed:
             self._agreement = StepAgreement(layout.peers, len(layout.local_replicas))
@@ -145,7 +208,8 @@ class DistributedIterator:
         self._fetches = fetch
         place = self._placement.place if fetch else _leave
         ahead = _ahead(feed, options, fetch and self._placement.copies)
-        self._prefetcher = Prefetcher(self._reading.steps, place, options.per_replica_buffer_size, ahead)
+        steps = self._progress.following(self._reading.steps, self._reading.standing)
+        self._prefetcher = Prefetcher(steps, place, options.per_replica_buffer_size, ahead)
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -176,6 +240,11 @@ class DistributedIterator:
         """As `DistributedDataset.element_spec`."""
         return self._feed.element_spec()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `DistributedDataset.state_dict`, of this pass. It is loaded by the dataset."""
+        _require_outside_replicas(self._strategy, "distributed_iterator.state_dict()")
+        return state_of(self._progress, self._feed.terms(), self._feed.between, self._layout.peers)
+
     def close(self) -> None:
         """Stop reading ahead; the iterator is at its end then. Idempotent."""
         self._ended = True
@@ -193,8 +262,10 @@ class DistributedIterator:
                 self._layout.peers.report_failure(f"its input failed in {call}: {type(error).__name__}: {error}")
             raise
         if step is None:
+            self._progress.ended = True
             self.close()
         else:
+            self._progress.hand_out()
             self._position += 1
         return step
 
@@ -211,9 +282,9 @@ class DistributedIterator:
     def _pull(self) -> Step | None:
         placed = self._prefetcher.next()
         if placed is None:
-            return None
+            return self._progress.pull(None)
         step: Step = self._placement.receive(placed) if self._fetches else placed[0]
-        return step
+        return self._progress.pull(step)
 
     def _hand_out(self, step: Step) -> Any:
         if self._layout.bare:

@@ -6,70 +6,29 @@ a map-style dataset is shared by index: a process fetches and collates the rows 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
 
 from torchstrat import nest
 from torchstrat.data import rows, spec
+from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
+from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
 from torchstrat.data.layout import InputLayout
-from torchstrat.data.order import Index, IndexOrder, index_sampler
-from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline
-from torchstrat.data.rebatch import equal_chunks
-from torchstrat.data.sources import FileSource, Source, files_of_worker, make_source, reads_files
-from torchstrat.data.streams import Step, equal_chunk_steps
-
-Collate = Callable[[list[Any]], nest.Nest]
-
-
-class SplitBatch(NamedTuple):
-    """One process's share of a global batch. A named tuple, because ``pin_memory`` opens those."""
-
-    sizes: tuple[int, ...]
-    parts: tuple[nest.Nest, ...]
-    checksum: int | None
-
-
-@dataclass
-class _CollateAndSplit:
-    """Collates the examples of a global batch and splits them, in the process that loaded them.
-
-    The whole batch is collated once and cut, as TensorFlow does. Where the result has not one row per example (packed
-    ids with offsets, several crops per image, classes of one's own), cutting it would mix examples up: then each
-    replica's examples are collated by themselves, which is also what happens with one replica per process.
-    """
-
-    collate: Collate
-    convert: Callable[[nest.Nest], nest.Nest]
-    num_replicas: int
-    local_replicas: tuple[int, ...]
-    compare: bool
-    """Add the checksum of the first batch that this copy of the object sees."""
-
-    def __call__(self, examples: list[Any]) -> SplitBatch:
-        sizes = equal_chunks(len(examples), self.num_replicas)
-        whole = self.convert(self.collate(examples))
-        checksum = rows.checksum(whole) if self.compare else None
-        self.compare = False
-        if _row_per_example(whole, len(examples)):
-            parts = rows.split_by_sizes(whole, sizes)
-        else:
-            stops = list(itertools.accumulate(sizes))
-            shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-            parts = [self.convert(self.collate(share)) if share else rows.empty_like(whole) for share in shares]
-        return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
-
-
-def _row_per_example(batch: nest.Nest, examples: int) -> bool:
-    try:
-        return rows.common_rows(batch) == examples
-    except (TypeError, ValueError):  # leaves without rows
-        return False
+from torchstrat.data.loader_batches import Collate, CollateAndSplit, served, share_of
+from torchstrat.data.order import IndexOrder, index_sampler, len_of, sampler_name, streams_of
+from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
+from torchstrat.data.position import Place, Resume, Stream
+from torchstrat.data.random_states import RandomStreams, generators_in
+from torchstrat.data.sequence import is_stateful, own_state, unmoved
+from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files
+from torchstrat.data.streams import Step
+from torchstrat.errors import UnsupportedError
 
 
 class LoaderSource(Source):
@@ -90,60 +49,133 @@ class LoaderSource(Source):
         self.declared_batch = declared if isinstance(declared, int) else None
         self._drops = bool(loader.drop_last or getattr(sampler, "drop_last", False))
         self.cardinality = _length(loader)
+        self.reads = "rows in sequence" if self._iterable else "rows by index"
         self.rereads = self._iterable
         self.has_workers = loader.num_workers > 0
         self.exclusive = loader.persistent_workers
         self._inner: DataLoader[Any] | None = None
+        self._given = _Requests()
+        self._streams = streams_of(loader)
+        self._settled_workers = False
+        batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        self._sequence = IterableLoader(
+            loader,
+            lambda dataset, collate: _like(loader, dataset, generator=loader.generator, collate_fn=collate, **batching),
+        )
 
-    def open(self) -> Iterator[nest.Nest]:
-        return map(self._convert, iter(self.loader))
+    def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        if not self.loader.in_order and self.has_workers:
+            if resume is not None:
+                _refuse_out_of_order()
+            return Stream(map(self._convert, iter(self.loader)), Place, _refuse_out_of_order)
+        batches = self._read(self.loader.collate_fn, resume)
+        return replace(batches, items=map(self._convert, batches.items))
 
     @property
     def compared(self) -> bool:
         return self._iterable  # else rank 0's indices make every rank read the same
 
-    def open_equal_chunks(self, layout: InputLayout, ahead: int) -> tuple[Iterator[Step], Callable[[int], None]]:
+    def open_equal_chunks(
+        self, layout: InputLayout, ahead: int, resume: Resume | None = None
+    ) -> tuple[Stream[Step], Callable[[int], None]]:
         if layout.num_replicas == 1:
-            return equal_chunk_steps(self.open(), layout), _nothing
+            return super().open_equal_chunks(layout, ahead, resume)
         if layout.peers is not None and not self._iterable:
-            return self._open_by_index(layout, ahead)
+            return self._open_by_index(layout, ahead, resume)
         if not self._auto_collated:
-            return equal_chunk_steps(self.open(), layout), _nothing
-        return self._open_and_split(layout), _nothing
+            return super().open_equal_chunks(layout, ahead, resume)
+        return self._open_and_split(layout, resume), _nothing
 
-    def _open_and_split(self, layout: InputLayout) -> Iterator[Step]:
+    def _open_and_split(self, layout: InputLayout, resume: Resume | None) -> Stream[Step]:
         """Every batch in full, collated and split where it is loaded."""
-        loader = self.loader
-        collate = _CollateAndSplit(
-            loader.collate_fn, self._convert, layout.num_replicas, layout.local_replicas, layout.num_workers > 1
+        collate = CollateAndSplit(
+            self.loader.collate_fn, self._convert, layout.num_replicas, layout.local_replicas, layout.num_workers > 1
         )
-        if self._iterable:
-            batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        else:
-            batching = {"batch_sampler": loader.batch_sampler}
-        if self._inner is None or not self.exclusive:
-            self._inner = _like(loader, generator=loader.generator, collate_fn=collate, **batching)
-        batches = iter(self._inner)
-        return (Step(batch.parts, batch.sizes, batch.checksum) for batch in batches)
+        batches = self._read(collate, resume)
+        return replace(
+            batches,
+            items=(Step(batch.parts, batch.sizes, batch.checksum) for batch in batches.items),
+        )
 
-    def _open_by_index(self, layout: InputLayout, ahead: int) -> tuple[Iterator[Step], Callable[[int], None]]:
+    def _read(self, collate: Collate, resume: Resume | None) -> Stream[Any]:
+        """Batches as ``collate`` makes them, in the loader's own order."""
+        if self._iterable:
+            return self._sequence.open(collate, resume)
+        opened: list[tuple[Draws, Counted]] = []
+        self._given.draw = _ordering(self.loader, self._streams, resume, opened)
+        with self._opening(resume):
+            batches = iter(self._inner_loader(self.loader.generator, collate))
+            draws, order = opened[-1]
+            draws.begin()
+        served = Served(batches, order, draws.first_place)
+        return Stream(served, served.stand, draws.beginning)
+
+    def _open_by_index(
+        self, layout: InputLayout, ahead: int, resume: Resume | None
+    ) -> tuple[Stream[Step], Callable[[int], None]]:
         """Rank 0's order; of each batch only the rows of this process's replicas are fetched and collated."""
         assert layout.peers is not None
-        loader = self.loader
-        order = IndexOrder(loader, layout.peers, ahead + loader.num_workers * (loader.prefetch_factor or 1))
-        to_request, to_serve = itertools.tee(_share(index, layout, self._auto_collated) for index in order)
+        loader, auto_collated = self.loader, self._auto_collated
+        order = IndexOrder(loader, layout.peers, ahead + loader.num_workers * (loader.prefetch_factor or 1), resume)
+        counted = Counted(iter(order), order.place_before, auto_collated, order.draws)
+        to_request, to_serve = itertools.tee(share_of(index, layout, auto_collated) for index in counted)
         requests = (request for share in to_request for request in share.requests)
+        generator = loader.generator if layout.worker_index == 0 else torch.Generator()
+        inner = self._inner_loader(generator, loader.collate_fn)
+        self._given.draw = lambda: requests
+        with self._opening(resume):
+            _seed_workers(loader, inner, layout.worker_index)
+            batches = map(self._convert, iter(inner))
+            order.begin()
+        steps = Served(served(to_serve, batches, layout), counted, order.place_before())
+        return Stream(steps, steps.stand, order.beginning), order.prepare
+
+    def _inner_loader(self, generator: torch.Generator | None, collate: Collate) -> DataLoader[Any]:
+        """The user's loader, but for its order; kept where its workers are."""
         if self._inner is None or not self.exclusive:
-            given = _Requests()
             name = "batch_sampler" if self._auto_collated else "sampler"
-            batching = {name: given} if self._auto_collated else {name: given, "batch_size": None}
-            generator = loader.generator if layout.worker_index == 0 else torch.Generator()
-            self._inner = _like(loader, generator=generator, collate_fn=loader.collate_fn, **batching)
-            self._given = given
-        self._given.current = requests
-        _seed_workers(loader, self._inner, layout.worker_index)
-        batches = map(self._convert, iter(self._inner))
-        return _serve(to_serve, batches, layout), order.prepare
+            batching: dict[str, Any] = {name: self._given} | ({} if self._auto_collated else {"batch_size": None})
+            self._inner = _like(self.loader, generator=generator, collate_fn=collate, **batching)
+        return self._inner
+
+    @contextlib.contextmanager
+    def _opening(self, resume: Resume | None) -> Iterator[None]:
+        """Around the opening of the inner loader, which draws a seed for its workers.
+
+        That draw has been made already in the run that is gone on with: within a pass, or where workers persist, it is
+        not to move the streams once more.
+        """
+        if resume is not None:
+            with spec.undisturbed_randomness():
+                yield
+        elif self._settled_workers:
+            self._settled_workers = False
+            with self._given.drawn_from(RandomStreams(own=generators_in(self.loader))):
+                yield
+        else:
+            yield
+
+    def settings(self) -> dict[str, Any]:
+        if self._iterable:
+            return self._sequence.settings()
+        found = {"number of rows": len_of(self.loader.dataset), "sampler": sampler_name(self.loader)}
+        return found | {"generators": self._streams.own_kinds}
+
+    def between(self) -> dict[str, Any]:
+        if self._iterable:
+            return self._sequence.between()
+        stateful = stateful_part(index_sampler(self.loader))
+        own = {} if stateful is None else {"own": own_state(stateful)}
+        return {"streams": self._streams.own_states(), "workers": self._inner is not None, **own}
+
+    def settle(self, between: Mapping[str, Any]) -> None:
+        if self._iterable:
+            self._sequence.settle(between)
+            return
+        self._streams.put(between.get("streams", {}))
+        if "own" in between and (stateful := stateful_part(index_sampler(self.loader))) is not None:
+            stateful.load_state_dict(between["own"])
+        self._settled_workers = self.exclusive and self._inner is None and between.get("workers", False)
 
     def element_spec(self) -> nest.Nest:
         with spec.undisturbed_randomness():
@@ -164,8 +196,11 @@ class LoaderSource(Source):
             return 0
         if isinstance(dataset, TensorDataset):
             return tuple(tensor.new_zeros(tensor.shape[1:]) for tensor in dataset.tensors)
+        if isinstance(dataset, Pipeline):
+            return next(dataset.read(View()))
         if self._iterable:
-            return next(iter(dataset))
+            with unmoved(dataset if is_stateful(dataset) else None):
+                return next(iter(dataset))
         lists = not self._auto_collated and isinstance(self.loader.sampler, BatchSampler)
         return dataset[[0] if lists else 0]
 
@@ -178,14 +213,14 @@ class LoaderSource(Source):
         if not reads_files(dataset):
             return super().for_files(worker, workers)
         files = files_of_worker(dataset.files, worker, workers)
-        return self._with_dataset(_OwnFiles(dataset, files))
+        return self._with_dataset(OwnFiles(dataset, files))
 
     def for_hint(self, worker: int, workers: int) -> Source:
         dataset = self.loader.dataset
         shard = getattr(dataset, "shard", None)
         if not callable(shard) or not self._iterable:
             return self
-        return self._with_dataset(_Opened(make_source(dataset).for_hint(worker, workers)))
+        return self._with_dataset(Opened(make_source(dataset).for_hint(worker, workers)))
 
     def _with_dataset(self, dataset: IterableDataset[Any]) -> LoaderSource:
         loader = self.loader
@@ -194,72 +229,45 @@ class LoaderSource(Source):
         return LoaderSource(other, strings_as_arrays=self._convert is rows.strings_to_arrays)
 
 
-class _Share(NamedTuple):
-    """What this process does for one global batch."""
+def _ordering(
+    loader: DataLoader[Any], streams: RandomStreams, resume: Resume | None, opened: list[tuple[Draws, Counted]]
+) -> Callable[[], Iterator[Index]]:
+    """What opens the loader's own order, and notes it in ``opened``.
 
-    sizes: tuple[int, ...] | None
-    """Rows of every replica of the group; None: known when the batch is there, which is fetched in full."""
-    requests: tuple[Index, ...]
-    """What to fetch: one request per local replica that has rows. With none, one row of another replica, to learn
-    what an empty batch looks like."""
+    A `DataLoader` with workers opens it twice, before and after it draws their seed; the second is what it uses. Not a
+    method: what is kept by a loader must not keep its source, and so the loader and its workers, alive.
+    """
+    grouped = loader.batch_sampler is not None
 
+    def open_order() -> Iterator[Index]:
+        draws = Draws(index_sampler(loader), streams, grouped, resume)
+        order = Counted(draws, lambda: draws.first_place, grouped, draws)
+        opened.append((draws, order))
+        return order
 
-def _share(index: Index, layout: InputLayout, auto_collated: bool) -> _Share:
-    if not auto_collated and not _lists_rows(index):
-        return _Share(None, (index,))
-    sizes = equal_chunks(len(index), layout.num_replicas)
-    stops = list(itertools.accumulate(sizes))
-    own = tuple(index[stops[replica] - sizes[replica] : stops[replica]] for replica in layout.local_replicas)
-    return _Share(sizes, tuple(request for request in own if len(request)) or (index[:1],))
-
-
-def _lists_rows(index: Index) -> bool:
-    """Whether one index of a dataset that makes its own batches names their rows (a tuple may be any key)."""
-    return isinstance(index, list) or (isinstance(index, np.ndarray | torch.Tensor) and index.ndim == 1)
-
-
-def _serve(shares: Iterator[_Share], batches: Iterator[nest.Nest], layout: InputLayout) -> Iterator[Step]:
-    for share in shares:
-        if share.sizes is None:
-            yield from equal_chunk_steps(itertools.islice(batches, 1), layout, compare=False)
-            continue
-        fetched = [next(batches) for _ in share.requests]
-        empty = rows.empty_like(fetched[0])
-        present = iter(fetched)
-        sizes = [share.sizes[replica] for replica in layout.local_replicas]
-        yield Step(tuple(next(present) if size else empty for size in sizes), share.sizes)
+    return open_order
 
 
 class _Requests:
     """The (batch) sampler of the inner loader: hands on what is to be fetched in the current epoch."""
 
     def __init__(self) -> None:
-        self.current: Iterator[Index] = iter(())
+        self.draw: Callable[[], Iterator[Index]] = lambda: iter(())
+        self._streams = RandomStreams(())
+        self._before: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Index]:
-        return self.current
+        self._streams.put(self._before)
+        return self.draw()
 
-
-class _OwnFiles(IterableDataset[Any]):
-    """The files of one process. Data-loading workers of that process take turns in its files' elements."""
-
-    def __init__(self, dataset: FileSource, files: Sequence[PathLike]) -> None:
-        self._dataset, self._files = dataset, files
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        elements = iter(self._dataset.open(self._files))
-        return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
-
-
-class _Opened(IterableDataset[Any]):
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        elements = self._source.open()
-        return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
+    @contextlib.contextmanager
+    def drawn_from(self, streams: RandomStreams) -> Iterator[None]:
+        """Requests that are begun within this are drawn from where ``streams`` stand now."""
+        self._streams, self._before = streams, streams.states()
+        try:
+            yield
+        finally:
+            self._streams, self._before = RandomStreams(()), {}
 
 
 def _like(loader: DataLoader[Any], dataset: Any = None, **changes: Any) -> DataLoader[Any]:
@@ -292,6 +300,13 @@ def _length(loader: DataLoader[Any]) -> int:
         return len(loader)
     except (TypeError, NotImplementedError):
         return UNKNOWN_CARDINALITY
+
+
+def _refuse_out_of_order() -> NoReturn:
+    raise UnsupportedError(
+        "the DataLoader has in_order=False: its batches come as workers finish them, so what has been handed out is no "
+        "part of an order that one could go on with. Leave in_order out, or save the data position between passes."
+    )
 
 
 def _nothing(step: int) -> None:

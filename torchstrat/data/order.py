@@ -26,10 +26,10 @@ from torch.utils.data import (
 )
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.data.draws import Draws, Index
+from torchstrat.data.position import Place, Resume
+from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
-
-Index = Any
-"""What a sampler yields: a list of indices for a batch, or one index where the dataset makes the batches."""
 
 BATCHES_PER_MESSAGE = 16
 """Enough to make the message's latency not count; few enough for samplers that follow the training."""
@@ -40,6 +40,25 @@ _OWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weighted
 def index_sampler(loader: DataLoader[Any]) -> Any:
     """What the loader draws from: its batch sampler, or its sampler where the dataset makes the batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def streams_of(loader: DataLoader[Any]) -> RandomStreams:
+    """What the loader's sampler may draw from. Torch's own samplers have one stream each; any other may use all."""
+    own = _own_sampler(index_sampler(loader))
+    if own is None:
+        return RandomStreams(own=generators_in(loader))
+    default = type(own) is not SequentialSampler and getattr(own, "generator", None) is None
+    return RandomStreams(("torch",) if default else (), generators_in(loader))
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """Which order it has, in words."""
+    names: list[str] = []
+    sampler = index_sampler(loader)
+    while sampler is not None and len(names) < 8:
+        names.append(type(sampler).__name__)
+        sampler = getattr(sampler, "sampler", None)
+    return " of ".join(names)
 
 
 def refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
@@ -62,29 +81,43 @@ class IndexOrder:
         loader: this rank's loader, of equal settings on every rank.
         communicator: the way to the others.
         ahead: how many batches beyond the current step this rank may ask for.
+        resume: where to go on, equal on every rank; None: at the beginning.
 
     Raises:
-        InvalidArgumentError: the ranks' datasets have different lengths.
+        InvalidArgumentError: the ranks' datasets have different lengths, or they are to go on at different places.
     """
 
-    def __init__(self, loader: DataLoader[Any], communicator: Communicator, ahead: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], communicator: Communicator, ahead: int, resume: Resume | None = None
+    ) -> None:
         self._communicator = communicator
         self._own = _own_sampler(index_sampler(loader))
         sampler = index_sampler(loader)
+        self._first_place = Place() if resume is None else resume.place
+        start = (self._first_place.rows, self._first_place.order, self._first_place.extra)
         said = communicator.all_gather_object(
-            (_length(loader.dataset), self._fingerprint(sampler), ahead), "the length of a dataset"
+            (len_of(loader.dataset), self._fingerprint(sampler), ahead, start), "the length of a dataset"
         )
-        lengths = [length for length, _, _ in said]
+        lengths = [length for length, *_ in said]
         if len(set(lengths)) > 1:
             raise InvalidArgumentError(
                 f"the dataset has {lengths} items on ranks 0 to {len(lengths) - 1}: every rank needs the whole, equal "
                 "dataset. Data that is sharded already needs InputOptions(auto_shard_policy=AutoShardPolicy.OFF)."
             )
-        self._replay = self._own is not None and len({fingerprint for _, fingerprint, _ in said}) == 1
-        self._ahead = max(ahead for _, _, ahead in said)
-        self._draws: Iterator[Index] | None = None
+        starts = [place for *_, place in said]
+        if len(set(starts)) > 1:
+            raise InvalidArgumentError(
+                f"ranks 0 to {len(said) - 1} go on after {[rows for rows, *_ in starts]} rows of the pass: every rank "
+                "has to load the same data position."
+            )
+        self._replay = self._own is not None and len({fingerprint for _, fingerprint, *_ in said}) == 1
+        self._ahead = max(ahead for _, _, ahead, _ in said)
+        self.draws: Draws | None = None
+        """On the ranks that draw, rank 0 among them."""
         if self._replay or communicator.rank == 0:
-            self._draws = iter(sampler)
+            self.draws = Draws(sampler, streams_of(loader), loader.batch_sampler is not None, resume)
+        # Where draws are repeated, every rank knows the stream that they were made from.
+        self._seeded = resume is not None and resume.beginning["drawn"] >= 0
         self._pending: deque[Index] = deque()
         self._first, self._ended, self._drawn = True, False, 0
 
@@ -96,6 +129,19 @@ class IndexOrder:
                 return
             yield self._pending.popleft()
 
+    def begin(self) -> None:
+        """Draw again what was drawn before, where every rank does. Rank 0 alone does it when the others listen."""
+        if self._replay and self.draws is not None:
+            self.draws.begin()
+
+    def place_before(self) -> Place:
+        """Where this pass goes on."""
+        return self._first_place if self.draws is None else self.draws.first_place
+
+    def beginning(self) -> dict[str, Any]:
+        """What it takes to draw this order again, on the ranks that draw."""
+        return {} if self.draws is None else self.draws.beginning()
+
     def prepare(self, step: int) -> None:
         """Have enough indices at hand that no other thread has to draw during step ``step``."""
         while not self._ended and self._drawn < step + 1 + self._ahead:
@@ -104,10 +150,10 @@ class IndexOrder:
     def _draw(self) -> None:
         if not self._replay:
             batches = self._receive()
-        elif self._first:
+        elif self._first and not self._seeded:
             batches = self._replay_first()
         else:
-            batches = list(itertools.islice(self._draws or (), BATCHES_PER_MESSAGE))
+            batches = list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))
         self._first = False
         self._ended = len(batches) < BATCHES_PER_MESSAGE
         self._drawn += len(batches)
@@ -115,10 +161,10 @@ class IndexOrder:
 
     def _receive(self) -> list[Index]:
         message: tuple[list[Index], BaseException | None] = ([], None)
-        if self._draws is not None:
+        if self.draws is not None:
             drawn: list[Index] = []
             try:
-                drawn.extend(itertools.islice(self._draws, BATCHES_PER_MESSAGE))
+                drawn.extend(itertools.islice(self.draws, BATCHES_PER_MESSAGE))
                 message = (drawn, None)
             except Exception as error:  # the others wait for a message: they get one, then it is raised everywhere
                 message = ([], error)
@@ -135,13 +181,13 @@ class IndexOrder:
     def _replay_first(self) -> list[Index]:
         """The first draws, made on rank 0's random stream: the only ones that torch's samplers take from outside."""
         if type(self._own) is SequentialSampler:
-            return list(itertools.islice(self._draws or (), BATCHES_PER_MESSAGE))
+            return list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))
         stream = getattr(self._own, "generator", None)
         generator = torch.default_generator if stream is None else stream
         before = generator.get_state()
         state = self._communicator.broadcast_object(before, 0, "the state of the sampler's random stream")
         generator.set_state(state)
-        batches = list(itertools.islice(self._draws or (), BATCHES_PER_MESSAGE))
+        batches = list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))
         if stream is None and not torch.equal(before, state):
             generator.set_state(before)  # this rank's default stream is its own: seeded differently, left alone
         return batches
@@ -169,7 +215,8 @@ def _own_sampler(sampler: Any) -> Any:
     return sampler if type(sampler) in _OWN_SAMPLERS else None
 
 
-def _length(dataset: Any) -> int | None:
+def len_of(dataset: Any) -> int | None:
+    """None where it does not say."""
     try:
         return len(dataset)
     except TypeError:

@@ -69,6 +69,12 @@ class Pipeline(IterableDataset[Any]):
     def read(self, view: View) -> Iterator[nest.Nest]:
         """The elements that ``view`` leaves, in order."""
 
+    def read_from(self, view: View, start: int) -> Iterator[nest.Nest]:
+        """`read` without its first ``start`` elements: read and dropped, where they cannot be passed over."""
+        elements = self.read(view)
+        next(itertools.islice(elements, start, start), None)
+        return elements
+
     @property
     @abstractmethod
     def element_spec(self) -> nest.Nest:
@@ -89,7 +95,8 @@ class Pipeline(IterableDataset[Any]):
         """Whether a `shuffle` without a seed of its own is part of the pipeline."""
         return False
 
-    _passes = 0
+    passes = 0
+    """How often it was iterated: every pass is shuffled anew."""
 
     def pass_seed(self) -> int:
         """The seed of a pass that begins now: the same in all workers of a `DataLoader`. Draws only if needed."""
@@ -99,8 +106,8 @@ class Pipeline(IterableDataset[Any]):
         return draw_seed() if self.needs_seed else 0
 
     def __iter__(self) -> Iterator[nest.Nest]:
-        elements = self.read(View(seed=self.pass_seed(), passes=(self._passes,)))
-        self._passes += 1
+        elements = self.read(View(seed=self.pass_seed(), passes=(self.passes,)))
+        self.passes += 1
         worker = get_worker_info()
         if worker is None:
             return elements
@@ -202,7 +209,12 @@ class _Batch(_Transformed):
         self.batch_size, self.drop_remainder = self.rows_per_batch, self.drops
 
     def read(self, view: View) -> Iterator[nest.Nest]:
-        elements = self.source.read(view)
+        return self._grouped(self.source.read(view))
+
+    def read_from(self, view: View, start: int) -> Iterator[nest.Nest]:
+        return self._grouped(self.source.read_from(view, start * self.rows_per_batch))
+
+    def _grouped(self, elements: Iterator[nest.Nest]) -> Iterator[nest.Nest]:
         while batch := list(itertools.islice(elements, self.rows_per_batch)):
             if len(batch) == self.rows_per_batch or not self.drops:
                 yield nest.map_structure(lambda *column: stack(column), *batch)
@@ -254,6 +266,9 @@ class _Map(_Transformed):
     def read(self, view: View) -> Iterator[nest.Nest]:
         return map(self.fn, self.source.read(view))
 
+    def read_from(self, view: View, start: int) -> Iterator[nest.Nest]:
+        return map(self.fn, self.source.read_from(view, start))
+
     @property
     def element_spec(self) -> nest.Nest:
         with spec.undisturbed_randomness():
@@ -270,6 +285,10 @@ class _Take(_Transformed):
 
     def read(self, view: View) -> Iterator[nest.Nest]:
         return itertools.islice(self.source.read(view), self.count)
+
+    def read_from(self, view: View, start: int) -> Iterator[nest.Nest]:
+        taken = min(start, self.count)
+        return itertools.islice(self.source.read_from(view, taken), self.count - taken)
 
     @property
     def cardinality(self) -> int:

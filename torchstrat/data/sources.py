@@ -20,6 +20,9 @@ from torchstrat.data import rows, spec
 from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View, draw_seed
+from torchstrat.data.position import Place, Resume, Stream
+from torchstrat.data.random_states import RandomStreams, generators_in
+from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 
@@ -41,6 +44,8 @@ def reads_files(dataset: Any) -> bool:
 class Source(ABC):
     """A stream of global batches that can be opened again and again."""
 
+    reads: str = "rows in sequence"
+    """What its position counts; see `Terms`."""
     declared_batch: int | None = None
     """Rows of a full batch, where the dataset says so."""
     cardinality: int = UNKNOWN_CARDINALITY
@@ -58,25 +63,45 @@ class Source(ABC):
         """Take over rank 0's random choices for the next `open`. Every process calls it right before that."""
 
     @abstractmethod
-    def open(self) -> Iterator[nest.Nest]:
-        """Start over. Workers are started here, in the calling thread; batches are read as they are asked for."""
+    def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        """Start over, or go on where ``resume`` says. Workers are started here, in the calling thread; batches are
+        read as they are asked for, but for those that have to be read and dropped to get there.
+
+        Going on leaves the process's shared random streams where they were: they have been restored by whoever
+        restored the position, or are not to be.
+        """
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change within a pass for its position to mean the same rows."""
+        return {}
+
+    def between(self) -> dict[str, Any]:
+        """Between two passes: what the next one depends on besides the process's shared random streams."""
+        return {}
+
+    def settle(self, between: Mapping[str, Any]) -> None:  # noqa: B027 - most sources have nothing of their own
+        """Take over what `between` said in the run that was saved."""
 
     @abstractmethod
     def element_spec(self) -> nest.Nest:
         """The nest of `TensorSpec` of a global batch. May read one example, with random streams put back after."""
 
-    def open_equal_chunks(self, layout: InputLayout, ahead: int) -> tuple[Iterator[Step], Callable[[int], None]]:
-        """Start over with every batch split by the equal-chunk rule.
+    def open_equal_chunks(
+        self, layout: InputLayout, ahead: int, resume: Resume | None = None
+    ) -> tuple[Stream[Step], Callable[[int], None]]:
+        """`open` with every batch split by the equal-chunk rule.
 
         Args:
             layout: the replicas.
             ahead: how many steps beyond the current one may be asked for.
+            resume: as for `open`.
 
         Returns:
             The steps of this process, and a function to call in the caller's thread before step ``i`` is asked for.
             Where there are several processes all call both, in the same order.
         """
-        return equal_chunk_steps(self.open(), layout), lambda step: None
+        batches: Stream[Any] = self.open(resume)
+        return replace(batches, items=equal_chunk_steps(batches.items, layout)), lambda step: None
 
     @property
     def reads_files(self) -> bool:
@@ -90,7 +115,7 @@ class Source(ABC):
         )
 
     def for_hint(self, worker: int, workers: int) -> Source:
-        """What the HINT policy leaves to one process; everything, when the dataset has no hint."""
+        """What the HINT policy leaves to one process; this source itself, when the dataset has no hint."""
         return self
 
     @property
@@ -102,6 +127,10 @@ class Source(ABC):
         """Raise now, not in the first step, where it is known without reading that elements cannot be split."""
 
 
+_MIXED = -1
+"""For a global batch: it changed within the pass, so that only rows can be counted."""
+
+
 class PipelineSource(Source):
     """`ArrayDataset`, `TextLineDataset` and what is made of them."""
 
@@ -111,20 +140,52 @@ class PipelineSource(Source):
         self.declared_batch = pipeline.batch_size
         self.cardinality = pipeline.cardinality
         self.rereads = self.reads_files
-        self._passes = 0
+        self.passes = 0
         self._agreed_seed: int | None = None
 
     def agree(self, peers: Communicator | None) -> None:
         if peers is not None and self._pipeline.needs_seed:
             self._agreed_seed = peers.broadcast_object(draw_seed(), 0, "the seed of a shuffled dataset")
 
-    def open(self) -> Iterator[nest.Nest]:
+    def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         seed, self._agreed_seed = self._agreed_seed, None
-        if seed is None:
+        if resume is not None:
+            self.passes, seed = resume.beginning["passes"], resume.beginning["seed"]
+        elif seed is None:
             seed = self._pipeline.pass_seed()
-        view = replace(self._view, seed=seed, passes=(self._passes,))
-        self._passes += 1
-        return map(rows.to_tensors, self._pipeline.read(view))
+        view = replace(self._view, seed=seed, passes=(self.passes,))
+        beginning = {"passes": self.passes, "seed": seed, "global_batch": self.declared_batch or 0}
+        self.passes += 1
+        batches: Iterator[nest.Nest]
+        if resume is None:
+            batches, place = map(rows.to_tensors, self._pipeline.read(view)), Place()
+        else:
+            place = resume.place
+            alike = place.rows is None or resume.beginning["global_batch"] == beginning["global_batch"]
+            if not alike:
+                beginning["global_batch"] = _MIXED
+            batches = self._read_on(view, place, by_batches=alike)
+        counted = Sequentially(batches, place)
+        return Stream(counted, counted.stand, lambda: beginning)
+
+    def _read_on(self, view: View, place: Place, by_batches: bool) -> Iterator[nest.Nest]:
+        if place.ended:
+            return iter(())
+        with spec.undisturbed_randomness():
+            batches = map(rows.to_tensors, self._pipeline.read_from(view, place.batches if by_batches else 0))
+            return skip_extra(batches if by_batches else skip(batches, place), place)
+
+    def settings(self) -> dict[str, Any]:
+        root: Any = self._pipeline
+        while hasattr(root, "source"):
+            root = root.source
+        return {"dataset": type(root).__name__} | ({"its rows": len(root)} if hasattr(root, "__len__") else {})
+
+    def between(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def settle(self, between: Mapping[str, Any]) -> None:
+        self.passes = between.get("passes", 0)
 
     def element_spec(self) -> nest.Nest:
         return self._pipeline.element_spec
@@ -140,6 +201,8 @@ class PipelineSource(Source):
         return PipelineSource(self._pipeline, View(files, self._view.hint))
 
     def for_hint(self, worker: int, workers: int) -> Source:
+        if not self._pipeline.hinted:
+            return self
         return PipelineSource(self._pipeline, View(self._view.files, (workers, worker)))
 
     def check_splittable(self) -> None:
@@ -164,13 +227,13 @@ class ListSource(Source):
                 "each a tensor, an array, or a list, tuple or dict of them."
             )
 
-    def open(self) -> Iterator[nest.Nest]:
-        return map(rows.to_tensors, self._batches)
+    def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        return in_sequence(lambda: map(rows.to_tensors, self._batches), resume)
 
     def element_spec(self) -> nest.Nest:
         if not self._batches:
             raise InvalidArgumentError("element_spec of an empty sequence of batches is not known.")
-        specs = [spec.spec_of(batch, rows_fixed=False) for batch in self.open()]
+        specs = [spec.spec_of(rows.to_tensors(batch), rows_fixed=False) for batch in self._batches]
         return nest.map_structure(_widest, *specs)
 
     def check_splittable(self) -> None:
@@ -190,8 +253,26 @@ class IterableSource(Source):
         self._used = False
         self.declared_batch = _whole(getattr(iterable, "batch_size", None))
         self.cardinality = _length(iterable)
+        self._streams = RandomStreams(own=generators_in(iterable))
+        self._stateful: Any = iterable if is_stateful(iterable) else None
 
-    def open(self) -> Iterator[nest.Nest]:
+    def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        return in_sequence(self._read, resume, self._streams, self._stateful)
+
+    def settings(self) -> dict[str, Any]:
+        return {"dataset": type(self._iterable).__name__}
+
+    def between(self) -> dict[str, Any]:
+        own = {} if self._stateful is None else {"own": self._stateful.state_dict()}
+        return {"streams": self._streams.own_states(), **own}
+
+    def settle(self, between: Mapping[str, Any]) -> None:
+        if self._stateful is not None and "own" in between:
+            self._stateful.load_state_dict(between["own"])
+        else:
+            self._streams.put(between.get("streams", {}))
+
+    def _read(self) -> Iterator[nest.Nest]:
         if self._once is None:
             return map(rows.to_tensors, iter(self._iterable))
         if self._used:
@@ -205,7 +286,8 @@ class IterableSource(Source):
     def element_spec(self) -> nest.Nest:
         with spec.undisturbed_randomness():
             if self._once is None:
-                first = next(iter(self._iterable), None)
+                with unmoved(self._stateful):
+                    first = next(iter(self._iterable), None)
             elif (first := next(self._once, None)) is not None:
                 self._once = itertools.chain([first], self._once)
         if first is None:
@@ -220,12 +302,20 @@ class IterableSource(Source):
 class MapSource(Source):
     """A map-style `Dataset` whose items are the global batches, in the order of its indices."""
 
+    reads = "batches by index"
+
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.cardinality = len(dataset)
 
-    def open(self) -> Iterator[nest.Nest]:
-        return (rows.to_tensors(self._dataset[index]) for index in range(len(self._dataset)))
+    def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        place = Place() if resume is None else resume.place
+        batches = (rows.to_tensors(self._dataset[index]) for index in range(place.batches, len(self._dataset)))
+        counted = Sequentially(skip_extra(batches, place), place)
+        return Stream(counted, counted.stand)
+
+    def settings(self) -> dict[str, Any]:
+        return {"number of batches": len(self._dataset)}
 
     def element_spec(self) -> nest.Nest:
         if not len(self._dataset):

@@ -56,19 +56,35 @@ def equal_chunk_steps(batches: Iterator[nest.Nest], layout: InputLayout, compare
         yield Step(tuple(parts[replica] for replica in layout.local_replicas), sizes, checksum)
 
 
-def fixed_size_steps(batches: Iterator[nest.Nest], declared: int | None, layout: InputLayout) -> Iterator[Step]:
+@dataclass
+class InferredBatch:
+    """The batch size that the fixed-size rule goes by where none is declared."""
+
+    rows: int | None = None
+    """None: the first batch will tell. 0: they differ."""
+
+
+def fixed_size_steps(
+    batches: Iterator[nest.Nest],
+    declared: int | None,
+    layout: InputLayout,
+    steps_before: int = 0,
+    inferred: InferredBatch | None = None,
+) -> Iterator[Step]:
     """The fixed-size rule: this process cuts *all* of its rows for its own replicas, one step after the other.
 
-    ``rows`` of the steps are those of the local replicas.
+    ``rows`` of the steps are those of the local replicas. ``steps_before`` and ``inferred``: where the rule stands, to
+    go on within a pass.
     """
     if layout.num_replicas == 1:
         return (Step((batch,), (rows_or_one(batch),)) for batch in batches)
     local = len(layout.local_replicas)
     if declared:
         sizes = batch_sizes_for_worker(declared, layout.num_workers, local, layout.worker_index)
-        parts = cut_stream(batches, sizes)
+        used = steps_before * local % len(sizes)
+        parts = cut_stream(batches, sizes[used:] + sizes[:used])
     else:
-        parts = _cut_undeclared(batches, layout)
+        parts = _cut_undeclared(batches, layout, InferredBatch() if inferred is None else inferred)
     return _grouped(parts, local)
 
 
@@ -90,7 +106,7 @@ def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remaind
     batch, start, stop = next(batches, None), 0, 0
     if batch is None:
         return
-    empty, stop = rows.empty_like(batch), _aligned_rows(batch)
+    empty, stop = rows.empty_like(batch), aligned_rows(batch)
     for size in itertools.cycle(sizes):
         parts: list[nest.Nest] = []
         missing = size
@@ -98,7 +114,7 @@ def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remaind
             if start == stop:
                 if (batch := next(batches, None)) is None:
                     break
-                start, stop = 0, _aligned_rows(batch)
+                start, stop = 0, aligned_rows(batch)
             taken = min(missing, stop - start)
             if taken:
                 parts.append(rows.cut_batch(batch, start, start + taken))
@@ -110,24 +126,24 @@ def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remaind
             batch, start, stop = empty, 0, 0  # the source has ended: only sizes of 0 can follow
 
 
-def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout) -> Iterator[nest.Nest]:
+def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout, inferred: InferredBatch) -> Iterator[nest.Nest]:
     """The fixed-size rule where no batch size is declared: the first batch's rows are taken for it.
 
     It stands as long as every batch but the last has that size; else equal chunks are used from there on, as
     TensorFlow does where it cannot derive a batch size.
     """
-    declared: int | None = None
     batch, following = next(batches, None), None
     while batch is not None:
-        count = _aligned_rows(batch)
-        declared = count if declared is None else declared
-        if declared and count != declared:
+        count = aligned_rows(batch)
+        if inferred.rows is None:
+            inferred.rows = count
+        if inferred.rows and count != inferred.rows:
             following = next(batches, None)
-            if count > declared or following is not None:
-                declared = 0
-        if declared:
+            if count > inferred.rows or following is not None:
+                inferred.rows = 0
+        if inferred.rows:
             local = len(layout.local_replicas)
-            sizes = batch_sizes_for_worker(declared, layout.num_workers, local, layout.worker_index)
+            sizes = batch_sizes_for_worker(inferred.rows, layout.num_workers, local, layout.worker_index)
             parts = list(itertools.islice(_cut_stream(iter([batch]), sizes, False), len(sizes)))
             parts += [rows.empty_like(batch)] * (len(sizes) - len(parts))
         else:
@@ -136,7 +152,8 @@ def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout) -> Iterat
         batch, following = (following if following is not None else next(batches, None)), None
 
 
-def _aligned_rows(batch: nest.Nest) -> int:
+def aligned_rows(batch: nest.Nest) -> int:
+    """Rows of a batch whose leaves all have the same number of them."""
     count = rows.common_rows(batch)
     if count is None:
         lengths = sorted({rows.length(leaf) for leaf in rows.row_leaves(batch)})

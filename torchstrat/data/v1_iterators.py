@@ -17,6 +17,7 @@ from torchstrat.data.distributed import DistributedDataset, DistributedIterator,
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.options import InputContext, InputOptions, InputReplicationMode
 from torchstrat.data.pipeline import stack
+from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.sources import Source, make_source, refuse_distributed
 from torchstrat.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError, WrongTypeError
 from torchstrat.values import require_callable
@@ -84,7 +85,16 @@ class CallableSource(Source):
     def __init__(self, fn: Callable[[], nest.Nest]) -> None:
         self._fn = fn
 
-    def open(self) -> Iterator[nest.Nest]:
+    def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        return Stream(self._elements(), Place, self.between)
+
+    def between(self) -> NoReturn:
+        raise UnsupportedError(
+            "the position of a function that is called for each element is its own affair: nobody else can go back to "
+            "it. Save what it depends on, or return a dataset from the input_fn."
+        )
+
+    def _elements(self) -> Iterator[nest.Nest]:
         while True:
             try:
                 element = self._fn()

@@ -1,0 +1,260 @@
+"""A `DataLoader` over an iterable dataset, read from its beginning or from a place on.
+
+Without data-loading workers its elements are counted, and passed over one by one without being collated. Workers each
+read a stream of their own, taking turns batch by batch: they are started with the seed that they had, and whole
+batches are read and dropped, so their number and the batch size have to stay what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from torchstrat.data import spec
+from torchstrat.data.pipeline import PathLike, Pipeline
+from torchstrat.data.position import Place, Resume, Stream
+from torchstrat.data.random_states import RandomStreams, generators_in
+from torchstrat.data.sequence import is_stateful, own_state, rows_of, skip, skip_extra
+from torchstrat.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from torchstrat.data.sources import FileSource
+
+MakeLoader = Callable[..., DataLoader[Any]]
+"""``make(dataset, collate)``: a loader with the user's settings."""
+
+_END: Final[Any] = object()
+
+
+class _From(IterableDataset[Any]):
+    """The elements of a dataset after the first ``skipped``, which are read and dropped at once, by ``iter``."""
+
+    def __init__(self, dataset: Any, skipped: int) -> None:
+        self._dataset, self._skipped = dataset, skipped
+        self.ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        elements = iter(self._dataset)
+        next(itertools.islice(elements, self._skipped, self._skipped), None)
+        return self._watched(elements)
+
+    def _watched(self, elements: Iterator[Any]) -> Iterator[Any]:
+        yield from elements
+        self.ended = True
+
+
+class OwnFiles(IterableDataset[Any]):
+    """The files of one process. Data-loading workers of that process take turns in its files' elements."""
+
+    def __init__(self, dataset: FileSource, files: Sequence[PathLike]) -> None:
+        self._dataset, self._files = dataset, files
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        elements = iter(self._dataset.open(self._files))
+        return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
+
+
+class Opened(IterableDataset[Any]):
+    """The batches of another source. They are the elements of this dataset."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        elements = self.source.open().items
+        return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
+
+
+def _counting_passes(dataset: Any) -> Any:
+    """What shuffles by the number of the pass, in its attribute ``passes``; None for a dataset that is not ours."""
+    found = dataset.source if isinstance(dataset, Opened) else dataset
+    return found if isinstance(dataset, Pipeline | Opened) and hasattr(found, "passes") else None
+
+
+class IterableLoader:
+    """Opens the loader of an iterable dataset.
+
+    Args:
+        loader: the user's.
+        make: another one with its settings.
+    """
+
+    def __init__(self, loader: DataLoader[Any], make: MakeLoader) -> None:
+        self._loader, self._make = loader, make
+        self._dataset: Any = loader.dataset
+        workers, batched = loader.num_workers, loader.batch_size is not None
+        self._ours = _counting_passes(self._dataset)
+        piped = isinstance(self._dataset, IterDataPipe)  # torch looks for it in the loader: it cannot be wrapped
+        self._by_element = workers == 0 and batched and not piped
+        self._by_turns = workers > 0 or (piped and batched)
+        self._stateful: Any = self._dataset if is_stateful(self._dataset) and workers == 0 and not piped else None
+        owners = (loader,) if workers else (loader, self._dataset)
+        self._streams = RandomStreams(own=generators_in(*owners))
+        self._kept: DataLoader[Any] | None = None
+        # Of persistent workers: the states from which their seed was drawn, and how often they have started over.
+        self._started: dict[str, Any] | None = None
+        self._passes = 0
+        self._again: Resume | None = None
+
+    def open(self, collate: Callable[[list[Any]], Any], resume: Resume | None) -> Stream[Any]:
+        """The batches as ``collate`` makes them."""
+        resume, self._again = resume or self._again, None
+        if resume is None:
+            return self._open_new(collate)
+        place = resume.place
+        if place.ended:
+            return self._ended(resume)
+        if place.extra and self._by_turns and collate is not self._loader.collate_fn:
+            raise InvalidArgumentError(
+                "the data position lies within a batch, where it was saved under another auto_shard_policy: go on "
+                "under that policy until the pass has ended."
+            )
+        with spec.undisturbed_randomness():
+            return self._open_again(collate, resume)
+
+    def _open_new(self, collate: Callable[[list[Any]], Any]) -> Stream[Any]:
+        states, passes = self._streams.states(), self._passes_of_dataset()
+        if self._persistent:
+            if self._started is None:
+                self._started, self._passes = states, passes
+            else:
+                self._passes += 1
+            states, passes = self._started, self._passes
+        first = Place(own=own_state(self._stateful))
+        if collate is self._loader.collate_fn and self._stateful is None and not self._persistent:
+            return self._counted(iter(self._loader), first, states, passes, None)
+        watched = None if self._stateful is None else _From(self._dataset, 0)
+        return self._counted(iter(self._loader_of(watched, collate)), first, states, passes, watched)
+
+    def _open_again(self, collate: Callable[[list[Any]], Any], resume: Resume) -> Stream[Any]:
+        place, states, passes = resume.place, resume.beginning["streams"], resume.beginning["passes"]
+        if self._stateful is not None and place.own is not None:
+            self._stateful.load_state_dict(copy.deepcopy(place.own))
+            self._streams.put_shared(states)
+            skipped = place.extra
+        else:
+            self._streams.put(states)
+            skipped = (place.rows or 0) + place.extra
+        self._kept = None  # workers that have begun cannot go back
+        if self._persistent:
+            self._started, self._passes = states, passes
+        watched = _From(self._dataset, skipped) if self._by_element else None
+        with self._at_pass(passes):
+            batches: Iterator[Any] = iter(self._loader_of(watched, collate))
+        if self._by_turns:
+            batches = skip_extra(skip(batches, Place(place.batches, None)), place)
+        elif not self._by_element:
+            batches = skip_extra(batches if place.own is not None else skip(batches, place), place)
+        if self._loader.num_workers:
+            self._streams.put(resume.beginning["own_now"])
+        return self._counted(batches, place, states, passes, watched)
+
+    def _ended(self, resume: Resume) -> Stream[Any]:
+        """Nothing is left of this pass; the next one begins as it would have."""
+        beginning = resume.beginning
+        between = {"streams": beginning["own_now"], "passes": beginning["passes"] + 1, "own": resume.place.own}
+        self.settle(between | ({"started": beginning["streams"]} if self._persistent else {}))
+        return _stream(iter(()), resume.place, lambda place, _: place, lambda: dict(beginning))
+
+    def _loader_of(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:
+        if self._kept is None or not self._persistent:
+            self._kept = self._make(self._dataset if dataset is None else dataset, collate)
+        return self._kept
+
+    def _counted(
+        self, batches: Iterator[Any], first: Place, states: dict[str, Any], passes: int, watched: _From | None
+    ) -> Stream[Any]:
+        def after(place: Place, batch: Any) -> Place:
+            if batch is _END:
+                return place._replace(own=own_state(self._stateful), ended=True)
+            ended = watched is not None and watched.ended
+            return Place(place.batches + 1, self._rows_after(place, batch), own=own_state(self._stateful), ended=ended)
+
+        def beginning() -> dict[str, Any]:
+            return {"streams": states, "passes": passes, "own_now": self._streams.own_states()}
+
+        return _stream(batches, first, after, beginning)
+
+    def _rows_after(self, place: Place, batch: Any) -> int | None:
+        if self._by_turns or place.rows is None:
+            return None
+        # Elements, for a loader that groups them: a last batch that is smaller counts too many of what does not exist.
+        count = self._loader.batch_size if self._by_element else rows_of(batch)
+        return None if count is None else place.rows + place.extra + count
+
+    @property
+    def _persistent(self) -> bool:
+        return self._loader.persistent_workers
+
+    def _passes_of_dataset(self) -> int:
+        return 0 if self._ours is None else int(self._ours.passes)
+
+    @contextlib.contextmanager
+    def _at_pass(self, passes: int) -> Iterator[None]:
+        """While a loader is opened: our own datasets shuffle by the number of the pass; workers get a copy of it."""
+        if self._ours is None:
+            yield
+            return
+        before, self._ours.passes = self._ours.passes, passes
+        yield
+        if self._loader.num_workers:
+            self._ours.passes = before
+
+    def settings(self) -> dict[str, Any]:
+        found = {"dataset": type(self._dataset).__name__, "num_workers": self._loader.num_workers}
+        return found | ({"batch_size": self._loader.batch_size} if self._by_turns else {})
+
+    def between(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"streams": self._streams.own_states(), "passes": self._passes_of_dataset()}
+        if self._stateful is not None:
+            found["own"] = own_state(self._stateful)
+        if self._started is not None:
+            found |= {"started": self._started, "passes": self._passes + 1}
+        return found
+
+    def settle(self, between: Mapping[str, Any]) -> None:
+        if self._stateful is not None and "own" in between:
+            self._stateful.load_state_dict(copy.deepcopy(between["own"]))
+        else:
+            self._streams.put(between.get("streams", {}))
+        if "started" in between and self._persistent:
+            beginning = {"streams": between["started"], "passes": between["passes"], "own_now": between["streams"]}
+            self._again = Resume(Place(), beginning)
+        elif self._ours is not None:
+            self._ours.passes = between.get("passes", 0)
+
+
+def _stream(
+    batches: Iterator[Any],
+    first: Place,
+    after: Callable[..., Place],
+    beginning: Callable[[], dict[str, Any]],
+) -> Stream[Any]:
+    counting = _Counting(batches, first, after)
+    return Stream(counting, counting.stand, beginning)
+
+
+class _Counting:
+    def __init__(self, batches: Iterator[Any], first: Place, after: Callable[..., Place]) -> None:
+        self._batches, self._place, self._after = batches, first, after
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches, _END)
+        self._place = self._after(self._place, batch)
+        if batch is _END:
+            raise StopIteration
+        return batch
+
+    def stand(self) -> Place:
+        return self._place

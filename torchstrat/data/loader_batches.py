@@ -1,0 +1,103 @@
+"""What becomes of a loader's global batch: collated once and cut, or fetched by index, each process its own rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchstrat import nest
+from torchstrat.data import rows
+from torchstrat.data.draws import Index
+from torchstrat.data.layout import InputLayout
+from torchstrat.data.rebatch import equal_chunks
+from torchstrat.data.streams import Step, equal_chunk_steps
+
+Collate = Callable[[list[Any]], nest.Nest]
+
+
+class SplitBatch(NamedTuple):
+    """One process's share of a global batch. A named tuple, because ``pin_memory`` opens those."""
+
+    sizes: tuple[int, ...]
+    parts: tuple[nest.Nest, ...]
+    checksum: int | None
+
+
+@dataclass
+class CollateAndSplit:
+    """Collates the examples of a global batch and splits them, in the process that loaded them.
+
+    The whole batch is collated once and cut, as TensorFlow does. Where the result has not one row per example (packed
+    ids with offsets, several crops per image, classes of one's own), cutting it would mix examples up: then each
+    replica's examples are collated by themselves, which is also what happens with one replica per process.
+    """
+
+    collate: Collate
+    convert: Callable[[nest.Nest], nest.Nest]
+    num_replicas: int
+    local_replicas: tuple[int, ...]
+    compare: bool
+    """Add the checksum of the first batch that this copy of the object sees."""
+
+    def __call__(self, examples: list[Any]) -> SplitBatch:
+        sizes = equal_chunks(len(examples), self.num_replicas)
+        whole = self.convert(self.collate(examples))
+        checksum = rows.checksum(whole) if self.compare else None
+        self.compare = False
+        if _row_per_example(whole, len(examples)):
+            parts = rows.split_by_sizes(whole, sizes)
+        else:
+            stops = list(itertools.accumulate(sizes))
+            shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+            parts = [self.convert(self.collate(share)) if share else rows.empty_like(whole) for share in shares]
+        return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
+
+
+def _row_per_example(batch: nest.Nest, examples: int) -> bool:
+    try:
+        return rows.common_rows(batch) == examples
+    except (TypeError, ValueError):  # leaves without rows
+        return False
+
+
+class Share(NamedTuple):
+    """What this process does for one global batch."""
+
+    sizes: tuple[int, ...] | None
+    """Rows of every replica of the group; None: known when the batch is there, which is fetched in full."""
+    requests: tuple[Index, ...]
+    """What to fetch: one request per local replica that has rows. With none, one row of another replica, to learn
+    what an empty batch looks like."""
+
+
+def share_of(index: Index, layout: InputLayout, auto_collated: bool) -> Share:
+    """This process's share of the global batch of rows ``index``."""
+    if not auto_collated and not _lists_rows(index):
+        return Share(None, (index,))
+    sizes = equal_chunks(len(index), layout.num_replicas)
+    stops = list(itertools.accumulate(sizes))
+    own = tuple(index[stops[replica] - sizes[replica] : stops[replica]] for replica in layout.local_replicas)
+    return Share(sizes, tuple(request for request in own if len(request)) or (index[:1],))
+
+
+def _lists_rows(index: Index) -> bool:
+    """Whether one index of a dataset that makes its own batches names their rows (a tuple may be any key)."""
+    return isinstance(index, list) or (isinstance(index, np.ndarray | torch.Tensor) and index.ndim == 1)
+
+
+def served(shares: Iterator[Share], batches: Iterator[nest.Nest], layout: InputLayout) -> Iterator[Step]:
+    """The steps that the batches which were fetched for ``shares`` make."""
+    for share in shares:
+        if share.sizes is None:
+            yield from equal_chunk_steps(itertools.islice(batches, 1), layout, compare=False)
+            continue
+        fetched = [next(batches) for _ in share.requests]
+        empty = rows.empty_like(fetched[0])
+        present = iter(fetched)
+        sizes = [share.sizes[replica] for replica in layout.local_replicas]
+        yield Step(tuple(next(present) if size else empty for size in sizes), share.sizes)

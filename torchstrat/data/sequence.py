@@ -1,0 +1,170 @@
+"""Data that can only be read one batch after the other: counting what was read, and getting back to a place in it.
+
+A dataset with ``state_dict()`` and ``load_state_dict()`` of its own goes on by itself. Any other is opened from the
+random states that it was opened from, and what was handed out is read and dropped: that gives the same rows if it
+reads the same again, as a DataLoader assumes of it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from torch.nn.utils.rnn import PackedSequence
+
+from torchstrat import nest
+from torchstrat.data import rows, spec
+from torchstrat.data.position import Place, Resume, Stream
+from torchstrat.data.random_states import RandomStreams
+from torchstrat.errors import InvalidArgumentError, TorchstratError
+
+_END: Final[Any] = object()
+
+
+def is_stateful(dataset: Any) -> bool:
+    """Whether it can say and set where its reading stands."""
+    return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+
+
+def in_sequence(
+    read: Callable[[], Iterator[nest.Nest]],
+    resume: Resume | None,
+    streams: RandomStreams | None = None,
+    stateful: Any = None,
+) -> Stream[nest.Nest]:
+    """Read what ``read`` opens, from the beginning or from ``resume`` on.
+
+    Args:
+        read: opens the batches. Eager where it has to draw from random streams.
+        resume: where to go on.
+        streams: what the data may be drawn from; None: nothing.
+        stateful: the object that knows where it stands, if there is one; see `is_stateful`.
+    """
+    streams = RandomStreams(()) if streams is None else streams
+    if resume is None:
+        states = streams.states()
+        place = Place(own=own_state(stateful))
+        batches = read()
+    else:
+        states, place = resume.beginning["streams"], resume.place
+        batches = _read_again(read, resume, streams, stateful)
+    counted = Sequentially(batches, place, stateful)
+    return Stream(counted, counted.stand, lambda: {"streams": states, "own_now": streams.own_states()})
+
+
+def own_state(stateful: Any) -> Any:
+    """A copy of what it says: it may go on changing the object that it returned."""
+    return None if stateful is None else copy.deepcopy(stateful.state_dict())
+
+
+@contextlib.contextmanager
+def unmoved(stateful: Any) -> Iterator[None]:
+    """Have a look at the data; what knows where it stands is put back there."""
+    state = own_state(stateful)
+    yield
+    if stateful is not None:
+        stateful.load_state_dict(state)
+
+
+def _read_again(
+    read: Callable[[], Iterator[nest.Nest]], resume: Resume, streams: RandomStreams, stateful: Any
+) -> Iterator[nest.Nest]:
+    with spec.undisturbed_randomness():
+        if resume.place.ended:
+            streams.put(resume.beginning["own_now"])
+            if stateful is not None:
+                stateful.load_state_dict(copy.deepcopy(resume.place.own))  # where its next pass begins
+            return iter(())
+        if stateful is not None and resume.place.own is not None:
+            streams.put_shared(resume.beginning["streams"])
+            stateful.load_state_dict(copy.deepcopy(resume.place.own))
+            return skip_extra(read(), resume.place)
+        streams.put(resume.beginning["streams"])
+        return skip_extra(skip(read(), resume.place), resume.place)
+
+
+def skip(batches: Iterator[nest.Nest], place: Place) -> Iterator[nest.Nest]:
+    """Read and drop what comes before ``place``; of a batch in which it lies, the rest is handed out.
+
+    Raises:
+        InvalidArgumentError: the data ends before, or the rows of a batch in which it lies cannot be told apart.
+    """
+    missing = place.batches if place.rows is None else place.rows
+    while missing > 0:
+        batch = next(batches, _END)
+        if batch is _END:
+            raise InvalidArgumentError(
+                f"the dataset has ended {missing} {'batch(es)' if place.rows is None else 'row(s)'} before the saved "
+                "data position: it is shorter than when the position was saved. Give the dataset of that run, or leave "
+                "the position out of what is restored."
+            )
+        count = 1 if place.rows is None else rows_of(batch)
+        if count is not None and count <= missing:
+            missing -= count
+            continue
+        if count is None or rows.common_rows(batch) != count:
+            raise InvalidArgumentError(
+                "the saved data position lies within a batch whose tensors do not have the same number of rows, which "
+                "cannot be cut there. Go on with the batch size of the run that saved it."
+            )
+        return _first(rows.cut_batch(batch, missing, count), batches)
+    return batches
+
+
+def skip_extra(batches: Iterator[nest.Nest], place: Place) -> Iterator[nest.Nest]:
+    """Drop the rows that were handed out of the batch that begins at ``place``."""
+    return skip(batches, Place(rows=place.extra)) if place.extra else batches
+
+
+def _first(batch: nest.Nest, others: Iterator[nest.Nest]) -> Iterator[nest.Nest]:
+    yield batch
+    yield from others
+
+
+def rows_of(batch: nest.Nest) -> int | None:
+    """Rows of a batch, as those of its first tensor; None where nobody can tell."""
+    found = _rows_of_tensor(batch)
+    if found is not None:
+        return found
+    try:
+        return rows.common_rows(batch)
+    except TorchstratError:
+        return None
+
+
+def _rows_of_tensor(batch: nest.Nest) -> int | None:
+    if rows.is_array(batch):
+        return rows.length(batch) if batch.ndim else None
+    if nest.is_nested(batch) and not isinstance(batch, PackedSequence):
+        for _, child in nest.children(batch):
+            if (found := _rows_of_tensor(child)) is not None:
+                return found
+    return None
+
+
+class Sequentially:
+    """Batches with the place after the one that was given out last."""
+
+    def __init__(self, batches: Iterator[nest.Nest], first: Place, stateful: Any = None) -> None:
+        self._batches, self._place, self._stateful = batches, first, stateful
+
+    def __iter__(self) -> Iterator[nest.Nest]:
+        return self
+
+    def __next__(self) -> nest.Nest:
+        before = self._place
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            own = before.own if before.ended else own_state(self._stateful)
+            self._place = Place(before.batches, before.rows, own=own, ended=True)
+            raise
+        count = None if before.rows is None else rows_of(batch)
+        total = None if before.rows is None or count is None else before.rows + before.extra + count
+        self._place = Place(before.batches + 1, total, own=own_state(self._stateful))
+        return batch
+
+    def stand(self) -> Place:
+        return self._place
