@@ -7,7 +7,7 @@ import importlib
 import typing
 
 from torchstrat import cluster_resolver, data, errors, experimental, partitioners, registry, tpu
-from torchstrat.checkpoint import Checkpoint
+from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate
 from torchstrat.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -20,15 +20,20 @@ from torchstrat.data.distributed import DistributedDataset, DistributedIterator
 from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
 from torchstrat.errors import OutOfRangeError
+from torchstrat.evaluation import SidecarEvaluator
 from torchstrat.explain import explain_sharding
 from torchstrat.extended import StrategyExtended
 from torchstrat.ftrl import Ftrl
 from torchstrat.losses import compute_average_loss, scale_regularization_loss
 from torchstrat.parameter_server.coordinator import ClusterCoordinator
+from torchstrat.parameter_server.leases.dataset import LeasedDataset
+from torchstrat.parameter_server.leases.lease import Lease
+from torchstrat.parameter_server.leases.ledger import Ledger
 from torchstrat.parameter_server.meeting.task_server import Server
 from torchstrat.parameter_server.per_worker import PerWorkerValues
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+from torchstrat.preemption import PreemptionHandler
 from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
 from torchstrat.run_options import RunOptions
 from torchstrat.strategies.central_storage import CentralStorageStrategy
@@ -59,6 +64,7 @@ __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
     "Checkpoint",
+    "CheckpointManager",
     "ClusterCoordinator",
     "DistributedDataset",
     "DistributedIterator",
@@ -67,6 +73,9 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "Lease",
+    "LeasedDataset",
+    "Ledger",
     "Mirrored",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
@@ -75,12 +84,15 @@ __all__ = [
     "ParameterServerStrategy",
     "PerReplica",
     "PerWorkerValues",
+    "PreemptionHandler",
     "ReduceOp",
     "RemoteValue",
     "ReplicaContext",
     "RunOptions",
+    "SaveHandle",
     "Server",
     "ShardedVariable",
+    "SidecarEvaluator",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
@@ -90,6 +102,7 @@ __all__ = [
     "VariableSynchronization",
     "cluster_resolver",
     "compute_average_loss",
+    "consolidate",
     "convert_sync_batchnorm",
     "data",
     "embedding_lookup",

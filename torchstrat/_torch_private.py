@@ -94,3 +94,21 @@ def optimizers_without_compiler() -> Iterator[None]:
 
 
 _DISABLED = "__dynamo_disable"
+
+
+def place_in_checkpoint_file(name: str, offset: int, length: int) -> Any:
+    """Where torch.distributed.checkpoint's reader finds an entry: ``length`` bytes at ``offset`` of the file ``name``."""
+    return _of_checkpoints("_StorageInfo")(name, offset, length)
+
+
+def checkpoint_version() -> str:
+    """What torch.distributed.checkpoint calls the version of the files it writes."""
+    version: str = _of_checkpoints("CURRENT_DCP_VERSION")
+    return version
+
+
+def _of_checkpoints(name: str) -> Any:
+    """Looked up when a checkpoint is written: importing torch.distributed.checkpoint is not free."""
+    import torch.distributed.checkpoint.filesystem  # noqa: F401
+
+    return look_up(f"distributed.checkpoint.filesystem.{name}")

@@ -7,6 +7,7 @@ TensorFlow. Engines push a frame on the threads that run replicas.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ class _Frames(threading.local):
 
 
 _frames = _Frames()
+
+strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()
+"""All strategies of this process that are still there."""
 
 
 def _default_strategy() -> Strategy:

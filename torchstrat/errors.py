@@ -28,6 +28,7 @@
     │   └── ClosureInputError                 could not run: its dataset or resource could not be built on the worker
     ├── NotSendableError (TypeError)          a function, an argument or a result that cannot travel between processes
     ├── OutOfRangeError (RuntimeError)        `get_next` past the end of the data
+    ├── LedgerError (RuntimeError)            rows of an epoch that were lost, finished twice, or not finished
     └── UnsupportedError (NotImplementedError) a combination that has no meaning here
 
 Errors that a user's own arguments can cause are also the builtin class that Python programmers expect
@@ -101,6 +102,10 @@ class OutOfRangeError(TorchstratError, RuntimeError):
     """`get_next` was called after the last element."""
 
 
+class LedgerError(TorchstratError, RuntimeError):
+    """Not every row of an epoch was finished exactly once."""
+
+
 class UnsupportedError(TorchstratError, NotImplementedError):
     """A combination of arguments that means nothing on this strategy."""
 
@@ -123,7 +128,8 @@ class PeerUnavailableError(CommunicationError):
 class ParameterServerUnavailable(CommunicationError):  # noqa: N818  # the name that users look for
     """A parameter server is gone, and with it the variables it held. ``task``: which one.
 
-    Start it again (a launcher does) and bring the variables back with ``ts.Checkpoint(…).restore(path)``.
+    Start it again (a launcher does) and bring the variables back with ``ts.Checkpoint(…).restore(path)``, or let
+    ``ParameterServerStrategy(on_server_loss="restore")`` do that.
     """
 
     def __init__(self, message: str, task: Any = None) -> None:

@@ -28,3 +28,13 @@ def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """All that a checkpoint has of its objects, by key."""
+    from torchstrat.checkpoint.pieces import Piece
+    from torchstrat.checkpoint.stored import open_checkpoint
+
+    found = open_checkpoint(path)
+    keys = sorted(key for key, where in found.paths.items() if where[0] != "torchstrat")
+    return dict(zip(keys, found.read([(Piece(found.paths[key], ()), None) for key in keys]), strict=True))

@@ -4,15 +4,20 @@ What is scheduled makes the journey that it would make to a worker, by pickle, w
 references: a function that drags an open file along, or a copy of the model, fails here too.
 """
 
+from __future__ import annotations
+
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 
 import torchstrat as ts
+from torchstrat.parameter_server.leases.dataset import LeasedDataset
+from torchstrat.parameter_server.leases.lease import claim_all, leases_among_arguments
+from torchstrat.parameter_server.leases.reader import Reader
 
 
 class FakeStrategy:
@@ -34,7 +39,7 @@ class FakeStrategy:
 
 
 class FakeResult:
-    def __init__(self, coordinator: "FakeCoordinator", compute: Callable[[], Any]) -> None:
+    def __init__(self, coordinator: FakeCoordinator, compute: Callable[[], Any]) -> None:
         self._coordinator = coordinator
         self._compute = compute
 
@@ -47,7 +52,7 @@ class FakeCoordinator:
     """Workers take turns. ``kinds`` are classes whose instances travel as references."""
 
     def __init__(self, strategy: FakeStrategy, workers: int, kinds: tuple[type, ...]) -> None:
-        self._kinds = (FakeStrategy, FakeCoordinator, FakeIterator, *kinds)
+        self._kinds = (FakeStrategy, FakeCoordinator, FakeReader, *kinds)
         self._turns = itertools.cycle(range(workers))
         self._index: int | None = None
         self.in_flight: list[FakeResult] = []
@@ -57,14 +62,20 @@ class FakeCoordinator:
         """The worker of each function."""
 
     def schedule(self, fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> FakeResult:
-        fn, args = self.travel((fn, args))
         worker = next(self._turns)
+        with leases_among_arguments() as leases:
+            outcome = self.on_worker(worker, lambda: self.call(*self.travel((fn, args))))
+        claim_all(leases, len(self.scheduled))
+        for lease in leases:
+            lease._ended(returned=True)
         self.scheduled.append(worker)
-        outcome = self.on_worker(worker, lambda: fn(*args))
         result = FakeResult(self, lambda: outcome)
         self.in_flight.append(result)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return result
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return fn(*args)
 
     def on_worker(self, worker: int, call: Callable[[], Any]) -> Any:
         before, self._index = self._index, worker
@@ -77,8 +88,15 @@ class FakeCoordinator:
         assert not self.in_flight
         self.joins += 1
 
-    def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> "FakeDataset":
-        return FakeDataset(self, self.travel(dataset_fn))
+    def _is_idle(self) -> bool:
+        return not self.in_flight
+
+    def create_leased_dataset(
+        self, dataset_fn: Callable[[], Any], batch_size: int, *, shuffle: Any, collate_fn: Any, rows: int
+    ) -> LeasedDataset:
+        reader = FakeReader(self, dataset_fn, collate_fn)
+        options: dict[str, Any] = {"shuffle": shuffle, "seed": 0, "drop_last": False, "name": "the training rows"}
+        return LeasedDataset(self, reader, rows, batch_size, **options)
 
     def get_current_worker_index(self) -> int:
         assert self._index is not None, "asked outside of a worker"
@@ -105,35 +123,17 @@ class FakeCoordinator:
         return Unpickler(stream).load()
 
 
-class FakeDataset:
-    def __init__(self, coordinator: FakeCoordinator, make: Callable[[], Any]) -> None:
-        self.coordinator = coordinator
+class FakeReader:
+    """The rows of whichever worker asks."""
+
+    def __init__(self, coordinator: FakeCoordinator, make: Callable[[], Any], collate: Callable[[Any], Any]) -> None:
+        self._coordinator = coordinator
         self._make = make
-        self._built: dict[int, Any] = {}
-        self.passes = 0
+        self._collate = collate
+        self._readers: dict[int, Reader] = {}
 
-    def __iter__(self) -> Any:
-        self.passes += 1
-        return FakeIterator(self)
-
-    def of(self, worker: int) -> Any:
-        if worker not in self._built:
-            self._built[worker] = self._make()
-        return self._built[worker]
-
-
-class FakeIterator:
-    """The iterator of whichever worker asks."""
-
-    def __init__(self, dataset: FakeDataset) -> None:
-        self._dataset = dataset
-        self._iterators: dict[int, Iterator[Any]] = {}
-
-    def __iter__(self) -> "FakeIterator":
-        return self
-
-    def __next__(self) -> Any:
-        worker = self._dataset.coordinator.get_current_worker_index()
-        if worker not in self._iterators:
-            self._iterators[worker] = iter(self._dataset.of(worker))
-        return next(self._iterators[worker])
+    def read(self, rows: Any) -> Any:
+        worker = self._coordinator.get_current_worker_index()
+        if worker not in self._readers:
+            self._readers[worker] = Reader(self._coordinator.travel(self._make)(), self._collate)
+        return self._readers[worker].read(rows)

@@ -21,7 +21,8 @@ from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import asynchronous, data, loop
 from torchstrat.experiments.asynchronous import AsynchronousTraining
 from torchstrat.experiments.parameter_server_cluster import ClusterSize, coordinates, given_resolver, local_cluster
-from torchstrat.experiments.worker_batches import EndlessBatches, with_absolute_paths
+from torchstrat.experiments.report import LedgerRecord
+from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows, with_absolute_paths
 
 SENT_AS_REFERENCES = (torch.nn.Module, torch.optim.Optimizer)
 
@@ -30,10 +31,13 @@ class Recorder:
     """A report that keeps what it is told."""
 
     def __init__(self):
-        self.steps, self.evaluations, self.results, self.states = [], [], [], {}
+        self.steps, self.ledgers, self.evaluations, self.results, self.states = [], [], [], [], {}
 
     def step(self, record):
         self.steps.append(record)
+
+    def ledger(self, record):
+        self.ledgers.append(record)
 
     def evaluation(self, record):
         self.evaluations.append(record)
@@ -92,6 +96,11 @@ def test_a_run(settings, strategy):
     assert coordinator.scheduled == [step % 2 for step in range(2 * per_epoch)]
     assert coordinator.joins == 2
     assert pulls == [(per_epoch, 0), (2 * per_epoch, 0)], "evaluation reads values that nothing changes meanwhile"
+    rows = len(examples.train)
+    assert report.ledgers == [
+        LedgerRecord(epoch * per_epoch, epoch, rows, handed_out=rows, finished=rows, repeated=0, returned=0, lost=0)
+        for epoch in (1, 2)
+    ]
     assert [record.rows for record in report.evaluations] == [len(examples.test)] * 2
     assert [record.step for record in report.evaluations] == [per_epoch, 2 * per_epoch]
     assert all(record.auc is not None for record in report.evaluations)
@@ -138,6 +147,8 @@ def test_max_steps_and_snapshots(settings, strategy, max_steps):
     strategy.on_pull = lambda module: at_pull.append((len(coordinator.scheduled), len(coordinator.in_flight)))
     training.run()
     assert len(report.steps) == len(coordinator.scheduled) == max_steps
+    assert sum(record.finished for record in report.ledgers) == sum(record.rows for record in report.steps)
+    assert not any(record.lost for record in report.ledgers)
     assert at_pull[0] == (3, 0), "nothing is in flight, nor was more done, when the snapshot is taken"
     assert list(report.states) == ["parameters_after_step_3", "parameters"]
     same = all(
@@ -173,37 +184,44 @@ def test_a_lost_server_ends_the_run_and_what_was_measured_stays(settings, strate
 
 
 class TestWorkerBatches:
-    def rows(self, batches, count):
-        return [tuple(integers[:, 0].tolist()) for (integers, _), _ in itertools.islice(batches, count)]
-
-    def test_a_worker_goes_round_its_own_share_in_new_orders(self, settings):
+    def test_a_worker_reads_the_rows_that_the_coordinator_counts(self, settings):
         config = settings().data
-        shares = [len(data.load(config).share(index, 2).train) for index in range(2)]
-        for index, share in enumerate(shares):
-            batches_per_round = -(-share // 32)
-            batches = iter(EndlessBatches(config, 0, index, 2))
-            first, second = self.rows(batches, batches_per_round), self.rows(batches, batches_per_round)
-            assert sum(map(len, first)) == share
-            assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second))
-            assert first != second
+        rows, own = TrainingRows(config)(), data.load(config).train
+        assert len(rows) == len(own) > 0
+        assert rows.__getitems__([3, 1]) == own.__getitems__([3, 1])
 
-    def test_every_worker_has_its_own_order(self, settings):
-        config = settings().data
-        orders = [self.rows(iter(EndlessBatches(config, 0, index, 1)), 3) for index in range(2)]
-        assert orders[0] != orders[1]
-        assert orders[0] == self.rows(iter(EndlessBatches(config, 0, 0, 1)), 3)
+    @pytest.fixture(params=["click log", "table"])
+    def loader(self, settings, request):
+        """Makes the loader of a run on one device, each time as at its beginning."""
+        if request.param == "click log":
+            examples = data.load(settings().data)
+        else:
+            table = torch.utils.data.TensorDataset(torch.arange(300), torch.zeros(300))
+            examples = data.Examples(train=table, test=table, input_shape=(), classes=2)
+        return lambda: examples.train_loader(32, 5, 0)
 
-    def test_a_worker_that_joined_later_takes_a_share_too(self, settings):
-        late = iter(EndlessBatches(settings().data, 0, 3, 2))
-        own = iter(EndlessBatches(settings().data, 0, 1, 2))
-        assert {value for batch in self.rows(late, 5) for value in batch} == {
-            value for batch in self.rows(own, 5) for value in batch
-        }
+    def expected(self, loader, epochs):
+        """The rows of each epoch, as that run goes through them."""
+        loader.collate_fn = list
+        numbers = {repr(row): number for number, row in enumerate(loader.dataset)}
+        return [[numbers[repr(row)] for batch in loader for row in batch] for _ in range(epochs)]
 
-    def test_a_share_without_rows_is_an_error_and_no_endless_wait(self, settings):
-        config = settings().data
-        with pytest.raises(InvalidArgumentError, match=r"the share of worker 0 has no rows; use fewer workers"):
-            EndlessBatches(config, 0, 0, 1_000_000)
+    def test_epochs_have_the_order_that_a_run_on_one_device_has(self, loader):
+        expected = self.expected(loader(), 3)
+        order = LoaderOrder(loader())
+        found = [list(order(epoch)) for epoch in range(3)]
+        assert found == expected
+        assert found[0] != found[1]
+        assert sorted(found[0]) == list(range(len(found[0])))
+
+    def test_an_epoch_that_was_left_may_be_begun_again_and_a_later_one_be_the_first(self, loader):
+        expected = self.expected(loader(), 3)
+        order = LoaderOrder(loader())
+        assert list(order(2)) == expected[2]
+        for epoch in (1, 1, 0, 2):
+            left = order(epoch)
+            assert list(itertools.islice(left, 40)) == expected[epoch][:40]
+        assert [list(order(epoch)) for epoch in (1, 2, 0)] == [expected[1], expected[2], expected[0]]
 
     def test_paths_mean_the_coordinators_folder(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

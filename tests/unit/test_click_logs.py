@@ -232,11 +232,10 @@ class TestExamples:
             assert all(int(table_rows.max()) < 50 for (_, table_rows), _ in batches)
             assert len(batches) == len(loader)
 
-    def test_shares(self, tmp_path):
-        examples = data.load(ClickLogsConfig(path=str(write_log(tmp_path, 100))))
-        shares = [examples.share(index, 3) for index in range(3)]
-        assert [number for share in shares for number in numbers(share.train)] == numbers(examples.train)
-        assert all(numbers(share.test) == numbers(examples.test) for share in shares)
+    def test_shards_of_the_training_rows(self, tmp_path):
+        train = data.load(ClickLogsConfig(path=str(write_log(tmp_path, 100)))).train
+        shards = [train.shard(3, index) for index in range(3)]
+        assert [number for shard in shards for number in numbers(shard)] == numbers(train)
 
     @pytest.mark.parametrize(
         ("content", "message"),

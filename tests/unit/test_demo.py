@@ -94,3 +94,35 @@ def test_logical_devices_are_in_the_table_and_numbers_are_judged(demo, outcome, 
     assert [miss.split(":")[0] for miss in misses] == ["tpu", "tpu"]
     assert "accuracy 0.5000 is below" in misses[0]
     assert "1.0e-03 from one_device" in misses[1]
+
+
+def steps_with(losses):
+    return [{"step": number, "loss": loss} for number, loss in enumerate(losses, 1)]
+
+
+FALLING = [2.0 * 0.9**step for step in range(100)]
+FULL = [{"rows": 9, "finished": 9}] * 2
+
+
+def test_a_run_that_went_on_kept_its_promises(demo):
+    assert list(demo.broken_promises(steps_with(FALLING), FULL, seam=50, epochs=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "ledgers", "says"),
+    [
+        (steps_with(FALLING)[:50] + steps_with(FALLING)[49:], FULL, "twice"),
+        (steps_with(FALLING)[:50] + steps_with(FALLING)[51:], FULL, "misses"),
+        (steps_with(FALLING), FULL[:1], "of 2 epochs"),
+        (steps_with(FALLING), [FULL[0], {"rows": 9, "finished": 8}], "8 of 9"),
+        (steps_with(FALLING[:50] + FALLING[:50]), FULL, "its loss went from"),
+        (steps_with(FALLING[:50]), FULL, "to nan at step 50"),
+    ],
+)
+def test_what_a_run_that_went_on_can_miss(demo, outcome, steps, ledgers, says):
+    (miss,) = demo.broken_promises(steps, ledgers, seam=50, epochs=2)
+    assert says in miss
+    baseline = outcome(demo.BASELINE)
+    resumed = demo.replace(outcome(demo.RESUMED), early={}, misses=(miss,))
+    killed = demo.replace(outcome(demo.PARAMETER_SERVERS), early={})
+    assert demo.judge([baseline, killed, resumed], baseline) == [f"parameter_server-resumed: {miss}"]

@@ -260,6 +260,56 @@ def test_state_of_shards_that_no_step_has_touched(tmp_path: Path) -> None:
     assert other.state[whole.weight]["sum"][:, 0].tolist() == [0.5, 0.5, 1.5, 1.5, 0.5, 0.5]
 
 
+SPARSE = {
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.5),
+    "sparse adam": lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.1),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_optimizers_that_step_rows_go_on_on_other_servers(name: str, tmp_path: Path) -> None:
+    """With accumulators and moments of the rows that were touched, those that were not, and the number of steps."""
+
+    def go_on(ps: int, shards: int | None, seed: int, steps: range, restore: bool) -> tuple[Any, Any]:
+        """The state where it starts, and where it ends."""
+        with FakeCluster(workers=1, ps=ps) as cluster:
+            partitioner = FixedShardsPartitioner(shards) if shards else None
+            strategy = cluster.strategy(variable_partitioner=partitioner)
+            torch.manual_seed(seed)
+            with strategy.scope():
+                table = nn.Embedding(20, 3, sparse=name == "sparse adam", dtype=torch.float64)
+                optimizer = SPARSE[name](table.parameters())
+            coordinator, objects = ts.ClusterCoordinator(strategy), {"table": table, "optimizer": optimizer}
+
+            def train(rows: list[int]) -> None:
+                optimizer.zero_grad()
+                table(torch.tensor(rows)).square().sum().backward()
+                optimizer.step()
+
+            if restore:
+                Checkpoint(**objects).restore(tmp_path / "saved")
+            first = {key: value.clone() for key, value in table.state_dict().items()}, optimizer.state_dict()["state"]
+            for step in steps:
+                coordinator.schedule(lambda rows: strategy.run(lambda: train(rows)), args=([step, step + 1, 7],))
+                coordinator.join(timeout=30)
+            if not restore:
+                Checkpoint(**objects).save(tmp_path / "saved")
+            return first, (dict(table.state_dict()), optimizer.state_dict()["state"])
+
+    _, saved = go_on(2, 3, 0, range(4), restore=False)
+    assert saved[1], "there is state to be lost"
+    start, undisturbed = go_on(2, 3, 1, range(4, 9), restore=True)
+    assert same(start, saved)
+    for ps, shards in ((3, 5), (1, None)):
+        start, end = go_on(ps, shards, 2, range(4, 9), restore=True)
+        assert same(start, saved)
+        assert not same(end, saved)
+        # A table that is in one piece is no table of rows to Adam and momentum: they step all of it.
+        assert same(end, undisturbed) == (shards is not None or name in ("adagrad", "sparse adam"))
+
+
 def test_tables_on_meta_stay_there(tmp_path: Path) -> None:
     def make_table(cluster: FakeCluster, shards: int) -> tuple[Any, nn.Embedding]:
         strategy = cluster.strategy(variable_partitioner=FixedShardsPartitioner(shards))

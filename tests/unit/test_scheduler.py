@@ -21,6 +21,8 @@ from torchstrat.parameter_server.scheduler_events import (
     Cancel,
     Complete,
     Dispatch,
+    DispatchHeld,
+    DispatchReleased,
     ErrorTaken,
     Event,
     Fail,
@@ -456,6 +458,7 @@ class History(RuleBasedStateMachine):
         self.error: BaseException | None = None
         self.loss: BaseException | None = None
         self.lost = False
+        self.held = False
         self.taken_below = 0
         self.forgotten = 0
 
@@ -506,6 +509,7 @@ class History(RuleBasedStateMachine):
         if action.function not in self.first_dispatches:
             assert not self.first_dispatches or action.function > self.first_dispatches[-1], "out of order"
             assert not self.waiting_again(), "something older waited"
+            assert not self.held, "begun while dispatch is held"
             self.first_dispatches.append(action.function)
         else:
             assert action.function >= self.taken_below, "it belongs to an error that the user has seen"
@@ -617,6 +621,19 @@ class History(RuleBasedStateMachine):
         self.lost = False
         self.tell(ServersRestored())
 
+    @rule()
+    def hold(self) -> None:
+        self.held = True
+        assert not self.tell(DispatchHeld())
+        if self.scheduler.at_rest:  # nothing half-way: what was begun has its outcome, or never will
+            assert not self.sent
+            assert self.pending() is not None or set(self.first_dispatches) <= self.outcomes.keys()
+
+    @rule()
+    def release(self) -> None:
+        self.held = False
+        self.tell(DispatchReleased())
+
     @precondition(lambda self: self.pending() is not None)
     @rule()
     def take_error(self) -> None:
@@ -662,7 +679,7 @@ class History(RuleBasedStateMachine):
         assert {function: scheduler.worker_of(function) for function in self.sent} == {
             function: where[0] for function, where in self.sent.items()
         }
-        if scheduler.queued and self.pending() is None and not self.lost:
+        if scheduler.queued and self.pending() is None and not self.lost and not self.held:
             assert all(self.load(where) == self.room for where in self.usable()), "a worker idles"
 
     def teardown(self) -> None:
@@ -670,6 +687,7 @@ class History(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.restore_servers()
+        self.release()
         for _ in range(self.submitted + 5):
             if self.pending() is not None:
                 self.take_error()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path as Folder
@@ -17,9 +18,11 @@ from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
-    from torchstrat.checkpoint.items import Item, Reads, Writes
+    from torchstrat.checkpoint.items import Item, Reads
     from torchstrat.checkpoint.processes import Processes
-    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServersWritten
+    from torchstrat.checkpoint.saving import SaveHandle
+    from torchstrat.checkpoint.writing import State
+    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 
 _MOST_PROBLEMS = 20
 
@@ -41,49 +44,99 @@ class Checkpoint:
     one within a module, is one tensor. So what one strategy saved, any other restores, on another number of servers or
     with another partitioner. Like every pickle, a checkpoint is to be restored only from where you trust it.
 
+    Random numbers go on where they were: those of PyTorch (on the CPU, on GPUs, of each replica, of scheduled
+    functions), of Python's ``random`` and of ``numpy.random``. They are in it under the name ``torchstrat``.
+
     Under `ParameterServerStrategy` servers write and read their own shards, and the path must mean the same folder for
-    them and the coordinator. With several processes (torchrun) each one calls `save` and `restore`; rank 0 writes, all
-    read.
+    them and the coordinator. With several processes (torchrun) each one calls `save` and `restore`, in the same order.
     """
 
     def __init__(self, **objects: Any) -> None:
         if not objects:
             raise InvalidArgumentError("Checkpoint needs objects to save, by name: ts.Checkpoint(model=model, …).")
+        if "torchstrat" in objects:
+            raise InvalidArgumentError(
+                "Checkpoint(torchstrat=…): under this name a checkpoint has the random numbers and counters of the job "
+                "itself; give the object another one."
+            )
         self._objects = objects
+        self._last: SaveHandle | None = None  # of the last asynchronous save
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint; blocks until it is on the disk. It appears at ``path`` whole, in place of one that was
-        there; whatever happens before that leaves the earlier one intact.
+    def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> SaveHandle:
+        """Write a checkpoint. It appears at ``path`` whole, in place of one that was there; whatever happens before
+        leaves that intact.
 
-        With parameter servers: functions may go on running; each server writes what it holds at one moment between two
-        pushes. Call ``coordinator.join()`` before for one moment across all servers.
+        Everything in it is of one moment. With parameter servers no function is in it half: the coordinator lets those
+        that run come to their end, starts none, lets all servers mark what they hold, and goes on at once, before
+        anything is written. What waits in the queue stays there. Servers then write block by block; what functions
+        change before it is written, rows of a table or whole variables, is copied first. With several processes
+        (torchrun) those that hold a value share the writing.
+
+        Args:
+            path: a folder of its own. Servers and other processes must see the same under this name.
+            asynchronous: return when the moment is taken, and write in the background. What lives in this process is
+                copied first, which takes as much memory as it does; parameter servers copy what changes, as above. A
+                program that ends waits for the writing.
+
+        Returns:
+            A handle; of a blocking save one that is done. An asynchronous save raises its error at ``result()``, or
+            else at the next ``save`` of this object, once, which then has not begun.
+
+        One save or restore at a time: another one, of any `Checkpoint` in this process, waits for its end.
 
         Raises:
             InvalidArgumentError: the path cannot be written to, here or by a server, which the message names.
             ParameterServerUnavailable: a server is gone.
+            CommunicationTimeoutError: functions ran for longer than the strategy's ``timeout``; the message names them
+                and their workers.
+            TorchstratError: it failed on another process, whose rank the message names; or a server gave it up for lack
+                of memory.
             ContextError: called within a replica, or in a scheduled function.
         """
         self._require_outside("save")
-        from torchstrat.checkpoint.items import make_items
-        from torchstrat.checkpoint.processes import all_processes
-
         target = _absolute(path)
-        with all_processes() as processes:
-            servers = self._servers()
-            if servers is not None:
-                servers.prepare_to_save()
-            items = make_items(self._objects, servers)
-            # Every process collects what is to be written: reading some variables involves all of them.
-            writes = [item.writes() for item in items]
+        # Imported here: torch.distributed.checkpoint takes a while to load.
+        from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.saving import SaveHandle, here_and_now, in_background, turns
+        from torchstrat.checkpoint.writing import take, write
 
-            def write() -> None:
-                if processes.is_first:
-                    _write(target, items, writes, servers)
+        handle, what = SaveHandle(target), f"saving {target}"
+        taken: list[State] = []
+        turns.take(what)
+        try:
+            with contextlib.ExitStack() as stack:
+                processes = stack.enter_context(all_processes())
+                processes.attempt(self._raise_earlier, what)
+                # Every process collects what is to be written: reading some variables involves all of them.
+                processes.attempt(lambda: taken.append(take(self._objects, self._servers(), copies=asynchronous)), what)
+                stack.callback(taken[0].close)
+                open_until_written = stack.pop_all()
+        except BaseException:
+            turns.give()
+            raise
 
-            processes.attempt(write, f"saving {target}")
+        def finish() -> None:
+            with open_until_written:
+                write(target, taken[0], processes)
+
+        if asynchronous:
+            self._last = handle
+            in_background(handle, finish)
+        else:
+            here_and_now(handle, finish)
+        return handle
+
+    def _raise_earlier(self) -> None:
+        """What became of the last asynchronous save, if it has failed and nobody has asked."""
+        if self._last is not None:
+            self._last.raise_untold()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Give the objects the values of a checkpoint; what else is in it is left alone.
+        """Give the objects the values of a checkpoint; what else is in it is left alone. Waits for a save that is under
+        way.
+
+        ``path`` may also be a plain file, of ``torch.save`` or safetensors: of a dict of ``state_dict()``s by the names
+        of the objects, as `consolidate` writes it, or of the ``state_dict()`` of the one module that there is.
 
         Everything is compared and read before anything changes. With parameter servers it first waits until no function
         runs, and until every server is there, for as long as the strategy's ``timeout``: also after
@@ -100,14 +153,15 @@ class Checkpoint:
         self._require_outside("restore")
         from torchstrat.checkpoint.items import make_items
         from torchstrat.checkpoint.processes import all_processes
+        from torchstrat.checkpoint.saving import turns
 
         target = _absolute(path)
-        with all_processes() as processes:
+        with turns.held(f"restoring {target}"), all_processes() as processes:
             servers = self._servers()
             if servers is not None:
                 servers.prepare_to_restore()
             items = make_items(self._objects, servers)
-            _restore(target, items, servers, processes)
+            _restore(target, self._objects, items, servers, processes)
 
     def _servers(self) -> ServerCheckpoint | None:
         from torchstrat.parameter_server.variables.server_checkpoint import server_checkpoint_of
@@ -150,47 +204,16 @@ def _tensors(objects: Any) -> Iterator[Any]:
             yield value
 
 
-def _write(target: Folder, items: list[Item], writes: list[Writes], servers: ServerCheckpoint | None) -> None:
-    from torchstrat.checkpoint.files import write_metadata, write_part
-    from torchstrat.checkpoint.folder import written_whole
-    from torchstrat.checkpoint.manifest import checked, write_manifest
-    from torchstrat.checkpoint.stored import INDEX
-
-    with written_whole(target) as folder:
-        written: ServersWritten | None = None
-        tensors = [one for of_item in writes for one in of_item.tensors]
-        values = [one for of_item in writes for one in of_item.values]
-        if servers is not None:
-            slots = [slot for item in items for slot in item.remote_slots()]
-            states = [state for item in items for state in item.remote_states()]
-            written = servers.write(folder, slots, states, first_number=1)
-            tensors += written.whole_tensors
-            values += written.whole_values
-        _refuse_twice([*[piece.path for piece, _ in tensors], *[path for path, _ in values]], tensors)
-        try:
-            parts = [write_part(folder, 0, tensors, values), *(written.parts if written is not None else ())]
-            write_metadata(folder, parts)
-            files = {name: check for part in parts for name, check in part.files.items()}
-            files[INDEX] = checked(folder / INDEX)
-            write_manifest(folder, files, {} if written is None else {"servers": written.applied})
-        except OSError as error:
-            raise InvalidArgumentError(f"the checkpoint cannot be written to {target}: {error}") from error
-
-
-def _refuse_twice(paths: list[Any], tensors: list[Any]) -> None:
-    from torchstrat.checkpoint.pieces import key_of
-
-    by_key: dict[str, Any] = {}
-    for path in paths:
-        if by_key.setdefault(key_of(path), path) != path:
-            raise InvalidArgumentError(
-                f"two values of the checkpoint would both be called {key_of(path)}: {by_key[key_of(path)]} and {path}. "
-                "Give their objects other names."
-            )
-
-
-def _restore(target: Folder, items: list[Item], servers: ServerCheckpoint | None, processes: Processes) -> None:
+def _restore(
+    target: Folder,
+    objects: dict[str, Any],
+    items: list[Item],
+    servers: ServerCheckpoint | None,
+    processes: Processes,
+) -> None:
+    from torchstrat.checkpoint import job_state
     from torchstrat.checkpoint.files import read
+    from torchstrat.checkpoint.plain import PlainFile
     from torchstrat.checkpoint.stored import open_checkpoint
 
     reads: list[Reads] = []
@@ -200,7 +223,10 @@ def _restore(target: Folder, items: list[Item], servers: ServerCheckpoint | None
     def look() -> None:
         nonlocal restoring
         stored = open_checkpoint(target)
+        if isinstance(stored, PlainFile):
+            stored = stored.named(items)
         reads.extend(_compared(stored, items))
+        reads.append(job_state.reads(stored, objects, servers, processes.rank))
         values.extend(read(stored, [want for one in reads for want in one.wants]))
         if servers is not None:
             slots = [slot for one in reads for slot in one.slots]

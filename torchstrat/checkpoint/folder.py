@@ -1,21 +1,21 @@
-"""A folder that is there whole or not at all: written under another name, then put in its place in one step."""
+"""A folder that is there whole or not at all: written under another name, then put in its place in one step.
+
+The order on the disk: what is in the folder, the names of it, the folder's own name, and only then is what was there
+before deleted. So after a power failure, too, there is the old folder or the new one; the new one, once `written_whole`
+has ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import shutil
-import sys
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchstrat.checkpoint.manifest import sync_folder
+from torchstrat.checkpoint import disk
 from torchstrat.errors import InvalidArgumentError
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 @contextlib.contextmanager
@@ -23,25 +23,44 @@ def written_whole(path: Path) -> Iterator[Path]:
     """Yields an empty folder to write to, beside ``path``; it becomes ``path`` when the block ends without an error.
 
     What was at ``path`` before stays there until that moment, also when the block or the process ends half-way. A
-    process that is killed leaves the half-written folder behind, under a name that begins with a dot.
+    process that is killed leaves the half-written folder behind, under a name that begins with a dot; the next one that
+    writes to ``path`` takes it away.
 
     Raises `InvalidArgumentError` where the folder cannot be made, or ``path`` is something else than a checkpoint.
     """
-    if path.exists() and not is_checkpoint(path) and not _is_empty_folder(path):
+    if os.path.lexists(path) and not is_checkpoint(path) and not _is_empty_folder(path):
         raise InvalidArgumentError(f"{path} is there already and is no checkpoint; give a path of its own to save to.")
-    writing = path.with_name(f".{path.name}.writing-{uuid.uuid4().hex}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        disk.make_folders(path.parent)
         _take_back(path)
-        writing.mkdir()
+        _sweep(path)
+        writing, lock = _new_folder(path)
     except OSError as error:
         raise InvalidArgumentError(f"no checkpoint can be written to {path}: {error}") from error
     try:
-        yield writing
-        sync_folder(writing)
-        _put_in_place(writing, path)
+        try:
+            yield writing
+            with _told_of(path):
+                disk.sync_folder(writing)
+                old = _put_in_place(writing, path)
+        except BaseException:
+            _remove_if_possible(writing)
+            raise
+        with _told_of(path):
+            # Until then the old one may be what a power failure leaves, so it stays whole.
+            disk.sync_folder(path.parent)
+        if old is not None:
+            _remove_if_possible(old)
     finally:
-        shutil.rmtree(writing, ignore_errors=True)
+        lock.close()
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgumentError(f"the checkpoint cannot be put in its place, {path}: {error}") from error
 
 
 def existing(path: Path) -> Path:
@@ -63,33 +82,44 @@ def is_checkpoint(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
 
-def _put_in_place(writing: Path, path: Path) -> None:
-    if path.exists() and not _exchange(writing, path):
-        # Two steps, where the file system knows no exchange. Between them, `existing` finds the old one aside.
-        shutil.rmtree(_aside(path), ignore_errors=True)
-        path.rename(_aside(path))
-        writing.rename(path)
-        shutil.rmtree(_aside(path), ignore_errors=True)
-    elif not path.exists():
-        writing.rename(path)
-    sync_folder(path.parent)
+def remove_whole(path: Path) -> None:
+    """Delete a checkpoint. Its name is gone, for good, before any of its files is. Raises `OSError`."""
+    going = path.with_name(f".{path.name}.deleted-{uuid.uuid4().hex}")
+    disk.rename(path, going)
+    disk.sync_folder(path.parent)
+    disk.remove_tree(going)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names at once. False where the system cannot."""
-    if not sys.platform.startswith("linux"):
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    result = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
-    return bool(result == 0)
+def _put_in_place(writing: Path, path: Path) -> Path | None:
+    """Returns where what was at ``path`` is now."""
+    if not os.path.lexists(path):
+        disk.rename(writing, path)
+        return None
+    if disk.exchange(writing, path):
+        return writing
+    # Two steps, where the file system knows no exchange. Between them, `existing` finds the old one aside.
+    aside = _aside(path)
+    if os.path.lexists(aside):
+        disk.remove_tree(aside)
+    disk.rename(path, aside)
+    try:
+        disk.rename(writing, path)
+    except OSError:
+        disk.rename(aside, path)
+        raise
+    return aside
+
+
+def _remove_if_possible(folder: Path) -> None:
+    """What cannot be deleted now is in nobody's way but that of the disk's space, and is swept away another time."""
+    with contextlib.suppress(OSError):
+        disk.remove_tree(folder)
 
 
 def _take_back(path: Path) -> None:
     """A process was killed between the two steps of `_put_in_place`."""
     if not path.exists() and is_checkpoint(_aside(path)):
-        _aside(path).rename(path)
+        disk.rename(_aside(path), path)
 
 
 def _aside(path: Path) -> Path:
@@ -97,4 +127,61 @@ def _aside(path: Path) -> Path:
 
 
 def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+# -- what killed processes leave --------------------------------------------------------------------------------------
+
+
+class _Lock:
+    """``flock`` on a folder: nobody else sweeps it away. The system lets go of it when this process is gone.
+
+    Where there are no such locks (no POSIX system, some network file systems), none is held and nothing is swept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.is_held = False
+        self.is_anothers = False
+        self._descriptor: int | None = None
+        try:
+            import fcntl
+        except ImportError:
+            return
+        self._descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_held = True
+        except BlockingIOError:
+            self.is_anothers = True
+        except OSError:
+            return
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _new_folder(path: Path) -> tuple[Path, _Lock]:
+    while True:
+        writing = path.with_name(f".{path.name}.writing-{uuid.uuid4().hex}")
+        disk.make_folder(writing)
+        with contextlib.suppress(FileNotFoundError):
+            lock = _Lock(writing)
+            if writing.exists() and not lock.is_anothers:
+                return writing, lock
+            lock.close()
+        # Another save to the same path has taken it for abandoned, before it was locked.
+
+
+def _sweep(path: Path) -> None:
+    if path.exists() and os.path.lexists(_aside(path)):
+        # The process was killed after its second rename, which may not be on the disk yet.
+        disk.sync_folder(path.parent)
+        _remove_if_possible(_aside(path))
+    left = re.compile(rf"\.{re.escape(path.name)}\.(writing|deleted)-[0-9a-f]{{32}}")
+    for folder in path.parent.iterdir():
+        if left.fullmatch(folder.name):
+            with contextlib.suppress(OSError), contextlib.closing(_Lock(folder)) as lock:
+                if lock.is_held:
+                    disk.remove_tree(folder)

@@ -61,6 +61,8 @@ class Writes:
 
     tensors: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
     values: list[tuple[Path, Any]] = field(default_factory=list)
+    replicated: frozenset[Path] = frozenset()
+    """Tensors that are equal on all processes that hold them, so that any of these may write them."""
 
 
 @dataclass
@@ -133,6 +135,10 @@ class TensorsItem:
         else:
             self.parts.append(_Part(Piece((name,), tuple(value.shape)), value, ""))
 
+    @property
+    def is_module(self) -> bool:
+        return isinstance(self._value, nn.Module) and not isinstance(self._value, ShardedVariable)
+
     def _add_module(self, module: nn.Module) -> None:
         sharded = {path: one for path, one in module.named_modules() if isinstance(one, ShardedVariable)}
         for path, one in sharded.items():
@@ -168,7 +174,9 @@ class TensorsItem:
 
     def writes(self) -> Writes:
         here = [part for part in self.parts if self._spec(part) is None]
-        return Writes([(part.piece, _read(part)) for part in here], list(self._values.items()))
+        # Buffers may differ: each process has seen other rows.
+        replicated = frozenset(part.piece.path for part in here if isinstance(part.holder, nn.Parameter | Variable))
+        return Writes([(part.piece, _read(part)) for part in here], list(self._values.items()), replicated)
 
     def reads(self, stored: Stored, problems: list[str]) -> Reads:
         fits = [expect(stored, part.piece, _dtype(part.holder), problems) for part in self.parts]

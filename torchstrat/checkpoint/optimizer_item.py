@@ -58,6 +58,7 @@ class OptimizerItem:
         for number, group in enumerate(self._optimizer.param_groups):
             options = {**{key: value for key, value in group.items() if key != "params"}, "params": self._names(number)}
             writes.values += [((self.name, "param_groups", number, key), value) for key, value in options.items()]
+        writes.replicated = frozenset(piece.path for piece, _ in writes.tensors)
         return writes
 
     def _write_state(self, state: Any, parameter: torch.Tensor, piece: Piece, writes: Writes, whole: set[Path]) -> None:
@@ -90,6 +91,10 @@ class OptimizerItem:
         optimizer = ShardOptimizer.of(self._optimizer)
         learned = learn_state(optimizer, optimizer.options[number], number, shard.detach().cpu())
         return {name: entry.allocate(shard.detach().cpu()) for name, entry in learned.items()}
+
+    def parameter_names(self) -> list[list[str]]:
+        """By group, as ``params`` has them in a checkpoint."""
+        return [self._names(group) for group in range(len(self._optimizer.param_groups))]
 
     def _names(self, group: int) -> list[str]:
         """Each whole variable once, in the order of the group's parameters."""

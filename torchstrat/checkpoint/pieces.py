@@ -49,9 +49,14 @@ class Piece:
 def goes_by_rows(value: Any, rows: int, shape: tuple[int, ...]) -> bool:
     """Whether an entry of an optimizer's state has one row for each of the ``rows`` of a tensor of ``shape``: it is cut
     with the tensor then. Anything else is of the tensor as a whole."""
-    if not isinstance(value, torch.Tensor) or not shape or value.dim() == 0 or value.layout != torch.strided:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
-    return tuple(value.shape) == shape or (rows > 1 and value.shape[0] == rows)
+    return shape_goes_by_rows(tuple(value.shape), rows, shape)
+
+
+def shape_goes_by_rows(entry: tuple[int, ...], rows: int, shape: tuple[int, ...]) -> bool:
+    """The same by the shape of the ``entry``."""
+    return bool(shape and entry) and (entry == shape or (rows > 1 and entry[0] == rows))
 
 
 def flatten(path: Path, value: Any) -> dict[Path, Any]:

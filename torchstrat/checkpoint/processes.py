@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -14,6 +15,8 @@ from torchstrat.errors import TorchstratError
 
 _TIMEOUT = timedelta(minutes=30)
 
+_Value = TypeVar("_Value")
+
 
 class Processes:
     """``communicator``: None for a process that is alone."""
@@ -22,26 +25,52 @@ class Processes:
         self._communicator = communicator
 
     @property
-    def is_first(self) -> bool:
-        return self._communicator is None or self._communicator.rank == 0
+    def rank(self) -> int:
+        return 0 if self._communicator is None else self._communicator.rank
 
-    def attempt(self, call: Callable[[], None], what: str) -> None:
+    @property
+    def size(self) -> int:
+        return 1 if self._communicator is None else self._communicator.size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def attempt(self, call: Callable[[], object], what: str) -> None:
         """Call it on each process, and raise on all where one raises: none goes on alone. ``what`` is for messages."""
+        self.gather(lambda: (call(), None)[1], what)
+
+    def gather(self, call: Callable[[], _Value], what: str) -> list[_Value]:
+        """Call it on each process; the picklable results of all, in the order of ranks. Raises on all where one raises:
+        there what it raised, elsewhere `TorchstratError` naming the rank."""
         if self._communicator is None:
-            call()
-            return
+            return [call()]
         own: Exception | None = None
+        value: _Value | None = None
         try:
-            call()
+            value = call()
         except Exception as error:
             own = error
-        told = self._communicator.all_gather_object(None if own is None else f"{type(own).__name__}: {own}", what)
+        told = self._communicator.all_gather_object((value, own and f"{type(own).__name__}: {own}"), what)
         if own is not None:
             raise own
-        failed = {rank: message for rank, message in enumerate(told) if message is not None}
-        if failed:
-            rank, message = next(iter(failed.items()))
-            raise TorchstratError(f"{what} failed on rank {rank}: {message}")
+        for rank, (_, message) in enumerate(told):
+            if message is not None:
+                raise TorchstratError(f"{what} failed on rank {rank}: {message}")
+        return [value for value, _ in told]
+
+    def of_first(self, call: Callable[[], _Value], what: str) -> _Value:
+        """What ``call`` returns on rank 0, where alone it is called; picklable. Raises on all where it raises."""
+        if self._communicator is None:
+            return call()
+        found: list[_Value] = []
+        self.attempt(lambda: found.append(call()) if self.is_first else None, what)
+        value: _Value = self._communicator.broadcast_object(found[0] if found else None, 0, what)
+        return value
+
+    def all_values(self, value: _Value, what: str) -> list[_Value]:
+        """Any picklable value of every process, in the order of ranks."""
+        return [value] if self._communicator is None else self._communicator.all_gather_object(value, what)
 
 
 @contextlib.contextmanager
@@ -55,7 +84,7 @@ def all_processes() -> Iterator[Processes]:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     plan = ProcessPlan(rank, size, rank, size, None, False, f"rank {rank} of {size}")
-    communicator = ProcessGroupCommunicator(plan, "cpu", _TIMEOUT)
+    communicator = ProcessGroupCommunicator(plan, "cpu", _TIMEOUT, is_passing=True)
     try:
         yield Processes(communicator)
     finally:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan, torchrun_address
+from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
 
 _stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
@@ -29,8 +30,10 @@ class DefaultGroup:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @staticmethod
-    def join(user: Any, plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
-        """The group there is, or a new one, with ``user`` among its users."""
+    def join(
+        user: Any, plan: ProcessPlan, backend: str, timeout: timedelta, *, is_passing: bool = False
+    ) -> DefaultGroup:
+        """The group there is, or a new one, with ``user`` among its users, unless it ``is_passing``."""
         global _made
         if not dist.is_initialized():
             group = _made = _make(plan, backend, timeout)
@@ -38,7 +41,8 @@ class DefaultGroup:
             group = _made  # another strategy, still open, has made it
         else:
             group = DefaultGroup(_store_of_users_group(plan), is_ours=False)
-        group._users.add(user)
+        if not is_passing:
+            group._users.add(user)
         return group
 
     @property
@@ -47,6 +51,8 @@ class DefaultGroup:
 
     def leave(self, user: Any) -> None:
         """Destroy the group if torchstrat made it and no other open strategy works on it."""
+        if user not in self._users:
+            return
         self._users.discard(user)
         if not self._is_ours or not self.is_alive:
             return
@@ -84,7 +90,7 @@ def _meet(plan: ProcessPlan, timeout: timedelta) -> Any:
             raise CommunicationError(
                 f"{plan.name} could not reach the meeting point {place} within {timeout.total_seconds():g} s: {error}"
             ) from error
-        _stores[place] = store
+        _stores[place] = fresh_store(store, plan.rank, plan.size, "process group", timeout)
     return _stores[place]
 
 

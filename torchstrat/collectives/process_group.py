@@ -71,15 +71,17 @@ class ProcessGroupCommunicator:
         plan: who this process is and where the group meets.
         device: where this process's replica computes; ``cuda`` devices add NCCL.
         timeout: for every single collective, and for the first meeting.
+        is_passing: it lasts for a moment, on a default group that is there: it neither keeps that alive nor ends it.
     """
 
-    def __init__(self, plan: ProcessPlan, device: str, timeout: timedelta) -> None:
+    def __init__(self, plan: ProcessPlan, device: str, timeout: timedelta, *, is_passing: bool = False) -> None:
         self.timeout = timeout
         self.rank, self.size = plan.rank, plan.size
         self.ranks = tuple(range(self.size))
         self._global_rank = plan.rank
         self._uses_nccl = device.startswith("cuda")
-        default = DefaultGroup.join(self, plan, "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo", timeout)
+        backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
+        default = DefaultGroup.join(self, plan, backend, timeout, is_passing=is_passing)
         store = dist.PrefixStore(f"torchstrat/{next(_generations)}", default.store)
         self._family = _Family(FailureBoard(store, plan.rank), default)
         self._subgroups: dict[tuple[int, ...], ProcessGroupCommunicator] = {}

@@ -42,6 +42,7 @@ class StrategyExtended:
         cluster_resolver: Any = None,
     ) -> None:
         self._strategy = strategy
+        context.strategies.add(strategy)
         self._worker_devices = worker_devices
         self._parameter_devices = parameter_devices
         self._cluster_resolver = cluster_resolver

@@ -15,5 +15,6 @@ From the wire upwards::
     variables/        placement, access, shards, checkpoints: the servers' content as the others see it
     scheduler.py      the coordinator's decisions: a pure state machine; dispatcher.py is the thin shell around it
     job.py            the coordinator's hold on the servers; membership.py on the workers
+    server_loss.py    what the coordinator does when a server was lost: raise, or restore the newest checkpoint
     coordinator.py    `ClusterCoordinator`
 """

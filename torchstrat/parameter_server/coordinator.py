@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torchstrat import nest
 from torchstrat.cluster_spec import WORKER
-from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
+from torchstrat.errors import (
+    CancelledByServerLossError,
+    CommunicationTimeoutError,
+    InvalidArgumentError,
+    WrongTypeError,
+)
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
+from torchstrat.parameter_server.leases.dataset import LeasedDataset, require_leasable
+from torchstrat.parameter_server.leases.lease import Lease, OutdatedLeaseError, claim_all, leases_among_arguments
+from torchstrat.parameter_server.leases.order import DrawOrder
+from torchstrat.parameter_server.leases.reader import ReaderBuilder
 from torchstrat.parameter_server.per_worker import (
     PerWorkerDataset,
     PerWorkerValues,
@@ -18,6 +27,15 @@ from torchstrat.parameter_server.per_worker import (
     require_builder,
 )
 from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.server_loss import (
+    RESTORE,
+    FromNowhere,
+    OnServerLoss,
+    RaiseLoss,
+    RestoreNewest,
+    require_complete,
+    require_kinds,
+)
 from torchstrat.parameter_server.tasks import Task
 from torchstrat.parameter_server.travel.closures import pack, unpack_result
 from torchstrat.parameter_server.worker.resources import ResourceSpec
@@ -25,6 +43,7 @@ from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.values import require_callable, require_list_or_tuple
 
 if TYPE_CHECKING:
+    from torchstrat.checkpoint import Checkpoint, CheckpointManager
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 QUEUE_SIZE = 262_144
@@ -68,6 +87,7 @@ class ClusterCoordinator:
         self._dispatcher = Dispatcher(
             job, self._resources, unpack_result, queue_size=QUEUE_SIZE, name="torchstrat-coordinator"
         )
+        self._on_server_loss: OnServerLoss = FromNowhere() if strategy._on_server_loss == RESTORE else RaiseLoss()
         job.on_server_lost = self._dispatcher.servers_lost
         job.on_worker_lost = self._dispatcher.worker_lost
         job.on_worker_leaves = self._dispatcher.worker_leaves
@@ -84,46 +104,82 @@ class ClusterCoordinator:
         Args:
             fn: any callable. It may reach the modules, optimizers and variables of the strategy's scope, which mean the
                 worker's own there; per-worker values mean the executing worker's. All else is copied.
-            args, kwargs: what can be pickled, and per-worker values; no `RemoteValue`.
+            args, kwargs: what can be pickled, and per-worker values; no `RemoteValue`. In place of a `Lease`, ``fn``
+                gets its rows as a batch.
 
         Waits while the queue is full (262,144 functions). Raises the error of an earlier function, once, and cancels
         what was queued; ``fn`` is then not queued either. Raises `NotSendableError` naming the part of ``fn`` that
-        cannot travel, and `ParameterServerUnavailable` after a server was lost. Learning rates and other
-        hyperparameters are those at this moment.
+        cannot travel, and `ParameterServerUnavailable` after a server was lost, unless it restores the servers (see
+        `restore_on_server_loss`); then ``fn``, which was meant for what was there before, is cancelled. Learning rates
+        and other hyperparameters are those at this moment.
         """
         require_callable(fn, "schedule")
         require_list_or_tuple(args)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise WrongTypeError(f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}.")
         refuse_remote_values((list(args), kwargs or {}), RemoteValue, "schedule")
+        self._on_server_loss.require_ready()
+        try:
+            return self._on_server_loss.attempt(
+                lambda: self._schedule(fn, args, kwargs), lambda: self._came_too_late(fn)
+            )
+        except OutdatedLeaseError:
+            if self._on_server_loss.restores:  # between two calls of the user's, who need not know
+                return self._came_too_late(fn)
+            raise
+
+    def _schedule(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> RemoteValue:
         self._raise_pending("this call's function was not queued")
         job = self._job
-        self.strategy._capture(fn, (args, kwargs or {}))
+        # Leases reach nothing. As objects that no earlier call had, they would have everything walked through anew.
+        given = [leaf for leaf in nest.leaves((list(args), kwargs or {})) if not isinstance(leaf, Lease)]
+        self.strategy._capture(fn, given)
         job.commit()
         code = pack(fn, job.catalog, what="fn")
-        arguments = pack((tuple(args), dict(kwargs or {})), job.catalog, what="args")
+        with leases_among_arguments() as leases:
+            arguments = pack((tuple(args), dict(kwargs or {})), job.catalog, what="args")
         job.catalog.increments(job.catalog.version)  # what cannot travel is an error of this call
         options, modes = job.options(), job.modes()
-        name = getattr(fn, "__qualname__", type(fn).__name__)
 
         def make(number: int) -> Work:
-            value = RemoteValue(number, name, self._dispatcher.where)
-            return Work(code.digest, code, arguments, options, modes, job.seed, value)
+            claim_all(leases, number)
+            value = RemoteValue(number, _name_of(fn), self._dispatcher.where)
+            return Work(code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases))
 
         return self._dispatcher.submit(make)
+
+    def _came_too_late(self, fn: Callable[..., Any]) -> RemoteValue:
+        value = RemoteValue(self._dispatcher.next_function, _name_of(fn), self._dispatcher.where)
+        value._set_error(
+            CancelledByServerLossError(
+                f"{_name_of(fn)} was not queued: when it was scheduled, a parameter server had been lost, and all "
+                "servers went back to a checkpoint."
+            )
+        )
+        return value
 
     def join(self, timeout: timedelta | float | None = None) -> None:
         """Wait until every scheduled function has run; ``timeout`` in seconds, None without end.
 
         Raises the first error of a function, once: then what was queued is cancelled and the coordinator goes on from
         clean. Raises `ParameterServerUnavailable` if a server was lost, and `CommunicationTimeoutError` that says what
-        is still running where.
+        is still running where. Where it restores the servers instead (see `restore_on_server_loss`), it returns after
+        that; ``timeout`` does not count it.
         """
+        self._on_server_loss.attempt(lambda: self._join(timeout), lambda: self.join(timeout))
+
+    def _join(self, timeout: timedelta | float | None) -> None:
         self._dispatcher.wait(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         self._raise_pending("the functions that were queued behind it are cancelled")
 
     def done(self) -> bool:
-        """Whether every scheduled function has run. Does not wait; raises a pending error like `join`."""
+        """Whether every scheduled function has run. Raises a pending error like `join`.
+
+        Does not wait, but for a restore that `restore_on_server_loss` asks for.
+        """
+        return self._on_server_loss.attempt(self._done, self.done)
+
+    def _done(self) -> bool:
         self._raise_pending("the functions that were queued behind it are cancelled")
         return self._dispatcher.is_done
 
@@ -138,6 +194,95 @@ class ClusterCoordinator:
     def fetch(self, val: Any) -> Any:
         """``val``, a nest, with every `RemoteValue` in it replaced by its result (tensors as NumPy arrays)."""
         return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
+
+    # -- lost servers -----------------------------------------------------------------------------------------------
+
+    def restore_on_server_loss(
+        self,
+        manager: CheckpointManager,
+        checkpoint: Checkpoint,
+        *,
+        on_restored: Callable[[int], object] | None = None,
+        max_restores: int = 10,
+        within: timedelta | float = timedelta(hours=1),
+    ) -> None:
+        """Say from what ``ParameterServerStrategy(on_server_loss="restore")`` restores. A whole program::
+
+            strategy = ts.ParameterServerStrategy(resolver, on_server_loss="restore")
+            coordinator = ts.ClusterCoordinator(strategy)
+            ...                                            # model and optimizer in the scope, train_step
+            leased = coordinator.create_leased_dataset(dataset_fn, batch_size=64, shuffle=True)
+            checkpoint = ts.Checkpoint(model=model, optimizer=optimizer, data=leased)
+            manager = ts.CheckpointManager("checkpoints")
+            step = manager.restore(checkpoint)
+            if step is None:
+                step = 0
+                manager.save(checkpoint, step)
+            coordinator.restore_on_server_loss(manager, checkpoint)
+            while leased.epoch < 3:
+                for batch in leased:
+                    coordinator.schedule(train_step, args=(batch,))
+                    step += 1
+                    if step % 100 == 0:
+                        manager.save(checkpoint, step, asynchronous=True)
+                coordinator.join()
+
+        When a server dies, something starts it again (`torchstrat launch`, Kubernetes), empty. The next call of this
+        process that needs the servers (`schedule`, `join`, `done`, ``manager.save``, reading or writing variables)
+        waits until all of them are there, takes **all** of them, and every object of ``checkpoint``, back to the newest
+        checkpoint that is intact, and goes on. Nothing that was trained since stays, on any server. If another server
+        is lost meanwhile, it begins again. For the program it is as if the call had been made just before the loss:
+
+        - Functions that were queued or running are cancelled, the one of the `schedule` that restores included: their
+          `RemoteValue` raises `CancelledByServerLossError`. Who fetches results has to expect that.
+        - `join` and `done` then find nothing left to run. How far the training is, the objects of the checkpoint say: a
+          leased dataset hands out again what the checkpoint has not seen.
+        - ``manager.save`` saves nothing, and its handle's ``result()`` raises. Values that the program writes to
+          variables are lost with the rest; what it reads is read again.
+
+        A loop that counts steps instead of leasing rows keeps its counter in an object of the checkpoint, adds 1 before
+        `schedule`, and calls `join` before it saves. Per-worker datasets go on where they are, on their workers.
+
+        May be called again, to restore from something else.
+
+        Args:
+            manager: where the program saves ``checkpoint``; it has to have saved it once when a server is lost.
+            checkpoint: all modules, optimizers and variables of the strategy, and what must go back with them.
+            on_restored: called after each restore with the checkpoint's step, in the thread whose call did it, before
+                that call goes on. What it raises, that call raises: a way out of a loop that is to begin elsewhere.
+            max_restores, within: as many restores in this time (a timedelta, or seconds); the next loss is an error.
+
+        A loss raises `ParameterServerUnavailable` after all, then and in every later call until the program restores a
+        checkpoint, where there is no intact checkpoint; where a server is not back within the strategy's ``timeout``;
+        or after ``max_restores``.
+
+        Raises `InvalidArgumentError` if the strategy has another ``on_server_loss``, or variables or optimizers that
+        the checkpoint does not have.
+        """
+        if self.strategy._on_server_loss != RESTORE:
+            raise InvalidArgumentError(
+                f"the strategy has on_server_loss={self.strategy._on_server_loss!r}, which leaves restoring to the "
+                f"program; make it with ParameterServerStrategy(…, on_server_loss={RESTORE!r})."
+            )
+        require_kinds(manager, checkpoint)
+        if on_restored is not None:
+            require_callable(on_restored, "restore_on_server_loss")
+        seconds = within.total_seconds() if isinstance(within, timedelta) else within
+        if max_restores < 1 or seconds <= 0:
+            raise InvalidArgumentError(
+                f"max_restores={max_restores} within={within}: at least 1 restore in more than 0 seconds is needed; "
+                'on_server_loss="raise" restores nothing.'
+            )
+        require_complete(checkpoint, self.strategy)
+        self._on_server_loss = manager._on_server_loss = RestoreNewest(
+            self._dispatcher,
+            manager,
+            checkpoint,
+            on_restored=on_restored,
+            limit=max_restores,
+            within_seconds=seconds,
+            timeout_seconds=self._job.timeout_seconds,
+        )
 
     # -- per-worker values ------------------------------------------------------------------------------------------
 
@@ -172,9 +317,63 @@ class ClusterCoordinator:
         made: PerWorkerValues = self._resources.add(PerWorkerValues(self, spec))
         return made
 
+    def create_leased_dataset(
+        self,
+        dataset_fn: Any,
+        batch_size: int,
+        *,
+        shuffle: bool | DrawOrder = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+        rows: int | None = None,
+    ) -> LeasedDataset:
+        """A dataset whose rows the workers share: an epoch sees every row exactly once, whatever happens to workers.
+
+        ::
+
+            leased = coordinator.create_leased_dataset(make_dataset, batch_size=64, shuffle=True)
+            for lease in leased:
+                coordinator.schedule(step, args=(lease,))  # step gets the batch
+
+        A function that is repeated because its worker was lost gets the same rows again; rows of one that raises or is
+        cancelled are handed out again. `LeasedDataset` says what is counted, and how an epoch is saved and resumed.
+
+        Args:
+            dataset_fn: called without arguments on each worker, when the first function needs its rows: the whole
+                dataset, with ``__len__`` and ``__getitem__`` (or ``__getitems__``), the same on each. A dataset object
+                is sent as it is. Its rows are read on the worker, before the function begins, with the function's
+                random state.
+            batch_size: rows per lease.
+            shuffle: each epoch in another order, which ``seed`` and the number of the epoch determine. Or a function:
+                the number of an epoch → its rows' numbers, each once; drawn from as rows are handed out, and again when
+                the epoch is resumed.
+            drop_last: an epoch ends with the last whole batch; what is left of it differs from epoch to epoch if it
+                is shuffled.
+            collate_fn: a list of rows → a batch; None: as `DataLoader` does it.
+            rows: the length of the dataset. None: ``dataset_fn`` is called here once, to ask; give it where that is
+                costly. A worker that finds another length fails with an error that names it.
+
+        Raises `InvalidArgumentError` for a dataset whose rows have no numbers (use `create_per_worker_dataset`).
+        """
+        make_dataset = dataset_fn if _is_function(dataset_fn) else _Constant(dataset_fn)
+        require_builder(make_dataset, "create_leased_dataset")
+        dataset_rows = require_leasable(make_dataset, batch_size, shuffle, seed, collate_fn, rows)
+        name = f"the leased dataset {_name_of(dataset_fn)}"
+        builder = ReaderBuilder(make_dataset, dataset_rows, collate_fn)
+        self.strategy._capture(make_dataset, (collate_fn,))
+        packed = self._pack_builder(builder, "create_leased_dataset")
+        reader = self._resources.add(PerWorkerValues(self, ResourceSpec(self._resources.next_number(), name, packed)))
+        return LeasedDataset(
+            self, reader, dataset_rows, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name=name
+        )
+
+    def _is_idle(self) -> bool:
+        return self._dispatcher.is_idle
+
     def _pack_builder(self, fn: Callable[[], Any], what: str) -> Any:
         self.strategy._capture(fn, ())
-        self._job.commit()
+        self.strategy._asking_servers(self._job.commit)
         return pack(fn, self._job.catalog, what=what)
 
     def get_current_worker_index(self) -> int:
@@ -208,6 +407,11 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         return f"<ClusterCoordinator of {self.strategy!r}>"
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    name: str = getattr(fn, "__qualname__", type(fn).__name__)
+    return name
 
 
 class _Constant:

@@ -56,7 +56,7 @@ class Dispatch:
         rested: the worker's copies of variables may be out of date.
         modes: which modules train and which parameters take gradients on the coordinator; None: as at the last
             dispatch.
-        seed: the program's; with the function's number it seeds the function's random state.
+        seed: of the function's random state.
     """
 
     function: int

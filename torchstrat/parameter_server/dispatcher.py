@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from torchstrat.parameter_server.dispatch import (
     ServerGone,
 )
 from torchstrat.parameter_server.job import Job
+from torchstrat.parameter_server.leases.lease import Lease
 from torchstrat.parameter_server.per_worker import ResourceTable
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler import Scheduler
@@ -40,6 +42,8 @@ from torchstrat.parameter_server.scheduler_events import (
     Action,
     Cancel,
     Complete,
+    DispatchHeld,
+    DispatchReleased,
     ErrorTaken,
     Event,
     Fail,
@@ -75,6 +79,7 @@ class Work:
     modes: Modes
     seed: int
     value: RemoteValue
+    leases: tuple[Lease, ...] = ()
 
 
 @dataclass
@@ -112,6 +117,7 @@ class Dispatcher:
         self._workers: dict[str, _KnownWorker] = {}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._changed = threading.Condition(threading.RLock())
+        self._pauses = 0
         self._loss: ParameterServerUnavailable | None = None  # the last one
         self._broken: BaseException | None = None
         self._closed = False
@@ -147,6 +153,23 @@ class Dispatcher:
         return self._scheduler.pending_error is not None and self._scheduler.in_flight == 0
 
     @property
+    def next_function(self) -> int:
+        """The number that the next function will have."""
+        return self._next_function
+
+    @property
+    def ended_functions(self) -> int:
+        """How many have ended, those of an earlier coordinator of the same servers included."""
+        with self._changed:
+            return self._next_function - self._unfinished
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no function runs, nor will any that is queued: the user has an error to take first."""
+        with self._changed:
+            return self._unfinished == 0 or self._is_quiet()
+
+    @property
     def is_done(self) -> bool:
         with self._changed:
             return self._unfinished == 0
@@ -174,6 +197,9 @@ class Dispatcher:
             self._put_now(ErrorTaken())
         raise error
 
+    def _is_running(self) -> bool:
+        return self._broken is None and not self._closed
+
     def _require_running(self) -> None:
         if self._broken is not None:
             raise TorchstratError(
@@ -192,14 +218,51 @@ class Dispatcher:
                 return "it waits for a worker, and none has joined"
             return f"it waits for one of workers {sorted(w.peer.task.index for w in self._workers.values())}"
 
-    def _waiting_for(self, seconds: float | None) -> str:
+    def _waiting_for(self, seconds: float | None, who: str = "join") -> str:
         running = [f"function {function} on worker {worker}" for function, worker in sorted(self._places.items())]
         queued = self._unfinished - len(running)
         present = sorted(known.peer.task.index for known in self._workers.values())
         return (
-            f"join waited {seconds} s: {', '.join(running) if running else 'nothing'} is running, {queued} functions "
+            f"{who} waited {seconds} s: {', '.join(running) if running else 'nothing'} is running, {queued} functions "
             f"are queued, workers {present} are there. Give it more time, or look at those workers."
         )
+
+    @contextlib.contextmanager
+    def paused(self, timeout_seconds: float, who: str) -> Iterator[None]:
+        """A block in which no function is half-way: each has changed all that it changes, on all servers, or nothing.
+
+        Waits for those that run; none begins meanwhile, they stay queued, and `submit` goes on. ``who`` waits, for the
+        error. Raises `CommunicationTimeoutError` naming functions and workers, and `ParameterServerUnavailable`.
+        """
+        with self._changed:
+            self._require_running()
+            self._pauses += 1
+            if self._pauses == 1:
+                self._put_now(DispatchHeld())
+            try:
+                rests = self._changed.wait_for(
+                    lambda: self._scheduler.at_rest or self._scheduler.servers_lost or not self._is_running(),
+                    timeout_seconds,
+                )
+                self._require_running()
+                if not rests:
+                    raise CommunicationTimeoutError(self._waiting_for(timeout_seconds, who))
+                if self._scheduler.servers_lost:
+                    assert self._loss is not None
+                    raise ParameterServerUnavailable(str(self._loss), self._loss.task)
+            except BaseException:
+                self._release()
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._release()
+
+    def _release(self) -> None:
+        self._pauses -= 1
+        if self._pauses == 0 and self._broken is None:
+            self._put_now(DispatchReleased())
 
     def drain(self, worker: int) -> None:
         self.put(WorkerDraining(worker))
@@ -247,8 +310,39 @@ class Dispatcher:
         self._loss = error
         self.put(ServersLost(error))
 
-    def servers_restored(self) -> None:
+    @property
+    def loss(self) -> ParameterServerUnavailable | None:
+        """Of servers that have not been restored since, or not been raised yet; None: there is none."""
         with self._changed:
+            error = self._scheduler.pending_error
+            if isinstance(error, ParameterServerUnavailable):
+                return error
+            return self._loss if self._scheduler.servers_lost else None
+
+    def cancel_because_of(self, loss: ParameterServerUnavailable) -> int:
+        """Nothing more runs until all servers are restored, and what is queued never does; who waits for it is told.
+
+        Returns how many functions had not ended. Those that run are waited for by `wait`.
+        """
+        with self._changed:
+            if not self._scheduler.servers_lost:  # a call was the first to notice
+                self._loss = loss
+                self._put_now(ServersLost(loss))
+            unfinished = self._unfinished
+            self._put_now(ErrorTaken())
+            return unfinished
+
+    def servers_restored(self) -> None:
+        """All servers have what the program wants: functions may run. Raises `ParameterServerUnavailable` if one of
+        them was lost meanwhile."""
+        with self._changed:
+            # A server is noted as lost before the scheduler hears of it: what is not seen here is an event to come.
+            for index in self._job.lost_servers():
+                raise ParameterServerUnavailable(
+                    f"parameter server {index} was lost again while the servers were restored; restore the checkpoint "
+                    "once more.",
+                    Task(PARAMETER_SERVER, index),
+                )
             if isinstance(self._scheduler.pending_error, ParameterServerUnavailable):
                 self._put_now(ErrorTaken())  # who restores knows of the loss
             self._put_now(ServersRestored())
@@ -306,7 +400,7 @@ class Dispatcher:
             if isinstance(action, Send):
                 self._send(action)
             elif isinstance(action, Complete):
-                self._end(action.function)._set_result(self._finished)
+                self._end(action.function, returned=True)._set_result(self._finished)
             elif isinstance(action, Fail):
                 self._end(action.function)._set_error(action.error)
             elif isinstance(action, Cancel):
@@ -316,9 +410,12 @@ class Dispatcher:
             elif isinstance(action, Forget):
                 self._forget(action.below)
 
-    def _end(self, function: int) -> RemoteValue:
+    def _end(self, function: int, *, returned: bool = False) -> RemoteValue:
         self._places.pop(function, None)
-        return self._works.pop(function).value
+        work = self._works.pop(function)
+        for lease in work.leases:  # before anybody can see the outcome
+            lease._ended(returned=returned)
+        return work.value
 
     def _send(self, action: Send) -> None:
         known = self._workers.get(action.incarnation)
@@ -326,6 +423,8 @@ class Dispatcher:
             return
         work = self._works[action.function]
         self._places[action.function] = action.worker
+        for lease in work.leases:
+            lease._was_sent()
         message = self._message(action, work, known)
         future = self._job.endpoint.call(known.peer, "worker.run", message, timeout_seconds=_UNLIMITED_SECONDS)
         future.add_done_callback(lambda done: self._answered(action, known.peer, done))

@@ -81,6 +81,8 @@ class Job:
         self._rows_only = rows_only
         self.seed = torch.initial_seed()
         """Of the program, at the end of its last scope; random numbers of functions come from it."""
+        self.functions_elsewhere = 0
+        """What to add to a function's number for its place in the training, which a restored checkpoint began."""
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._joined: dict[int, Peer] = {}
@@ -93,6 +95,10 @@ class Job:
         self._standalone: dict[int, VariableSpec] = {}
 
     # -- the cluster ------------------------------------------------------------------------------------------------
+
+    def seed_of(self, function: int) -> int:
+        """Of the random state that a function runs with, wherever and however often it runs."""
+        return hash((self.seed, function + self.functions_elsewhere)) & 0xFFFF_FFFF_FFFF
 
     def connect(self) -> None:
         """Find all servers. Raises `CommunicationTimeoutError` naming those that are missing."""
@@ -132,6 +138,11 @@ class Job:
                 self.membership.give_up(self.server_peers()[error.task.index], str(error.__cause__))
                 continue
             return {index for index, peer in self.server_peers().items() if before.get(index) != peer}
+
+    def lost_servers(self) -> list[int]:
+        """Which of the servers in use are gone."""
+        with self._lock:
+            return sorted(self._lost_servers)
 
     @property
     def timeout_seconds(self) -> float:
@@ -323,6 +334,10 @@ class Job:
         self._optimizers.clear()
         self._add_optimizers()
         return lost
+
+    def trained(self) -> list[VariableSpec]:
+        """All variables, but for modules' buffers."""
+        return [spec for spec in (*self.variables.specs(), *self._standalone.values()) if spec.kind != "buffer"]
 
     def holds(self, spec: VariableSpec) -> bool:
         """Whether a `ts.Variable`'s spec is one of this job's."""

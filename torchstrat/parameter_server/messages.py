@@ -157,6 +157,15 @@ class AppliedPushes:
 
 
 @dataclass(frozen=True)
+class CutReport:
+    """A server has marked what it holds at this moment. ``with_state``: (optimizer, shard) of all state that it has.
+    ``applied``: the records of applied pushes at the same moment."""
+
+    with_state: frozenset[tuple[int, ShardKey]]
+    applied: AppliedPushes
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """One server at one moment: no push is half in it.
 

@@ -28,6 +28,11 @@ Lost servers
     flight at that time that fail because a process could not be reached (`CommunicationError`) are cancelled because of
     the loss. For that the shell has to report the loss before the failures that it causes.
 
+Held dispatch
+    Between `DispatchHeld` and `DispatchReleased` no function begins. Those that were begun and lost with their worker,
+    or handed back, do run again: servers may have had a part of what they change. So once `at_rest` holds, each
+    function has changed all that it changes, or nothing.
+
 Removed workers
     `WorkerDraining` holds for the index: its process gets no more functions and is released when it has none, and a
     process that joins later under that index is ignored, unless the event says ``readmit``. Ignored incarnations may be
@@ -48,6 +53,8 @@ from torchstrat.parameter_server.scheduler_events import (
     Cancel,
     Complete,
     Dispatch,
+    DispatchHeld,
+    DispatchReleased,
     ErrorTaken,
     Event,
     Fail,
@@ -113,6 +120,7 @@ class Scheduler:
         self._function_error: BaseException | None = None
         self._server_error: BaseException | None = None
         self._servers_lost = False
+        self._held = False
         self._taken_below = first_function  # what was submitted before an error was taken, and which one
         self._taken_error: BaseException | None = None
         self._loss_below = first_function  # the same of the last loss of servers
@@ -129,6 +137,8 @@ class Scheduler:
             ServersLost: self._servers_were_lost,
             ServersRestored: self._servers_restored,
             ErrorTaken: self._error_taken,
+            DispatchHeld: self._dispatch_held,
+            DispatchReleased: self._dispatch_released,
         }
 
     # ---- questions ---------------------------------------------------------------------------------------------------
@@ -174,6 +184,12 @@ class Scheduler:
         return not self._running and (
             self.pending_error is not None or (self._servers_lost and bool(self._again or self._next < self._end))
         )
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no function is half-way, and none begins: dispatch is held. After an error what was to run again will
+        not; then half of it may stay."""
+        return self._held and not self._running and (not self._again or self.pending_error is not None)
 
     @property
     def workers(self) -> dict[int, str]:
@@ -301,13 +317,20 @@ class Scheduler:
         self._server_error = self._function_error = None
         self._announced = None
 
+    def _dispatch_held(self, event: DispatchHeld, actions: list[Action]) -> None:
+        self._held = True
+
+    def _dispatch_released(self, event: DispatchReleased, actions: list[Action]) -> None:
+        self._held = False
+        self._dispatch(actions)
+
     # ---- the parts of events -----------------------------------------------------------------------------------------
 
     def _dispatch(self, actions: list[Action], busy: _Process | None = None) -> None:
         """Send out what can be sent. ``busy`` has just finished a function."""
         if self._servers_lost or self._server_error is not None or self._function_error is not None:
             return
-        while self._again or self._next < self._end:
+        while self._again or (self._next < self._end and not self._held):
             process = self._next_free()
             if process is None:
                 return
@@ -419,7 +442,7 @@ class Scheduler:
             levels = [level for level, free in enumerate(self._free) if process in free]
             assert levels == ([count] if _takes_functions(process) and count < self._room else []), "wrongly free"
         assert sum(map(len, self._free)) <= len(self._processes), "a lost process is offered functions"
-        if self.pending_error is None and not self._servers_lost and self.queued:
+        if self.pending_error is None and not self._servers_lost and (self._again if self._held else self.queued):
             assert not any(self._free), "a worker idles while functions wait"
 
 

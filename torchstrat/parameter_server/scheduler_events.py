@@ -94,6 +94,16 @@ class ErrorTaken:
     """The pending error was raised at the user."""
 
 
+@dataclass(frozen=True, slots=True)
+class DispatchHeld:
+    """Somebody wants all servers at one moment: let what was begun come to its end, and begin nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchReleased:
+    """The moment is over."""
+
+
 Event: TypeAlias = (
     Submitted
     | WorkerJoined
@@ -105,6 +115,8 @@ Event: TypeAlias = (
     | ServersLost
     | ServersRestored
     | ErrorTaken
+    | DispatchHeld
+    | DispatchReleased
 )
 
 # ---- actions ---------------------------------------------------------------------------------------------------------

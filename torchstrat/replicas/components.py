@@ -47,7 +47,7 @@ class Components:
         self._slots: dict[int, TensorSlot] = {}
         self._buffers = ComponentBuffers(devices)
         self._helpers = ComponentHelpers()
-        self._streams = ReplicaStreams(devices)
+        self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
         self._tables: list[nn.Module] = []
@@ -77,7 +77,7 @@ class Components:
         self._helpers.begin(registry.helpers(), self._replicas)
         if self._home == self._leader:
             self._install_objects(self._leader)
-        self._streams.begin(self._replicas)
+        self.streams.begin(self._replicas)
 
     def end(self, weights: list[float] | None) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.
@@ -95,8 +95,8 @@ class Components:
         if weights is not None and self._home == CENTRAL:
             self._carry_to_central()
         self._install(self._home)
-        self._streams.activate(None)
-        self._streams.end()
+        self.streams.activate(None)
+        self.streams.end()
         self._buffers.end(failed=weights is None)
         self._helpers.end()
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
@@ -134,7 +134,7 @@ class Components:
                 self.park()
                 self._install(key)
             self._is_parked = False
-        self._streams.activate(replica)
+        self.streams.activate(replica)
 
     def install_central(self) -> None:
         """While all replicas stand still: let the user's objects be the central ones, for code that runs once."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,16 @@ from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.values import PerReplica
 from torchstrat.variables import VariableRegistry
+
+
+class RandomStreams(Protocol):
+    """Where the replicas of this process are in their streams of random numbers, by what checkpoints call these:
+    ``replica_<id>``, or ``lanes`` for one stream of all replicas."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What ``state`` does not have begins with the seed in force."""
 
 
 class ReplicaEngine(Protocol):
@@ -40,6 +50,10 @@ class ReplicaEngine(Protocol):
     def layout(self) -> InputLayout: ...
 
     def device_of_replica(self, replica: int) -> str: ...
+
+    @property
+    def random_streams(self) -> RandomStreams:
+        """The replicas' streams of random numbers, for checkpoints; not during a run."""
 
     def copies(self) -> list[Copies]:
         """Who keeps how many copies of what, over all processes: the basis of memory estimates."""

@@ -30,6 +30,7 @@ from torchstrat.replicas.components import Components
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.newborn import Newborn, parameters_of
+from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.weights import StepWeights
@@ -96,6 +97,10 @@ class InProcessReplicas:
 
     def device_of_replica(self, replica: int) -> str:
         return self._devices[replica]
+
+    @property
+    def random_streams(self) -> ReplicaStreams:
+        return self._components.streams
 
     def copies(self) -> list[Copies]:
         """The first replica works on the central variables where these are on its device; the others on copies."""

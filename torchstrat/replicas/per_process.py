@@ -108,6 +108,10 @@ class PerProcessReplica:
     def device_of_replica(self, replica: int) -> str:
         return self._device
 
+    @property
+    def random_streams(self) -> ReplicaStreams:
+        return self._streams
+
     def copies(self) -> list[Copies]:
         """Every rank keeps parameters, gradients and their buckets; under central storage the owner alone has state."""
         return [

@@ -12,8 +12,8 @@ import functools
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -74,6 +74,32 @@ class ReplicaStreams:
         self.activate(None)
         seedings.leave(torch.default_generator)
 
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the streams of this process's replicas are, between runs: ``{"replica_0": {"now": {"cpu": state}}}``.
+
+        ``now``: under the seed in force; ``seed_7``: under another seed that was put aside.
+        """
+        found: dict[str, Any] = {}
+        for label, seed in seedings.labels():
+            epoch, states = self._seeds.get(seed, (None, {}))
+            if epoch != seedings.epoch_of_known(seed):
+                continue  # seeded since the last run
+            for replica, of_kinds in states.items():
+                found.setdefault(f"replica_{replica}", {})[label] = dict(zip(_KINDS, of_kinds, strict=False))
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Replicas that ``state`` does not have begin with the seed in force, as they would."""
+        self._seeds.clear()
+        for replica in range(self._first_replica, self._first_replica + len(self._devices)):
+            for label, kept in state.get(f"replica_{replica}", {}).items():
+                seed = seedings.seed_of(label)
+                fresh = dict(zip(_KINDS, self._fresh(seed, replica), strict=False))
+                states = [kept.get(kind, other) for kind, other in fresh.items()]
+                self._seeds.setdefault(seed, (seedings.epoch_of_known(seed), {}))[1][replica] = states
+
 
 # -- has the user called manual_seed again? ------------------------------------------------------------------------
 #
@@ -83,6 +109,7 @@ class ReplicaStreams:
 # told apart.) The mark also goes when 624 further words have been drawn, so a state without one is compared with those
 # that only seeding can lead back to.
 
+_KINDS = ("cpu", "cuda")  # of a replica's generators, in their order
 _FIRST_WORD = 24  # offset in the bytes of `get_state()`: seed (8), left (4), seeded (4), next (8), then 624 words of 8
 _MARK = (0x53, 0xA7, 0x6C)
 _KEPT_SEEDS = 16
@@ -144,6 +171,35 @@ class Seedings:
             state = _marked(state)
             generator.set_state(state)
         self._left = state
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def labels(self) -> Iterator[tuple[str, int]]:
+        """What checkpoints call the seeds, and the seeds: ``now`` is the one in force."""
+        current = torch.initial_seed()
+        self.epoch_of(current, torch.default_generator.get_state())
+        for seed in list(self._known):
+            yield ("now" if seed == current else f"seed_{seed}"), seed
+
+    def seed_of(self, label: str) -> int:
+        return torch.initial_seed() if label == "now" else int(label.removeprefix("seed_"))
+
+    def epoch_of_known(self, seed: int) -> int:
+        """Of a seed that runs have met, or, from a checkpoint, will have."""
+        if seed == torch.initial_seed():
+            return self.epoch_of(seed, torch.default_generator.get_state())
+        if seed not in self._known:
+            self._known[seed] = next(self._epochs), torch.Generator().manual_seed(seed).get_state()
+        return self._known[seed][0]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """For each seed the first state of the default generator that a run has met."""
+        return {label: self._known[seed][1] for label, seed in self.labels()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """After the default generator has been put back."""
+        self._known = OrderedDict((self.seed_of(label), (next(self._epochs), first)) for label, first in state.items())
+        self._left = None
 
 
 def _remember(seeds: OrderedDict[int, _Value], seed: int, value: _Value) -> None:

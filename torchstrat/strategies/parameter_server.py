@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
 from torchstrat.parameter_server.variables.remote_storage import RemoteStorage, recipe_of_variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from torchstrat.parameter_server.membership import Membership
 
 logger = logging.getLogger("torchstrat.parameter_server")
+
+_Answer = TypeVar("_Answer")
 
 
 @final
@@ -59,6 +62,9 @@ class ParameterServerStrategy(Strategy):
         rows_only: rows of a table that no gradient touches stay as they are, momentum and weight decay included, for
             every optimizer (as `torch.optim.SparseAdam` does). False: the rule for dense gradients, on whole shards.
         gradient_reduce_op: accepted on every strategy; a worker is one replica.
+        on_server_loss: what the coordinator does when a server was lost, and with it the variables it held. ``"raise"``
+            `ParameterServerUnavailable`, and leave restoring a checkpoint to the program; or ``"restore"`` the newest
+            checkpoint by itself, as `ClusterCoordinator.restore_on_server_loss` says, and go on.
         timeout: how long to wait for servers that are not there yet, and for their answers.
 
     Nothing is contacted before the first ``scope()`` or `ClusterCoordinator`. Raises `ClusterConfigError` for a cluster
@@ -77,13 +83,22 @@ class ParameterServerStrategy(Strategy):
         *,
         rows_only: bool = True,
         gradient_reduce_op: ReduceOp | str = "mean",
+        on_server_loss: Literal["raise", "restore"] = "raise",
         timeout: timedelta = DEFAULT_TIMEOUT,
         _membership: Membership | None = None,
     ) -> None:
         self._made_with = (
             (cluster_resolver, variable_partitioner),
-            {"rows_only": rows_only, "gradient_reduce_op": gradient_reduce_op, "timeout": timeout},
+            {
+                "rows_only": rows_only,
+                "gradient_reduce_op": gradient_reduce_op,
+                "on_server_loss": on_server_loss,
+                "timeout": timeout,
+            },
         )
+        if on_server_loss not in POLICIES:
+            raise InvalidArgumentError(f'on_server_loss={on_server_loss!r} must be "raise" or "restore".')
+        self._on_server_loss = on_server_loss
         if not isinstance(cluster_resolver, ClusterResolver):
             raise WrongTypeError(
                 "ParameterServerStrategy needs a cluster resolver, such as "
@@ -166,9 +181,14 @@ class ParameterServerStrategy(Strategy):
             raise ContextError("this ParameterServerStrategy was closed; its job is over. Make a new strategy.")
 
     def close(self) -> None:
-        """Tell servers and workers that the job is over, and stop. May be called twice."""
+        """Tell servers and workers that the job is over, and stop. Waits for a checkpoint that is being written. May be
+        called twice."""
         self._closed = True
         if not self._is_worker and self._connected is not None:
+            # Imported here: checkpoints import what strategies are made of.
+            from torchstrat.checkpoint.saving import wait_for_saves
+
+            wait_for_saves()
             job, self._connected = self._connected, None
             if self._coordinator is not None:
                 self._coordinator._close()
@@ -238,9 +258,26 @@ class ParameterServerStrategy(Strategy):
             hook_optimizer(self, optimizer)
 
     def _pull(self, modules: list[nn.Module] | None) -> None:
-        if not self._is_worker:
+        def pull() -> None:
             self._job.commit()
             self._job.pull(modules)
+
+        if not self._is_worker:
+            self._asking_servers(pull)
+
+    def _asking_servers(self, call: Callable[[], _Answer]) -> _Answer:
+        """``call()``, once more where servers had to be restored before or in it; it has to be one that may be
+        repeated."""
+        if self._coordinator is None:
+            return call()
+        return self._coordinator._on_server_loss.attempt(call, lambda: self._asking_servers(call))
+
+    def _telling_servers(self, call: Callable[[], None]) -> None:
+        """``call()``, which changes what servers hold; nothing where they had to be restored before or in it."""
+        if self._coordinator is None:
+            call()
+        else:
+            self._coordinator._on_server_loss.attempt(call, lambda: None)
 
     # -- variables --------------------------------------------------------------------------------------------------
 
@@ -254,7 +291,8 @@ class ParameterServerStrategy(Strategy):
             name, initial.shape, initial.dtype, "variable", with_variable=beside, may_split=False
         )
         job.add_variable(spec, initial)
-        return RemoteStorage(spec, lambda: job.access)
+        access = CoordinatorAccess(self, job.access)
+        return RemoteStorage(spec, lambda: access)
 
     def _variable_made(self, variable: Variable) -> None:
         storage = variable._cell()

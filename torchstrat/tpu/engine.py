@@ -105,6 +105,10 @@ class SpmdReplicas:
     def device_of_replica(self, replica: int) -> str:
         return f"{self._runtime.device.type}:{self._runtime.device.index or 0}"
 
+    @property
+    def random_streams(self) -> RandomStream:
+        return self._stream
+
     def copies(self) -> list[Copies]:
         """Every device holds what is not cut; what is cut takes less."""
         kind = self._runtime.device.type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,3 +36,20 @@ class RandomStream:
         self._states = {self._seed: (self._epoch, self._runtime.random_state())}
         self._runtime.restore_random_state(self._outside)
         seedings.leave(torch.default_generator)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, between runs: ``{"lanes": {"now": state}}``; empty before the first run of a seed."""
+        for label, seed in seedings.labels():
+            epoch, state = self._states.get(seed, (None, None))
+            if epoch == seedings.epoch_of_known(seed):
+                return {"lanes": {label: state}}
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Where ``state`` is another strategy's, the stream begins with the seed in force."""
+        self._states = {}
+        for label, kept in state.get("lanes", {}).items():
+            seed = seedings.seed_of(label)
+            self._states[seed] = (seedings.epoch_of_known(seed), kept)

@@ -7,7 +7,8 @@ From the inside out::
     shard_optimizer.py  the user's own optimizer class, stepping tensors that are handed to it
     row_optimizer.py    the same on a few rows of a table
     edits.py            changes that no optimizer makes
-    held.py             a variable's shards here, its lock, its optimizers' state
+    cut.py              what was here at one moment, read while it changes
+    held.py             a variable's shards here, its lock, its optimizers' state; the one way to change them
     steps.py            one `OptimizerStep` of a push: checked first, then made
     catalog.py          what is here, as plain data with a digest
     store.py            all of it together, behind locks

@@ -1,25 +1,29 @@
 """A server writes its own shards into a checkpoint, and reads them from one. Tables never pass through the coordinator.
 
-Restoring has two steps, so that a damaged file changes no server: all of them read, and hold what they have read ready;
-then all adopt it.
+Saving has two steps, so that all servers save one moment: all of them mark what they hold, while the coordinator lets
+nothing run; then each writes what was marked, while pushes go on.
+
+Restoring has two steps, so that a damaged file changes no server: all of them read and check; then all adopt it, into
+the memory of what they held before, which is all the memory it takes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path as Folder
 from typing import Any
 
 import torch
 
-from torchstrat.checkpoint.files import read, write_part
-from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows
+from torchstrat.checkpoint.files import BlockSource, write_part
+from torchstrat.checkpoint.pieces import Path, Piece, shape_goes_by_rows
+from torchstrat.checkpoint.reading import Prepared, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import AppliedPushes, ShardKey, Snapshot, StateOfShard
-from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.messages import AppliedPushes, ShardKey
+from torchstrat.parameter_server.server.cut import Cut, FrozenRows
+from torchstrat.parameter_server.server.store import CutRows, VariableStore
 from torchstrat.parameter_server.variables.checkpoint_orders import (
     AdoptOrder,
     ReadOrder,
@@ -35,57 +39,80 @@ class CheckpointShards:
     def __init__(self, store: VariableStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._ready: tuple[str, Snapshot] | None = None
+        self._ready: tuple[ReadOrder, Prepared] | None = None
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def write(self, order: WriteOrder) -> WriteReport:
-        """Write what the order names. The values, states and records are of one moment, between two pushes.
+        """Write what the order names, as it was when ``order.token`` was marked.
 
-        Takes memory for a copy of what this server holds; pushes wait while it is made, not while it is written.
-        Raises `InvalidArgumentError` where the folder cannot be seen or written to from here.
+        Takes memory for a block, and for what pushes change before it is written; a push waits at most while a block is
+        copied. Raises `InvalidArgumentError` where the folder cannot be seen or written to from here, `TorchstratError`
+        where the cut was given up.
         """
         folder = self._visible(order.folder)
-        found = self._untouched(order) if order.fill else self._collected(order)
+        cut = self._store.cut(order.token)
         try:
+            found = self._collected(cut, order)
             part = write_part(folder, order.number, found.tensors, found.values)
         except OSError as error:
             raise InvalidArgumentError(
                 f"{self._store.owner} cannot write its part of a checkpoint to {folder}: {error}"
             ) from error
-        return WriteReport(part, tuple(found.whole), tuple(found.without_state), found.applied)
+        finally:
+            self._store.end_cut(order.token)
+        return WriteReport(part, tuple(found.whole), cut.copied_bytes)
 
-    def _collected(self, order: WriteOrder) -> _Collected:
-        snapshot = self._store.snapshot()
-        found = _Collected(snapshot.applied)
-        found.tensors += [(one.piece, _held(snapshot, one.key, self._store.owner)) for one in order.values]
+    def _collected(self, cut: Cut, order: WriteOrder) -> _Collected:
+        found = _Collected()
+        for fill in order.fills:  # first: some are copies of rows that are still to be taken
+            self._add_fill(cut, fill, found)
+        for value in order.values:
+            found.tensors.append((value.piece, self._value(cut, value.key)))
         for one in order.states:
-            shard = _held(snapshot, one.key, self._store.owner)
-            state = snapshot.states.get(one.optimizer, {}).get(one.key)
-            if not state:
-                found.without_state.append(one)
-            for name, value in (state or {}).items():
-                path = (*one.piece.path, name)
-                if one.cut and goes_by_rows(value, len(shard), tuple(shard.shape)):
-                    found.add_rows(one, name, value)
-                elif one.cut:
-                    found.whole.append((path, value))
-                elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                    found.tensors.append((Piece(path, tuple(value.shape)), value))
-                else:
-                    found.values.append((path, value))
+            shape = tuple(self._value(cut, one.key).shape)
+            for name, entry in cut.variables[one.key[0]].states.get((one.optimizer, one.key[1]), {}).items():
+                frozen = isinstance(entry, FrozenRows)
+                source = self._store.rows_of(cut, one.key, one.optimizer, name) if frozen else entry
+                self._add_entry(one, name, source, shape, found)
         return found
 
-    def _untouched(self, order: WriteOrder) -> _Collected:
-        found = _Collected(None)
-        for one in order.states:
-            for name, value in self._store.untouched_state(one.optimizer, one.key).items():
-                found.add_rows(one, name, value)
-        return found
+    @staticmethod
+    def _add_entry(state: StatePiece, name: str, entry: Any, shape: tuple[int, ...], found: _Collected) -> None:
+        """``shape``: of the shard that this is an entry of the state of."""
+        path = (*state.piece.path, name)
+        is_tensor = isinstance(entry, CutRows) or (isinstance(entry, torch.Tensor) and entry.layout == torch.strided)
+        if state.cut and is_tensor and shape_goes_by_rows(tuple(entry.shape), shape[0] if shape else 1, shape):
+            found.add_rows(state, name, entry)
+        elif state.cut:
+            found.whole.append((path, entry.look() if isinstance(entry, CutRows) else entry))
+        elif is_tensor:
+            found.tensors.append((Piece(path, tuple(entry.shape)), entry))
+        else:
+            found.values.append((path, entry))
+
+    def _value(self, cut: Cut, key: ShardKey) -> torch.Tensor | CutRows:
+        """A copy of a scalar, or the rows of what has any."""
+        variable = cut.variables.get(key[0])
+        if variable is None or key[1] not in variable.values:
+            raise InvalidArgumentError(
+                f"{self._store.owner} does not hold shard {key[1]} of variable number {key[0]}, which is to be saved; "
+                "after a restart, restore a checkpoint first."
+            )
+        value: torch.Tensor | FrozenRows = variable.values[key[1]]
+        return self._store.rows_of(cut, key) if isinstance(value, FrozenRows) else value
+
+    def _add_fill(self, cut: Cut, fill: StatePiece, found: _Collected) -> None:
+        table = self._value(cut, fill.key)
+        for name, entry in self._store.untouched_entries(fill.optimizer, fill.key).items():
+            if entry.fill is not None:
+                found.add_rows(fill, name, OneValue((table.shape[0], *entry.shape), entry.dtype, entry.fill))
+            else:  # a copy of the table
+                found.add_rows(fill, name, table.look() if isinstance(table, CutRows) else table)
 
     def _visible(self, name: str) -> Folder:
         folder = Folder(name)
-        if not folder.is_dir():
+        if not folder.exists():
             raise InvalidArgumentError(
                 f"{self._store.owner} does not see {folder}. The path of a checkpoint must be on a file system that "
                 "the coordinator and all parameter servers share, under the same name."
@@ -95,7 +122,7 @@ class CheckpointShards:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, order: ReadOrder) -> None:
-        """Read what the order names, and hold it ready. Nothing changes.
+        """Read and check what the order names, and hold the files ready. Nothing changes.
 
         Raises `InvalidArgumentError` where the folder cannot be seen from here, or a file is damaged.
         """
@@ -104,49 +131,68 @@ class CheckpointShards:
             (one.piece, self._store.shard_rows(one.key) if one.piece.shape else None) for one in order.values
         ]
         wanted += [(one.piece, one.rows) for one in order.states]
-        found = read(stored, wanted)
-        states: dict[int, dict[ShardKey, StateOfShard]] = {number: defaultdict(dict) for number in order.optimizers}
-        for entry, value in zip(order.states, found[len(order.values) :], strict=True):
-            states[entry.optimizer][entry.key][entry.name] = value
-        values = {one.key: value for one, value in zip(order.values, found, strict=False)}
-        ready = Snapshot(values, {number: dict(of_shards) for number, of_shards in states.items()}, None)
-        with self._lock:
-            self._ready = order.token, ready
+        self._hold((order, prepare(stored, wanted)))
 
     def adopt(self, order: AdoptOrder) -> None:
         """Replace values, states and records by what was read, in one cut.
 
         Records of the job that wrote the checkpoint are not put back: functions are numbered by the coordinator that
         schedules them, none of this one's is under way, and none will be repeated.
+
+        Raises `InvalidArgumentError`, before anything changes, for what was not read or does not fit; `TorchstratError`
+        where the disk fails now: then this server holds a mixture, until another restore.
         """
         with self._lock:
-            ready, self._ready = self._ready, None
-        if ready is None or ready[0] != order.token:
+            ready = self._ready
+        if ready is None or ready[0].token != order.token:
             raise InvalidArgumentError(
                 f"{self._store.owner} has not read the checkpoint that it is to adopt; restore it again."
             )
-        applied = AppliedPushes(order.next_function, order.next_function, {})
-        self._store.restore(replace(ready[1], applied=applied))
+        read, prepared = ready
+        try:
+            self._store.overwrite(
+                [one.key for one in read.values],
+                [(one.optimizer, one.key, one.name) for one in read.states],
+                read.optimizers,
+                AppliedPushes(order.next_function, order.next_function, {}),
+                prepared,
+            )
+        finally:
+            self._hold(None)
+
+    def forget(self, token: str) -> None:
+        """What was read under ``token`` will not be adopted: another server could not read its part."""
+        with self._lock:
+            is_this = self._ready is not None and self._ready[0].token == token
+        if is_this:
+            self._hold(None)
+
+    def _hold(self, ready: tuple[ReadOrder, Prepared] | None) -> None:
+        with self._lock:
+            before, self._ready = self._ready, ready
+        if before is not None:
+            before[1].close()
 
 
 @dataclass
 class _Collected:
     """What goes into one file, and what a `WriteReport` says beside it."""
 
-    applied: AppliedPushes | None
-    tensors: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
+    tensors: list[tuple[Piece, torch.Tensor | BlockSource]] = field(default_factory=list)
     values: list[tuple[Path, Any]] = field(default_factory=list)
     whole: list[tuple[Path, Any]] = field(default_factory=list)
-    without_state: list[StatePiece] = field(default_factory=list)
 
-    def add_rows(self, state: StatePiece, name: str, value: torch.Tensor) -> None:
-        self.tensors.append((state.piece.entry(name, (state.piece.shape[0], *value.shape[1:])), value))
+    def add_rows(self, state: StatePiece, name: str, source: torch.Tensor | BlockSource) -> None:
+        self.tensors.append((state.piece.entry(name, (state.piece.shape[0], *source.shape[1:])), source))
 
 
-def _held(snapshot: Snapshot, key: ShardKey, owner: str) -> torch.Tensor:
-    if key not in snapshot.values:
-        raise InvalidArgumentError(
-            f"{owner} does not hold shard {key[1]} of variable number {key[0]}, which is to be saved; after a restart, "
-            "restore a checkpoint first."
-        )
-    return snapshot.values[key]
+@dataclass(frozen=True)
+class OneValue:
+    """A `BlockSource` of rows that are all alike."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: float | complex
+
+    def rows(self, first: int, stop: int) -> torch.Tensor:
+        return torch.full((stop - first, *self.shape[1:]), self.value, dtype=self.dtype)

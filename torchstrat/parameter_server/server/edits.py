@@ -50,5 +50,5 @@ def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
 
 
 def apply_edit(edit: ShardEdit, shards: HeldShards) -> None:
-    shard = shards.tensor(edit.key)
+    shard = shards.changing(edit.key, edit.rows)
     shard_edits.apply_edit(shard, edit.op, edit.value.to(shard.dtype), edit.rows)

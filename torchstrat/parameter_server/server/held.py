@@ -1,15 +1,20 @@
-"""A variable as one server holds it: its shards, their state, and the lock that both are behind."""
+"""A variable as one server holds it: its shards, their state, and the lock that both are behind.
+
+`HeldShards` is the one way to change any of it. While a checkpoint is being written, it first saves what the checkpoint
+still needs; see `torchstrat.parameter_server.server.cut`.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
+from torchstrat.parameter_server.server.cut import Cut, VariableCut
 from torchstrat.parameter_server.server.row_optimizer import RowState
 
 
@@ -18,7 +23,8 @@ class HeldVariable:
     """``lock`` guards everything below it. ``shards``: number of the shard → its rows, on the CPU.
 
     ``states``: (optimizer, shard) → state. ``row_states``: which entries of that go by rows, once rows were stepped.
-    ``is_dropped``: the server was reset while somebody waited for the lock.
+    ``cut``: of a checkpoint that is being written. ``is_dropped``: the server was reset while somebody waited for the
+    lock.
     """
 
     spec: VariableSpec
@@ -26,6 +32,7 @@ class HeldVariable:
     shards: dict[int, torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[int, int], StateOfShard] = field(default_factory=dict)
     row_states: dict[tuple[int, int], dict[str, RowState]] = field(default_factory=dict)
+    cut: VariableCut | None = None
     is_dropped: bool = False
 
     @property
@@ -39,13 +46,21 @@ class HeldVariable:
 
 
 class HeldShards:
-    """The variables a call has locked, looked up by shard. ``owner``: the server, for error messages."""
+    """The variables a call has locked, looked up by shard. ``owner``: the server, for error messages.
+
+    What `tensor` and `state` give is for reading. Who changes a shard or a state, in place or by another, says so
+    before, by the method that does it or hands it out to be changed.
+    """
 
     def __init__(self, variables: Mapping[int, HeldVariable], owner: str) -> None:
         self._variables = variables
         self.owner = owner
 
-    def variable(self, key: ShardKey) -> HeldVariable:
+    def require(self, key: ShardKey) -> None:
+        """Raise `InvalidArgumentError` where the shard is not here."""
+        self._variable(key)
+
+    def _variable(self, key: ShardKey) -> HeldVariable:
         variable = self._variables.get(key[0])
         if variable is None:
             raise InvalidArgumentError(
@@ -58,15 +73,99 @@ class HeldShards:
             )
         return variable
 
-    def tensor(self, key: ShardKey) -> torch.Tensor:
-        return self.variable(key).shards[key[1]]
+    # -- reading ----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[HeldVariable]:
-        return iter(self._variables.values())
+    def tensor(self, key: ShardKey) -> torch.Tensor:
+        return self._variable(key).shards[key[1]]
+
+    def state(self, key: ShardKey, optimizer: int) -> Mapping[str, object] | None:
+        """None before the first step."""
+        return self._variable(key).states.get((optimizer, key[1]))
+
+    def row_state(self, key: ShardKey, optimizer: int) -> dict[str, RowState] | None:
+        """Which entries of the state go by rows; None until `learn_rows`."""
+        return self._variable(key).row_states.get((optimizer, key[1]))
+
+    def held_keys(self) -> Iterator[ShardKey]:
+        for number, variable in self._variables.items():
+            for shard in variable.shards:
+                yield number, shard
+
+    def states_of(self, optimizer: int) -> Iterator[tuple[ShardKey, StateOfShard]]:
+        """Of the shards that have any."""
+        for number, variable in self._variables.items():
+            for (of, shard), state in variable.states.items():
+                if of == optimizer:
+                    yield (number, shard), state
+
+    @property
+    def total_bytes(self) -> int:
+        """Of values and optimizer state."""
+        return sum(variable.total_bytes for variable in self._variables.values())
 
     def name(self, key: ShardKey) -> str:
         """For error messages: the variable and the part of it, and where it is."""
-        return f"{self.variable(key).name_of(key[1])!r} on {self.owner}"
+        return f"{self._variable(key).name_of(key[1])!r} on {self.owner}"
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def add(self, key: ShardKey, value: torch.Tensor) -> None:
+        """A shard that is new; no checkpoint that is being written knows it."""
+        variable = self._variables[key[0]]
+        assert key[1] not in variable.shards
+        variable.shards[key[1]] = value
+
+    def changing(self, key: ShardKey, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """A shard, whose ``rows`` (``(n,)`` int64; None: all) the caller is about to change in place."""
+        variable = self._variable(key)
+        if variable.cut is not None:
+            variable.cut.before_value(key[1], rows)
+        return variable.shards[key[1]]
+
+    def changing_state(
+        self, key: ShardKey, optimizer: int, rows: torch.Tensor | None = None, by_rows: Iterable[str] = ()
+    ) -> StateOfShard | None:
+        """The state of a shard, whose tensors the caller is about to change in place: of the entries ``by_rows`` only
+        these ``rows``. The dictionary is the server's own. None before the first step."""
+        variable, slot = self._variable(key), (optimizer, key[1])
+        if variable.cut is not None:
+            variable.cut.before_state(slot, rows, by_rows)
+        return variable.states.get(slot)
+
+    def put_state(self, key: ShardKey, optimizer: int, state: StateOfShard | None) -> None:
+        """Another state in the place of the one that is there, whose tensors stay as they are. None: no state."""
+        variable, slot = self._variable(key), (optimizer, key[1])
+        if state is None:
+            variable.states.pop(slot, None)
+        else:
+            variable.states[slot] = state
+
+    def learn_rows(self, key: ShardKey, optimizer: int, learned: Mapping[str, RowState]) -> None:
+        self._variable(key).row_states.setdefault((optimizer, key[1]), {}).update(learned)
+
+    def drop(self) -> None:
+        """The variables are given up; who waits for their locks finds nothing any more."""
+        for variable in self._variables.values():
+            variable.is_dropped, variable.cut = True, None
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def mark(self, cut: Cut) -> None:
+        """Everything, as it is now, is in the cut."""
+        for number, variable in self._variables.items():
+            names = {shard: f"{variable.name_of(shard)!r} on {self.owner}" for shard in variable.shards}
+            variable.cut = cut.variables[number] = VariableCut(cut, variable.shards, variable.states, names)
+
+    def unmark(self, cut: Cut) -> None:
+        for variable in self._variables.values():
+            if variable.cut is not None and variable.cut.cut is cut:
+                variable.cut = None
+
+    def check_changes(self) -> None:
+        """Called when the caller has changed what it wanted to, before the locks are released."""
+        for variable in self._variables.values():
+            if variable.cut is not None:
+                variable.cut.check()
 
 
 def check_rows(ids: torch.Tensor, rows: int, name: str, *, sorted_and_unique: bool) -> None:

@@ -55,7 +55,9 @@ class VariableServer:
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
     ``ps.snapshot``             None                                       `Snapshot`
     ``ps.restore``              `Snapshot`                                 None
+    ``ps.begin_checkpoint``     token                                      `CutReport`
     ``ps.write_checkpoint``     `WriteOrder`                               `WriteReport`
+    ``ps.end_checkpoint``       token                                      None
     ``ps.read_checkpoint``      `ReadOrder`                                None
     ``ps.adopt_checkpoint``     `AdoptOrder`                               None
     ``ps.reset``                None                                       None
@@ -88,7 +90,9 @@ class VariableServer:
             "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),
             "ps.snapshot": lambda _: store.snapshot(),
             "ps.restore": store.restore,
+            "ps.begin_checkpoint": lambda token: store.begin_cut(token).report(),
             "ps.write_checkpoint": lambda order: self._checkpoint_shards().write(order),
+            "ps.end_checkpoint": self._end_checkpoint,
             "ps.read_checkpoint": lambda order: self._checkpoint_shards().read(order),
             "ps.adopt_checkpoint": lambda order: self._checkpoint_shards().adopt(order),
             "ps.reset": lambda _: store.reset(),
@@ -124,6 +128,8 @@ class VariableServer:
         """After a job that has finished the server is as new; one that was lost finds everything as it was."""
         if finished:
             self.store.reset()
+        else:
+            self.store.end_cut()
 
     def drain(self, timeout_seconds: float) -> None:
         """Let the pushes that have begun end, as far as the time allows."""
@@ -138,13 +144,20 @@ class VariableServer:
         self._switching.close()
 
     def _checkpoint_shards(self) -> CheckpointShards:
-        # Imported when it is needed: torch.distributed.checkpoint takes a while to load.
+        # Imported when it is needed.
         from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
 
         with self._making:
             if self._checkpoints is None:
                 self._checkpoints = CheckpointShards(self.store)
             return self._checkpoints
+
+    def _end_checkpoint(self, token: str) -> None:
+        self.store.end_cut(token)
+        with self._making:
+            checkpoints = self._checkpoints
+        if checkpoints is not None:
+            checkpoints.forget(token)
 
     def _add_peer(self, peer: Peer) -> None:
         assert self._endpoint is not None, "a message arrived before the endpoint was attached"

@@ -122,26 +122,27 @@ class HeldOptimizer:
 
     def _learn_rows(self, key: ShardKey, step: OptimizerStep, shards: HeldShards) -> None:
         """Find out what the state of untouched rows is, and whether there is room for it."""
-        variable, table = shards.variable(key), shards.tensor(key)
-        slot = (self.number, key[1])
+        table, state = shards.tensor(key), shards.state(key, self.number)
         group = self._group(key)
-        if slot not in variable.row_states:
-            variable.row_states[slot] = learn_state(self.optimizer, step.options[group], group, table)
-        for name in variable.row_states[slot]:
-            held = variable.states.get(slot, {}).get(name)
+        learned = shards.row_state(key, self.number)
+        if learned is None:
+            learned = learn_state(self.optimizer, step.options[group], group, table)
+            shards.learn_rows(key, self.number, learned)
+        for name in learned:
+            held = (state or {}).get(name)
             if isinstance(held, torch.Tensor) and held.shape[:1] != table.shape[:1]:
                 raise InvalidArgumentError(
                     f"state[{name!r}] of {self.optimizer.name} for {shards.name(key)}, as it was loaded, has shape "
                     f"{tuple(held.shape)}; it needs {table.shape[0]} rows."
                 )
-        if slot not in variable.states:
-            needed = sum(entry.bytes_for(table.shape[0]) for entry in variable.row_states[slot].values())
+        if state is None:
+            needed = sum(entry.bytes_for(table.shape[0]) for entry in learned.values())
             check_fits(needed, f"the state of {self.optimizer.name} for {shards.name(key)}")
 
     def _whole(self, key: ShardKey, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards) -> _Part:
-        parameter = torch.nn.Parameter(shards.tensor(key))
+        parameter = torch.nn.Parameter(shards.changing(key))
         parameter.grad = gradient
-        state = shards.variable(key).states.get((self.number, key[1]))
+        state = shards.changing_state(key, self.number)
         if state is None:
             state = self.optimizer.initial_state(step.options[self._group(key)], parameter)
         return _Part(key, parameter, state)
@@ -149,27 +150,31 @@ class HeldOptimizer:
     def _rows(
         self, key: ShardKey, ids: torch.Tensor, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards
     ) -> _Part:
-        variable, slot = shards.variable(key), (self.number, key[1])
         parameter = torch.nn.Parameter(shards.tensor(key).index_select(0, ids))
         sparse = self.optimizer.needs_sparse
         parameter.grad = sparse_rows(torch.arange(len(ids)), gradient, len(ids)) if sparse else gradient
-        if slot in variable.states:
-            state = gather_state(variable.states[slot], ids, variable.row_states[slot])
+        learned = shards.row_state(key, self.number) or {}
+        held = shards.changing_state(key, self.number, ids, learned)
+        if held is not None:
+            state = gather_state(held, ids, learned)
         else:
             state = self.optimizer.initial_state(step.options[self._group(key)], parameter)
         return _Part(key, parameter, state, ids)
 
     def _keep(self, part: _Part, state: StateOfShard, step: OptimizerStep, shards: HeldShards) -> None:
-        variable, slot = shards.variable(part.key), (self.number, part.key[1])
         if part.ids is None:
-            variable.states[slot] = state
+            shards.put_state(part.key, self.number, state)
             return
-        table, learned = shards.tensor(part.key), variable.row_states[slot]
-        held = variable.states.setdefault(slot, {})
+        table, learned = shards.changing(part.key, part.ids), shards.row_state(part.key, self.number) or {}
+        held = shards.changing_state(part.key, self.number, part.ids, learned)
+        if held is None:
+            held = {}
+            shards.put_state(part.key, self.number, held)
         if any(name not in held and name not in learned for name in state):
             # The hyperparameters have changed since: a scheduler has switched momentum on.
             group = self._group(part.key)
-            learned.update(learn_state(self.optimizer, step.options[group], group, table))
+            shards.learn_rows(part.key, self.number, learn_state(self.optimizer, step.options[group], group, table))
+            learned = shards.row_state(part.key, self.number) or {}
         scatter_state(held, state, part.ids, table, learned)
         table.index_copy_(0, part.ids, part.parameter.detach())
 

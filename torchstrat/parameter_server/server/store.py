@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
+from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.parameter_server.messages import (
+    AppliedPushes,
     NewOptimizer,
     NewShard,
     Push,
@@ -27,12 +28,16 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.server.applied import AppliedRecords
 from torchstrat.parameter_server.server.catalog import describe_variable, make_catalog
+from torchstrat.parameter_server.server.cut import Cut, FrozenRows, VariableCut
 from torchstrat.parameter_server.server.edits import apply_edit, check_edit
 from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
 from torchstrat.parameter_server.server.host_memory import check_fits
-from torchstrat.parameter_server.server.row_optimizer import learn_state
+from torchstrat.parameter_server.server.row_optimizer import RowState, learn_state
 from torchstrat.parameter_server.server.steps import HeldOptimizer
 from torchstrat.parameter_server.variables.initial_values import replay
+
+if TYPE_CHECKING:
+    from torchstrat.checkpoint.reading import Prepared
 
 _ANOTHER_PROGRAM = (
     "Another program than before needs servers without variables: end the earlier job, or restart the servers."
@@ -53,6 +58,7 @@ class VariableStore:
         self._creating = threading.Lock()
         self._variables: dict[int, HeldVariable] = {}
         self._optimizers: dict[int, HeldOptimizer] = {}
+        self._cut: Cut | None = None
         self._applied = AppliedRecords(owner)
 
     @property
@@ -78,8 +84,8 @@ class VariableStore:
             for shard, value in made:
                 with self._structure:
                     variable = self._variables.setdefault(shard.spec.number, HeldVariable(shard.spec))
-                with self._locked([variable.spec.number]):
-                    variable.shards[shard.shard] = value
+                with self._locked([variable.spec.number]) as held:
+                    held.add((variable.spec.number, shard.shard), value)
 
     def add_optimizer(self, new: NewOptimizer) -> None:
         """Make an optimizer known. Again is fine, also with more variables and groups after those it had: all its
@@ -110,8 +116,10 @@ class VariableStore:
             with self._structure:
                 self._variables.clear()
                 self._optimizers.clear()
-            for variable in shards:
-                variable.is_dropped = True
+                cut, self._cut = self._cut, None
+            if cut is not None:
+                cut.fail("the job has ended, or begun anew")
+            shards.drop()
             self._applied.clear()
 
     @property
@@ -122,7 +130,7 @@ class VariableStore:
     def total_bytes(self) -> int:
         """Of values and optimizer state."""
         with self._locked(self._numbers()) as shards:
-            return sum(variable.total_bytes for variable in shards)
+            return shards.total_bytes
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +188,7 @@ class VariableStore:
     def _apply(self, push: Push, shards: HeldShards) -> None:
         optimizers = [self._optimizer(step.optimizer) for step in push.steps]
         for key in push.wants:
-            shards.variable(key)
+            shards.require(key)
         for edit in push.edits:
             check_edit(edit, shards)
         for optimizer, step in zip(optimizers, push.steps, strict=True):
@@ -210,7 +218,7 @@ class VariableStore:
         numbers = self._numbers() if keys is None else [key[0] for key in keys]
         with self._locked(numbers) as shards:
             for key in keys or ():
-                shards.variable(key)
+                shards.require(key)
             found = _states_of(optimizer, shards)
         return found if keys is None else {key: found[key] for key in keys if key in found}
 
@@ -219,18 +227,16 @@ class VariableStore:
         self._optimizer(optimizer)
         with self._locked(key[0] for key in states) as shards:
             for key in states:
-                shards.variable(key)
+                shards.require(key)
             for key, state in states.items():
-                _put_state(shards.variable(key), optimizer, key[1], state)
+                shards.put_state(key, optimizer, _copy(state))
 
-    def untouched_state(self, optimizer: int, key: ShardKey) -> StateOfShard:
-        """What an optimizer's state of a shard is before any step: of the entries that go by rows. Changes nothing."""
+    def untouched_entries(self, optimizer: int, key: ShardKey) -> dict[str, RowState]:
+        """What an optimizer's state of a shard is before any step: the entries that go by rows. Changes nothing."""
         held = self._optimizer(optimizer)
         group = next(number for number, variables in enumerate(held.groups) if key[0] in variables)
         with self._locked([key[0]]) as shards:
-            table = shards.tensor(key)
-            learned = learn_state(held.optimizer, held.optimizer.options[group], group, table)
-            return {name: entry.allocate(table) for name, entry in learned.items()}
+            return learn_state(held.optimizer, held.optimizer.options[group], group, shards.tensor(key))
 
     def shard_rows(self, key: ShardKey) -> int:
         with self._locked([key[0]]) as shards:
@@ -242,16 +248,11 @@ class VariableStore:
         Pushes wait while the copies are made. Raises, before it copies, where they would not fit in memory.
         """
         with self._locked(self._numbers()) as shards:
-            needed = sum(variable.total_bytes for variable in shards)
-            check_fits(needed, f"a snapshot of what {self.owner} holds")
+            check_fits(shards.total_bytes, f"a snapshot of what {self.owner} holds")
             with self._structure:
                 optimizers = list(self._optimizers)
             return Snapshot(
-                values={
-                    (variable.spec.number, shard): value.clone()
-                    for variable in shards
-                    for shard, value in variable.shards.items()
-                },
+                values={key: shards.tensor(key).clone() for key in shards.held_keys()},
                 states={optimizer: _states_of(optimizer, shards) for optimizer in optimizers},
                 applied=self._applied.state(),
             )
@@ -269,17 +270,111 @@ class VariableStore:
             for key, value in snapshot.values.items():
                 _check_value(value, shards.tensor(key), shards.name(key))
             for key in (key for states in snapshot.states.values() for key in states):
-                shards.variable(key)
+                shards.require(key)
             for key, value in snapshot.values.items():
-                shards.tensor(key).copy_(value)
+                shards.changing(key).copy_(value)
             for optimizer, states in snapshot.states.items():
-                for variable in shards:
-                    for shard in variable.shards:
-                        _put_state(variable, optimizer, shard, states.get((variable.spec.number, shard)))
+                for key in shards.held_keys():
+                    state = states.get(key)
+                    shards.put_state(key, optimizer, None if state is None else _copy(state))
             if snapshot.applied is None:
                 self._applied.forget_functions()
             else:
                 self._applied.load_state(snapshot.applied)
+
+    def overwrite(
+        self,
+        values: Sequence[ShardKey],
+        entries: Sequence[tuple[int, ShardKey, str]],
+        optimizers: Iterable[int],
+        applied: AppliedPushes,
+        new: Prepared,
+    ) -> None:
+        """Put other values, state and records in the place of those that are here, in one cut, and in their memory.
+
+        Args:
+            values: shards; others keep their values.
+            entries: (optimizer, shard, name) of state: after this the only state of ``optimizers``.
+            new: what they become: first the values, then the entries, in this order.
+
+        Raises `InvalidArgumentError`, before anything changes, for shards and optimizers that are not here, and for
+        other shapes or dtypes; `TorchstratError` where ``new`` cannot be read any more.
+        """
+        held = set(optimizers)
+        for optimizer in held:
+            self._optimizer(optimizer)
+        with self._locked(self._numbers()) as shards:
+            for number, key in enumerate(values):
+                if not new.fits(number, shards.tensor(key)):
+                    raise InvalidArgumentError(f"the value that was read for {shards.name(key)} does not fit it.")
+            for _, key, _ in entries:
+                shards.require(key)
+            into: list[torch.Tensor | None] = [shards.changing(key) for key in values]
+            for number, (optimizer, key, name) in enumerate(entries, len(values)):
+                entry = (shards.changing_state(key, optimizer) or {}).get(name)
+                is_usable = isinstance(entry, torch.Tensor) and new.fits(number, entry)
+                into.append(entry if is_usable else None)
+            try:
+                found = new.take(into)
+            except InvalidArgumentError as error:
+                raise TorchstratError(
+                    f"{self.owner} holds a mixture of a checkpoint and of what was there before: {error} Restore this "
+                    "checkpoint again, or another."
+                ) from error
+            states: dict[tuple[int, ShardKey], dict[str, Any]] = {}
+            for (optimizer, key, name), value in zip(entries, found[len(values) :], strict=True):
+                states.setdefault((optimizer, key), {})[name] = value
+            for optimizer in held:
+                for key in shards.held_keys():
+                    shards.put_state(key, optimizer, states.get((optimizer, key)))
+            self._applied.load_state(applied)
+
+    # -- cuts: checkpoints that are written while pushes go on -------------------------------------------------------
+
+    def begin_cut(self, token: str) -> Cut:
+        """Everything as it is at one moment between two pushes, under the name ``token``: values, state and records.
+
+        Takes no copy and little time; pushes wait only for that. What they change from now on, and `CutRows` have not
+        read yet, they copy before. An earlier cut is given up: whoever wanted it is gone.
+        """
+        with self._locked(self._numbers()) as shards:
+            cut = Cut(token, self.owner, self._applied.state())
+            shards.mark(cut)
+            with self._structure:
+                earlier, self._cut = self._cut, cut
+        if earlier is not None:
+            earlier.fail("another one was begun")
+        return cut
+
+    def cut(self, token: str) -> Cut:
+        """Raises `TorchstratError` where it was given up, and `InvalidArgumentError` where there was none."""
+        with self._structure:
+            cut = self._cut
+        if cut is None or cut.token != token:
+            raise InvalidArgumentError(
+                f"{self.owner} has not begun the checkpoint that it is to write, or has given it up; save again."
+            )
+        cut.require()
+        return cut
+
+    def rows_of(self, cut: Cut, key: ShardKey, optimizer: int | None = None, name: str = "") -> CutRows:
+        """A shard in the cut, or an entry of its state, that `FrozenRows` stand for."""
+        variable = cut.variables[key[0]]
+        entry = variable.values[key[1]] if optimizer is None else variable.states[optimizer, key[1]][name]
+        assert isinstance(entry, FrozenRows)
+        return CutRows(self, key[0], variable, entry)
+
+    def end_cut(self, token: str | None = None) -> None:
+        """It was written, or will not be: pushes copy nothing for it any more. Does nothing for another cut than
+        ``token``; None for whichever there is."""
+        with self._structure:
+            cut = self._cut
+            if cut is None or token not in (None, cut.token):
+                return
+            self._cut = None
+        cut.fail("it was ended")
+        with self._locked(self._numbers()) as shards:
+            shards.unmark(cut)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +395,11 @@ class VariableStore:
                         f"{self._lock_timeout_seconds:g} s."
                     )
                 locks.callback(variable.lock.release)
-            yield HeldShards({one.spec.number: one for one in wanted if not one.is_dropped}, self.owner)
+            shards = HeldShards({one.spec.number: one for one in wanted if not one.is_dropped}, self.owner)
+            try:
+                yield shards
+            finally:
+                shards.check_changes()
 
     def _optimizer(self, number: int) -> HeldOptimizer:
         with self._structure:
@@ -362,16 +461,29 @@ def _copy(state: StateOfShard) -> StateOfShard:
 
 
 def _states_of(optimizer: int, shards: HeldShards) -> dict[ShardKey, StateOfShard]:
-    return {
-        (variable.spec.number, shard): _copy(state)
-        for variable in shards
-        for (number, shard), state in variable.states.items()
-        if number == optimizer
-    }
+    return {key: _copy(state) for key, state in shards.states_of(optimizer)}
 
 
-def _put_state(variable: HeldVariable, optimizer: int, shard: int, state: StateOfShard | None) -> None:
-    if state is None:
-        variable.states.pop((optimizer, shard), None)
-    else:
-        variable.states[optimizer, shard] = _copy(state)
+class CutRows:
+    """Rows of a tensor in a cut, for who writes them: block by block, each once, in ascending order.
+
+    ``shape`` and ``dtype`` are those of the tensor, ``(rows, …)``.
+    """
+
+    def __init__(self, store: VariableStore, number: int, variable: VariableCut, entry: FrozenRows) -> None:
+        self._store, self._number, self._variable, self._entry = store, number, variable, entry
+        self.shape, self.dtype = torch.Size(entry.shape), entry.dtype
+
+    def rows(self, first: int, stop: int) -> torch.Tensor:
+        """``[first, stop)`` as they were; a tensor of its own. Raises `TorchstratError` where the cut was given up."""
+        return self._read(lambda: self._entry.take(first, stop))
+
+    def look(self) -> torch.Tensor:
+        """All rows, which can still be read after this."""
+        return self._read(self._entry.look)
+
+    def _read(self, act: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # Behind the lock: a push that failed to save something says so before it goes on to change it.
+        with self._store._locked([self._number]):
+            self._variable.cut.require()
+            return act()

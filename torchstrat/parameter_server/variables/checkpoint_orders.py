@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchstrat.checkpoint.pieces import Path, Piece
-from torchstrat.parameter_server.messages import AppliedPushes, ShardKey
+from torchstrat.parameter_server.messages import ShardKey
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import WrittenPart
@@ -35,29 +35,28 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """Write these shards and states, at one moment, as file ``number`` into ``folder``.
+    """Write these shards and states, as they were when ``token`` was marked, as file ``number`` into ``folder``.
 
-    ``fill``: the states are such as this server does not have, because no step has touched the shard yet, while other
-    servers have them for their shards: write what they are before the first step.
+    ``fills``: states that this server does not have, because no step has touched the shard yet, while other servers
+    have them for their shards: write what they are before the first step.
     """
 
     folder: str
     number: int
+    token: str = ""
     values: tuple[ShardPiece, ...] = ()
     states: tuple[StatePiece, ...] = ()
-    fill: bool = False
+    fills: tuple[StatePiece, ...] = ()
 
 
 @dataclass(frozen=True)
 class WriteReport:
     """``whole``: entries of the state of cut variables that are not cut themselves (``step``), with their paths; all
-    shards of a variable have them, and one is to be written. ``without_state``: what it had no state of.
-    ``applied``: the records of the same moment; None where only states were filled in."""
+    shards of a variable have them, and one is to be written. ``copied_bytes``: what pushes had to copy meanwhile."""
 
     part: WrittenPart
     whole: tuple[tuple[Path, Any], ...]
-    without_state: tuple[StatePiece, ...]
-    applied: AppliedPushes | None
+    copied_bytes: int
 
 
 @dataclass(frozen=True)

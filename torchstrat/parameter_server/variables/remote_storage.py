@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.shard_edits import EditOp
-from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
+from torchstrat.parameter_server.variables.variable_access import EditName
 from torchstrat.reduction import VariableAggregation, VariableSynchronization
 from torchstrat.variable.storage import DeclaredShape, Edit
 from torchstrat.variable.variable import Variable
@@ -22,13 +22,23 @@ if TYPE_CHECKING:
 _OPERATIONS: dict[Edit, EditName] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
 
 
+class Access(Protocol):
+    """The part of `VariableAccess` that is used here."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor: ...
+
+    def edit(self, spec: VariableSpec, op: EditName, value: torch.Tensor, rows: torch.Tensor | None = None) -> None: ...
+
+
 class RemoteStorage:
     """``access()`` reaches the servers from the calling thread: as the coordinator, or for the function it runs.
 
     Additions are exact whatever other workers do meanwhile; of several plain assignments the last one stays.
     """
 
-    def __init__(self, spec: VariableSpec, access: Callable[[], VariableAccess]) -> None:
+    def __init__(self, spec: VariableSpec, access: Callable[[], Access]) -> None:
         self.spec = spec
         self._access = access
 

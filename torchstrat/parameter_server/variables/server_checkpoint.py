@@ -1,8 +1,8 @@
 """The coordinator's part in checkpoints of what lives on parameter servers: it gives orders, and checks the outcome.
 
-Saving: every server writes its own shards, as they are at one moment between two pushes. Functions may go on meanwhile;
-then the servers' moments differ, and a push that changes several may be in what one of them writes and not in what
-another does. For one cut across all servers, join first.
+Saving: dispatching pauses until no function is half-way, all servers mark what they hold, and dispatching goes on; that
+is one moment across all servers. Then every server writes its own shards as they were then. If a server or this process
+dies in between, nothing of it appears; a mark that nobody asks for any more goes with the next one, or with the job.
 
 Restoring: nothing runs, then all servers read, then all adopt. Servers that were started again and hold nothing get
 their variables and optimizers first. Only when all of them have adopted do functions run again, on the same workers.
@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path as Folder
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from torchstrat.checkpoint.items import RemoteSlot, RemoteState
 from torchstrat.checkpoint.optimizer_item import want_of_entry
 from torchstrat.checkpoint.pieces import Path, Piece
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.messages import CutReport, VariableSpec
 from torchstrat.parameter_server.variables.checkpoint_orders import (
     AdoptOrder,
     ReadOrder,
@@ -46,8 +47,13 @@ from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored, WrittenPart
+    from torchstrat.parameter_server.dispatcher import Dispatcher
     from torchstrat.parameter_server.job import Job
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
+
+
+_WRITE_SECONDS = 3600.0
+"""For one server to write its part. A server that dies is noticed long before."""
 
 
 class ServerCheckpoint:
@@ -69,62 +75,38 @@ class ServerCheckpoint:
     def number_of(self, optimizer: Optimizer) -> int | None:
         return self._job.optimizer_number(optimizer)
 
+    # -- random numbers ---------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """What the random numbers of the next function follow from. While no function runs."""
+        ended = self._strategy._coordinator._dispatcher.ended_functions
+        return {"seed": self._job.seed, "functions": ended + self._job.functions_elsewhere}
+
+    def load_counters(self, state: Mapping[str, int]) -> None:
+        """Let the next function draw what that of the training would have drawn, whatever its number is here."""
+        self._job.seed = state["seed"]
+        self._job.functions_elsewhere = state["functions"] - self._strategy._coordinator._dispatcher.next_function
+
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def prepare_to_save(self) -> None:
         """The servers get what the program has made or written since. Raises `ParameterServerUnavailable`."""
         self._job.commit()
 
-    def write(
-        self, folder: Folder, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
-    ) -> ServersWritten:
-        """Let every server write its part into ``folder``. Raises `ParameterServerUnavailable`, and
-        `InvalidArgumentError` naming the server that cannot write there."""
-        orders = {
-            server: WriteOrder(str(folder), first_number + server, tuple(values), tuple(of_server))
-            for server, (values, of_server) in self._by_server(slots, states).items()
-        }
-        reports: dict[int, WriteReport] = self._job.servers.ask("ps.write_checkpoint", orders)
-        parts = [report.part for report in reports.values()]
-        wrote = {(one.optimizer, one.key) for order in orders.values() for one in order.states} - {
-            (one.optimizer, one.key) for report in reports.values() for one in report.without_state
-        }
-        stepped = {(optimizer, key[0]) for optimizer, key in wrote}
-        fills = {
-            server: WriteOrder(str(folder), first_number + self._job.num_servers + server, (), missing, fill=True)
-            for server, report in reports.items()
-            if (missing := tuple(one for one in report.without_state if (one.optimizer, one.key[0]) in stepped))
-        }
-        filled: dict[int, WriteReport] = self._job.servers.ask("ps.write_checkpoint", fills)
-        parts += [report.part for report in filled.values()]
-        whole: dict[Path, Any] = {}
-        for report in reports.values():
-            for path, value in report.whole:
-                whole.setdefault(path, value)
-        for part in parts:
-            _require_visible(folder, part, self._job)
-        tensors = {path: value for path, value in whole.items() if isinstance(value, torch.Tensor)}
-        return ServersWritten(
-            parts,
-            [(Piece(path, tuple(value.shape)), value) for path, value in tensors.items()],
-            [(path, value) for path, value in whole.items() if path not in tensors],
-            {str(server): asdict(report.applied) for server, report in reports.items() if report.applied is not None},
-        )
+    def paused(self) -> AbstractContextManager[None]:
+        """A block in which no function is half-way on the servers, and none begins. Raises `CommunicationTimeoutError`
+        naming functions that do not end, and `ParameterServerUnavailable`."""
+        dispatcher: Dispatcher = self._strategy._coordinator._dispatcher
+        return dispatcher.paused(self._job.timeout_seconds, "saving a checkpoint")
 
-    def _by_server(
-        self, slots: Iterable[RemoteSlot], states: Iterable[RemoteState]
-    ) -> dict[int, tuple[list[ShardPiece], list[StatePiece]]]:
-        orders: dict[int, tuple[list[ShardPiece], list[StatePiece]]] = defaultdict(lambda: ([], []))
-        for slot in slots:
-            for number, shard in enumerate(slot.spec.shards):
-                piece = slot.piece.part(shard.start)
-                orders[shard.server][0].append(ShardPiece((slot.spec.number, number), piece))
-        for state in states:
-            cut = state.spec.shape != state.piece.shape or len(state.spec.shards) > 1
-            for number, shard in enumerate(state.spec.shards):
-                piece = state.piece.part(shard.start)
-                orders[shard.server][1].append(StatePiece(state.optimizer, (state.spec.number, number), piece, cut))
-        return orders
+    def begin(self) -> ServerCut:
+        """Let all servers mark what they hold at this moment. Raises `ParameterServerUnavailable`."""
+        token = uuid.uuid4().hex
+        try:
+            return ServerCut(self._job, token, self._job.servers.ask_all("ps.begin_checkpoint", token))
+        except BaseException:
+            _end(self._job, token)
+            raise
 
     # -- restoring --------------------------------------------------------------------------------------------------
 
@@ -148,7 +130,11 @@ class ServerCheckpoint:
         _warn_of_lost(lost, stored.folder)
         token = uuid.uuid4().hex
         orders = self._read_orders(stored, token, slots, states, tuple(sorted(optimizers)))
-        self._job.servers.ask("ps.read_checkpoint", orders)
+        try:
+            self._job.servers.ask("ps.read_checkpoint", orders)
+        except BaseException:
+            _end(self._job, token)
+            raise
         return Restoring(self._job, dispatcher, token, [slot.spec for slot in slots])
 
     def _read_orders(
@@ -159,7 +145,10 @@ class ServerCheckpoint:
         states: Sequence[tuple[RemoteState, tuple[Path, ...]]],
         optimizers: tuple[int, ...],
     ) -> dict[int, ReadOrder]:
-        values = {server: of_server for server, (of_server, _) in self._by_server(slots, ()).items()}
+        values = {
+            server: [ShardPiece(one.key, stored.place_of(one.piece)) for one in of_server]
+            for server, (of_server, _) in _by_server(slots, ()).items()
+        }
         entries: dict[int, list[StateEntry]] = defaultdict(list)
         for state, paths in states:
             for number, shard in enumerate(state.spec.shards):
@@ -167,12 +156,87 @@ class ServerCheckpoint:
                 for path in paths:
                     piece, wanted = want_of_entry(stored, path, state.piece.part(shard.start), rows)
                     key = state.spec.number, number
-                    entries[shard.server].append(StateEntry(state.optimizer, key, str(path[-1]), piece, wanted))
+                    entry = StateEntry(state.optimizer, key, str(path[-1]), stored.place_of(piece), wanted)
+                    entries[shard.server].append(entry)
         folder = str(stored.folder)
         return {
             server: ReadOrder(folder, token, tuple(values.get(server, ())), tuple(entries[server]), optimizers)
             for server in self._job.server_peers()
         }
+
+
+class ServerCut:
+    """All servers have marked what they held at one moment, and wait to be told what to write of it. Until `end` they
+    save what changes."""
+
+    def __init__(self, job: Job, token: str, reports: Mapping[int, CutReport]) -> None:
+        self._job = job
+        self._token = token
+        self._reports = reports
+
+    def write(
+        self, folder: Folder, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
+    ) -> ServersWritten:
+        """Let every server write its part into ``folder``. Raises `ParameterServerUnavailable`, and
+        `InvalidArgumentError` naming the server that cannot write there."""
+        reports: dict[int, WriteReport] = self._job.servers.ask(
+            "ps.write_checkpoint", self._orders(folder, slots, states, first_number), timeout_seconds=_WRITE_SECONDS
+        )
+        whole: dict[Path, Any] = {}
+        for report in reports.values():
+            _require_visible(folder, report.part, self._job)
+            for path, value in report.whole:
+                whole.setdefault(path, value)
+        tensors = {path: value for path, value in whole.items() if isinstance(value, torch.Tensor)}
+        return ServersWritten(
+            [report.part for report in reports.values()],
+            [(Piece(path, tuple(value.shape)), value) for path, value in tensors.items()],
+            [(path, value) for path, value in whole.items() if path not in tensors],
+            {str(server): asdict(report.applied) for server, report in self._reports.items()},
+        )
+
+    def _orders(
+        self, folder: Folder, slots: Sequence[RemoteSlot], states: Sequence[RemoteState], first_number: int
+    ) -> dict[int, WriteOrder]:
+        by_server = _by_server(slots, states)
+        stepped = {
+            (one.optimizer, one.key[0])
+            for server, (_, of_server) in by_server.items()
+            for one in of_server
+            if (one.optimizer, one.key) in self._reports[server].with_state
+        }
+        orders = {}
+        for server, (values, of_server) in by_server.items():
+            there = [one for one in of_server if (one.optimizer, one.key) in self._reports[server].with_state]
+            fills = [one for one in of_server if one not in there and (one.optimizer, one.key[0]) in stepped]
+            number = first_number + server
+            orders[server] = WriteOrder(str(folder), number, self._token, tuple(values), tuple(there), tuple(fills))
+        return orders
+
+    def end(self) -> None:
+        """It was written, or will not be. Does not wait."""
+        _end(self._job, self._token)
+
+
+def _end(job: Job, token: str) -> None:
+    for server in job.server_peers():
+        job.servers.send(server, "ps.end_checkpoint", token)
+
+
+def _by_server(
+    slots: Iterable[RemoteSlot], states: Iterable[RemoteState]
+) -> dict[int, tuple[list[ShardPiece], list[StatePiece]]]:
+    orders: dict[int, tuple[list[ShardPiece], list[StatePiece]]] = defaultdict(lambda: ([], []))
+    for slot in slots:
+        for number, shard in enumerate(slot.spec.shards):
+            piece = slot.piece.part(shard.start)
+            orders[shard.server][0].append(ShardPiece((slot.spec.number, number), piece))
+    for state in states:
+        cut = state.spec.shape != state.piece.shape or len(state.spec.shards) > 1
+        for number, shard in enumerate(state.spec.shards):
+            piece = state.piece.part(shard.start)
+            orders[shard.server][1].append(StatePiece(state.optimizer, (state.spec.number, number), piece, cut))
+    return orders
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,20 @@ class ServerGroup:
             return dict(self._peers)
 
     def ask(
-        self, method: str, payloads: Mapping[int, Any], on_answer: Callable[[], None] | None = None
+        self,
+        method: str,
+        payloads: Mapping[int, Any],
+        on_answer: Callable[[], None] | None = None,
+        *,
+        timeout_seconds: float | None = None,
     ) -> dict[int, Any]:
         """Send each server its payload, and wait for all answers. ``on_answer`` is called for each that comes.
+        ``timeout_seconds``: None for the group's.
 
         Raises `ParameterServerUnavailable` naming the server that is gone or did not answer in time. What a handler
         raised is raised here. All answers have arrived, or failed, when this returns or raises.
         """
-        futures = {index: self.send(index, method, payload) for index, payload in payloads.items()}
+        futures = {index: self.send(index, method, payload, timeout_seconds) for index, payload in payloads.items()}
         if on_answer is not None:
             for future in futures.values():
                 future.add_done_callback(lambda _: on_answer())
@@ -67,14 +73,15 @@ class ServerGroup:
         """Send all servers the same."""
         return self.ask(method, dict.fromkeys(self.peers(), payload))
 
-    def send(self, index: int, method: str, payload: Any) -> Future[Any]:
+    def send(self, index: int, method: str, payload: Any, timeout_seconds: float | None = None) -> Future[Any]:
         with self._lock:
             peer, lost = self._peers.get(index), self._lost.get(index)
         if peer is None or lost is not None:
             failed: Future[Any] = Future()
             failed.set_exception(PeerUnavailableError(lost or "it has not joined yet", peer))
             return failed
-        return self._endpoint.call(peer, method, payload, timeout_seconds=self._timeout_seconds)
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        return self._endpoint.call(peer, method, payload, timeout_seconds=seconds)
 
     def _result(self, index: int, method: str, future: Future[Any]) -> Any:
         try:

@@ -51,13 +51,23 @@ class _PullOptimizer(_Hook):
     def __call__(self, optimizer: Optimizer) -> None:
         strategy = self._open_strategy()
         if strategy is not None:
-            strategy._job.commit()
-            strategy._job.pull_optimizer(optimizer)
+            job = strategy._job
+
+            def pull() -> None:
+                job.commit()
+                job.pull_optimizer(optimizer)
+
+            strategy._asking_servers(pull)
 
 
 class _PushOptimizer(_Hook):
     def __call__(self, optimizer: Optimizer) -> None:
         strategy = self._open_strategy()
         if strategy is not None:
-            strategy._job.commit()
-            strategy._job.push_optimizer(optimizer)
+            job = strategy._job
+
+            def push() -> None:
+                job.commit()
+                job.push_optimizer(optimizer)
+
+            strategy._telling_servers(push)

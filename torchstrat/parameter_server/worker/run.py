@@ -102,7 +102,7 @@ class Executor:
         if rested or not self._stepped:
             self._copies.expire()
         self._stepped = False
-        with running(run), context.enter(self._strategy, None), _seeded(seed, run.function):
+        with running(run), context.enter(self._strategy, None), _seeded(seed):
             fn, args, kwargs, captured = load()
             reached = frozenset(self._variables(captured))
             self._copies.refresh(reached)
@@ -125,17 +125,16 @@ class Executor:
 
 
 @contextmanager
-def _seeded(seed: int, function: int) -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     """PyTorch's generators, seeded for one function; afterwards as they were (this may be a thread of a test)."""
-    own = hash((seed, function)) & 0xFFFF_FFFF_FFFF
     if torch.cuda.is_initialized():
         with torch.random.fork_rng([torch.cuda.current_device()]):
-            torch.manual_seed(own)
+            torch.manual_seed(seed)
             yield
         return
     # torch.manual_seed would note the stack for every kind of accelerator that may be used later: 0.3 ms per function.
     before = torch.get_rng_state()
-    torch.default_generator.manual_seed(own)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:

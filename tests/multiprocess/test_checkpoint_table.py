@@ -1,0 +1,89 @@
+"""Any strategy restores, bit for bit, what any other has saved: on any number of servers, replicas and processes.
+
+Each one saves once, after training of its own. Each one restores all of these, and saves what it then has: that is to
+be the same as what it was given, whole tensors and values by their names, and different before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multiprocess.checkpoint_jobs import (
+    IN_PROCESS,
+    PER_PROCESS,
+    restore,
+    restore_on_every_rank,
+    save,
+    save_on_every_rank,
+)
+from tests.unit.checkpoints import same, stored
+from torchstrat.testing import Workers
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def saved(two_processes: Workers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where each strategy has saved what it trained."""
+    folder = tmp_path_factory.mktemp("saved")
+    paths = {kind: folder / kind for kind in (*IN_PROCESS, *PER_PROCESS)}
+    for seed, kind in enumerate(paths):
+        if kind in PER_PROCESS:
+            two_processes.run(save_on_every_rank, kind, str(paths[kind]), seed)
+            continue
+        with IN_PROCESS[kind](seed) as job:
+            begin = paths["one_device"] if kind.startswith("tpu") else None
+            save(job, paths[kind], range(4 + seed % 2), begin)
+    return {kind: str(path) for kind, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def contents(saved: dict[str, str]) -> dict[str, dict[str, Any]]:
+    return {kind: stored(Path(path)) for kind, path in saved.items()}
+
+
+def test_what_is_saved(contents: dict[str, dict[str, Any]]) -> None:
+    """The same names, whoever saved, and other values; state of optimizers that is not that of the beginning."""
+    expected = contents["one_device"].keys()
+    assert {
+        "model.table.weight",
+        "adam.state.head.weight.exp_avg",
+        "adam.state.body.0.bias.max_exp_avg_sq",
+        "rows.state.table.weight.exp_avg_sq",
+        "model.body.1.running_var",
+        "scheduler.last_epoch",
+        "seen",
+    } <= expected
+    for kind, found in contents.items():
+        assert found.keys() == expected, kind
+        moments = found["rows.state.table.weight.exp_avg"]
+        touched = moments.abs().sum(1) > 0
+        assert touched.any(), kind
+        assert not touched.all(), kind
+        assert found["adam.state.head.weight.max_exp_avg_sq"].abs().sum() > 0
+    for one, other in itertools.combinations(contents.values(), 2):
+        assert not torch.equal(one["model.head.weight"], other["model.head.weight"])
+
+
+@pytest.mark.parametrize("restorer", [*IN_PROCESS, *PER_PROCESS])
+def test_it_restores_what_all_have_saved(
+    restorer: str,
+    saved: dict[str, str],
+    contents: dict[str, dict[str, Any]],
+    two_processes: Workers,
+    tmp_path: Path,
+) -> None:
+    if restorer in IN_PROCESS:
+        with IN_PROCESS[restorer](99) as job:
+            restore(job, saved, tmp_path)
+    else:
+        two_processes.run(restore_on_every_rank, restorer, saved, str(tmp_path))
+    found = {saver: stored(tmp_path / saver) for saver in saved}
+    assert all(found[saver].keys() == contents[saver].keys() for saver in saved)
+    wrong = [(saver, key) for saver, one in contents.items() for key in one if not same(one[key], found[saver][key])]
+    assert wrong == []

@@ -1,0 +1,623 @@
+"""The files of a checkpoint: what is in them, how they are written and read, and what becomes of them when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.faults.forked import in_fork
+from tests.unit.checkpoints import same
+from torchstrat.checkpoint import Checkpoint, disk, entries, files, manifest
+from torchstrat.checkpoint.disk import NewFile
+from torchstrat.checkpoint.entries import BlockSource, memory_of
+from torchstrat.checkpoint.files import read, write_metadata, write_part
+from torchstrat.checkpoint.folder import remove_whole, written_whole
+from torchstrat.checkpoint.manifest import NAME, check_file, checked, read_manifest, write_manifest
+from torchstrat.checkpoint.pieces import Piece
+from torchstrat.checkpoint.reading import INDEX, prepare
+from torchstrat.checkpoint.stored import open_checkpoint
+from torchstrat.errors import InvalidArgumentError
+
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+"""What torch.distributed.checkpoint says when it is used in one process; the second of itself, in torch 2.9."""
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64),
+]
+
+Parts = Sequence[Sequence[tuple[Piece, "torch.Tensor | BlockSource"]]]
+
+
+def write(path: Path, parts: Parts, values: Sequence[tuple[tuple[str | int, ...], Any]] = ()) -> Path:
+    with written_whole(path) as folder:
+        written = [write_part(folder, n, part, () if n else values) for n, part in enumerate(parts)]
+        checks = {name: check for one in written for name, check in one.files.items()}
+        checks[INDEX] = write_metadata(folder, written)
+        write_manifest(folder, checks, {"servers": {0: "records"}})
+    return path
+
+
+def whole(name: str, tensor: torch.Tensor) -> tuple[Piece, torch.Tensor]:
+    return Piece((name,), tuple(tensor.shape)), tensor
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """All of them different, as far as the dtype goes."""
+    count = int(torch.Size(shape).numel())
+    return torch.arange(1, count + 1).remainder(100).reshape(shape).to(dtype)
+
+
+def values_of(path: Path, *pieces: Piece) -> list[Any]:
+    return read(open_checkpoint(path), [(piece, None) for piece in pieces])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(entries, "STEP_BYTES", 64)
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+
+@alone
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape_for_torchstrat_and_for_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+    shapes = [(), (0,), (1,), (7,), (5, 3), (0, 3), (4, 0), (33, 5, 2), (2, 200)]
+    tensors = {f"shape {shape}": numbers(shape, dtype) for shape in shapes}
+    tensors["turned"] = numbers((6, 9), dtype).T
+    path = write(tmp_path / "saved", [[whole(name, tensor) for name, tensor in tensors.items()]])
+    found = values_of(path, *(Piece((name,), tuple(tensor.shape)) for name, tensor in tensors.items()))
+    of_torch = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(of_torch, checkpoint_id=path, no_dist=True)
+    for tensor, ours, theirs in zip(tensors.values(), found, of_torch.values(), strict=True):
+        assert ours.dtype == theirs.dtype == dtype
+        assert ours.shape == theirs.shape == tensor.shape
+        assert bytes(memory_of(ours)) == bytes(memory_of(theirs.contiguous())) == bytes(memory_of(tensor.contiguous()))
+
+
+def test_views_that_are_conjugated_or_negated(tmp_path: Path) -> None:
+    tensor = torch.complex(numbers((3, 2)), -numbers((3, 2)))
+    path = write(tmp_path / "saved", [[whole("conj", tensor.conj()), whole("imag", tensor.conj().imag)]])
+    conj, imag = values_of(path, Piece(("conj",), (3, 2)), Piece(("imag",), (3, 2)))
+    assert torch.equal(conj, tensor.conj().resolve_conj())
+    assert torch.equal(imag, numbers((3, 2)))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 60),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    wanted=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=5),
+)
+def test_any_rows_of_any_cut(
+    rows: int, cuts: list[int], wanted: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also the same rows twice, and none."""
+    table = numbers((rows, 3))
+    places = sorted({0, rows, *(cut % rows for cut in cuts)})
+    spans = list(itertools.pairwise(places))
+    parts = [[(Piece(("t",), (rows, 3), first), table[first:stop])] for first, stop in spans]
+    path = write(tmp_path_factory.mktemp("cut") / "saved", parts)
+    asked = [(min(a, b, rows), min(max(a, b), rows)) for a, b in wanted]
+    found = read(open_checkpoint(path), [(Piece(("t",), (rows, 3), a), b - a) for a, b in asked])
+    for (first, stop), got in zip(asked, found, strict=True):
+        assert torch.equal(got, table[first:stop])
+
+
+class Lazy:
+    """Gives rows out of one buffer that the next rows overwrite; notes what was asked for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self._tensor = tensor
+        self._buffer = torch.empty(64 << 10, dtype=tensor.dtype)
+        self.asked: list[tuple[int, int]] = []
+
+    def rows(self, first: int, stop: int) -> torch.Tensor:
+        self.asked.append((first, stop))
+        if not self.shape:
+            return self._tensor
+        wanted = self._tensor[first:stop]
+        self._buffer.fill_(-1)
+        return self._buffer[: wanted.numel()].reshape(wanted.shape).copy_(wanted)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("shape", [(), (0, 3), (50, 3), (5, 40)])
+def test_rows_that_come_one_after_another(shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensor = numbers(shape)
+    lazy = Lazy(tensor)
+    path = write(tmp_path / "lazy", [[(Piece(("t",), shape), lazy), whole("other", torch.ones(3))]])
+    assert torch.equal(values_of(path, Piece(("t",), shape))[0], tensor)
+    rows = shape[0] if shape else 1
+    assert [row for first, stop in lazy.asked for row in range(first, stop)] == list(range(rows))
+    bytes_of_row = tensor.nbytes // max(1, rows)
+    assert all((stop - first) * bytes_of_row <= max(64, bytes_of_row) for first, stop in lazy.asked)
+    assert (path / "__0_0.distcp").read_bytes() == (
+        write(tmp_path / "whole", [[whole("t", tensor), whole("other", torch.ones(3))]]) / "__0_0.distcp"
+    ).read_bytes()
+
+
+def test_what_a_source_raises_is_raised(tmp_path: Path) -> None:
+    class Lost(Lazy):
+        def rows(self, first: int, stop: int) -> torch.Tensor:
+            raise ConnectionError("the rows are gone")
+
+    with pytest.raises(ConnectionError, match=r"^the rows are gone$"):
+        write(tmp_path / "saved", [[(Piece(("t",), (3,)), Lost(torch.ones(3)))]])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_one_file_for_each_part_and_none_for_nothing(tmp_path: Path) -> None:
+    table = numbers((40, 3))
+    parts = [[(Piece(("t",), (40, 3)), table[:10])], [], [(Piece(("t",), (40, 3), 10), table[10:])]]
+    path = write(tmp_path / "saved", parts, [(("step",), 7)])
+    assert sorted(os.listdir(path)) == [INDEX, "__0_0.distcp", "__2_0.distcp", NAME]
+    assert values_of(path, Piece(("step",), ()))[0] == 7
+
+
+def test_parts_that_do_not_add_up(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="does not add up to whole tensors"):
+        write(tmp_path / "saved", [[(Piece(("t",), (4,)), torch.ones(2))], [whole("u", torch.ones(1))]])
+    assert os.listdir(tmp_path) == []
+
+
+# -- first checked, then taken ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_what_is_prepared_is_checked_and_goes_into_what_is_there(tmp_path: Path) -> None:
+    table = numbers((40, 3))
+    path = write(tmp_path / "saved", [[whole("t", table), whole("s", torch.tensor(5.0))]], [(("step",), 7)])
+    wanted = [(Piece(("t",), (40, 3), 10), 20), (Piece(("s",), ()), None), (Piece(("step",), ()), None)]
+    prepared = prepare(open_checkpoint(path), wanted)
+    shutil.rmtree(path)  # as a later save does that takes its place
+    into = torch.zeros(20, 3)
+    assert [prepared.fits(0, like) for like in (into, into[1:], into.double(), torch.zeros(3, 20).T)] == [
+        *(True, False, False, False)
+    ]
+    found, scalar, step = prepared.take([into, None, None])
+    prepared.close()
+    assert found is into
+    assert torch.equal(into, table[10:30])
+    assert (float(scalar), step) == (5.0, 7)
+
+
+def test_preparing_refuses_damage_and_changes_nothing(saved: Path) -> None:
+    file = saved / "__1_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100] + b"\xff" + content[-99:])
+    with pytest.raises(InvalidArgumentError, match=r"__1_0\.distcp is damaged.*, at t \(CRC-32"):
+        prepare(open_checkpoint(saved), [(Piece(("t",), (40, 3)), None)])
+
+
+def test_a_disk_that_fails_after_checking(saved: Path) -> None:
+    prepared = prepare(open_checkpoint(saved), [(Piece(("t",), (40, 3)), None)])
+    os.truncate(saved / "__1_0.distcp", 10)
+    with pytest.raises(InvalidArgumentError, match=r"__1_0\.distcp, a part of the checkpoint, cannot be read for t"):
+        prepared.take([None])
+    prepared.close()
+
+
+@alone
+def test_what_torch_wrote_is_prepared_as_well(tmp_path: Path) -> None:
+    dcp.save({"t": numbers((4, 2)), "step": 3}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    prepared = prepare(
+        open_checkpoint(tmp_path / "torch"), [(Piece(("t",), (4, 2), 1), 2), (Piece(("step",), ()), None)]
+    )
+    into = torch.zeros(2, 2)
+    assert prepared.fits(0, into)
+    assert same(prepared.take([into, None]), [numbers((4, 2))[1:3], 3])
+    assert torch.equal(into, numbers((4, 2))[1:3])
+    prepared.close()
+
+
+# -- what is read and written, and how much memory it takes -----------------------------------------------------------
+
+
+def bytes_read() -> int:
+    """By this process, from files, whether they are in memory already or not."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts with Linux's /proc")
+
+
+@linux
+def test_files_are_not_read_again(tmp_path: Path) -> None:
+    table = torch.ones(1 << 20)
+    write(tmp_path / "before", [[whole("t", table)]])  # what is imported once
+    values_of(tmp_path / "before", Piece(("t",), (1 << 20,)))
+    before = bytes_read()
+    write(tmp_path / "saved", [[whole("t", table)]])
+    written = bytes_read()
+    values_of(tmp_path / "saved", Piece(("t",), (1 << 20,)))
+    assert written - before < table.nbytes / 10
+    assert table.nbytes <= bytes_read() - written < 1.1 * table.nbytes
+
+
+MEGABYTES = 96
+
+
+def memory_for(path: Path, call: str) -> int:
+    """The most that writing or reading takes beyond what is there before, in bytes; in a process of its own."""
+    table = torch.ones(MEGABYTES << 18) if call == "write" else None
+    into = torch.zeros(MEGABYTES << 18) if call == "read into" else None
+    write(path.with_name("small"), [[whole("t", torch.ones(3))]])  # what is imported and made once
+    values_of(path.with_name("small"), Piece(("t",), (3,)))
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
+    before = high_water_mark()
+    if table is not None:
+        write(path, [[whole("t", table)]])
+    elif call == "read":
+        values_of(path, Piece(("t",), (MEGABYTES << 18,)))
+    else:
+        prepared = prepare(open_checkpoint(path), [(Piece(("t",), (MEGABYTES << 18,)), None)])
+        prepared.take([into])
+        prepared.close()
+    return high_water_mark() - before
+
+
+def high_water_mark() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+@linux
+def test_memory(tmp_path: Path) -> None:
+    measured = {}
+    for call in ("write", "read", "read into"):
+        outcome = in_fork(60, lambda: False, memory_for, tmp_path / "saved", call)
+        assert outcome.how == "returned", outcome
+        measured[call] = int(outcome.text)
+    state = MEGABYTES << 20
+    assert measured["write"] <= 0.15 * state, measured
+    assert measured["read into"] <= 0.15 * state, measured
+    assert state * 0.9 <= measured["read"] <= 1.15 * state, measured
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path, small_blocks: None) -> Path:
+    table = numbers((40, 3))
+    parts = [[(Piece(("t",), (40, 3)), table[:30])], [(Piece(("t",), (40, 3), 30), table[30:])]]
+    return write(tmp_path / "saved", parts, [(("step",), {"count": 7})])
+
+
+def everything(path: Path) -> list[Any]:
+    return values_of(path, Piece(("t",), (40, 3)), Piece(("step",), ()))
+
+
+def test_a_changed_byte_anywhere_is_refused_and_the_file_named(saved: Path) -> None:
+    for name in sorted(os.listdir(saved)):
+        content = (saved / name).read_bytes()
+        for place in range(0, len(content), max(1, len(content) // 40)):
+            (saved / name).write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+            with pytest.raises(InvalidArgumentError, match=rf"{name}.*(is damaged|format)|format \d"):
+                everything(saved)
+        (saved / name).write_bytes(content)
+    assert everything(saved)[1] == {"count": 7}
+
+
+def test_a_file_that_was_cut_anywhere_is_refused(saved: Path) -> None:
+    for name in sorted(os.listdir(saved)):
+        content = (saved / name).read_bytes()
+        for length in range(0, len(content), max(1, len(content) // 10)):
+            (saved / name).write_bytes(content[:length])
+            with pytest.raises(InvalidArgumentError, match=rf"{name} is damaged"):
+                everything(saved)
+        (saved / name).write_bytes(content)
+
+
+def test_damage_names_the_tensor_or_the_value(saved: Path) -> None:
+    check = read_manifest(saved)["files"]["__0_0.distcp"]  # type: ignore[index]
+    content = (saved / "__0_0.distcp").read_bytes()
+    for place, name in ((10, "step"), (len(content) - check.entries[-1].bytes // 2, "t")):
+        (saved / "__0_0.distcp").write_bytes(content[:place] + b"\xff\x00" + content[place + 2 :])
+        with pytest.raises(InvalidArgumentError, match=rf"__0_0\.distcp is damaged.*, at {name} \(CRC-32"):
+            everything(saved)
+
+
+def test_damage_elsewhere_does_not_stand_in_the_way(saved: Path) -> None:
+    """Whoever reads a part checks that part. All of it is what `check_file` is for."""
+    file = saved / "__1_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100] + b"\xff" + content[-99:])
+    first, _ = values_of(saved, Piece(("step",), ()), Piece(("step",), ()))
+    assert first == {"count": 7}
+    [rows] = read(open_checkpoint(saved), [(Piece(("t",), (40, 3)), 20)])
+    assert torch.equal(rows, numbers((40, 3))[:20])
+    with pytest.raises(InvalidArgumentError, match=r"__1_0\.distcp is damaged"):
+        read(open_checkpoint(saved), [(Piece(("t",), (40, 3), 35), 5)])
+    with pytest.raises(InvalidArgumentError, match=r"__1_0\.distcp is damaged"):
+        check_file(file, read_manifest(saved)["files"][file.name])  # type: ignore[index]
+
+
+def test_missing_files(saved: Path) -> None:
+    (saved / "__1_0.distcp").unlink()
+    with pytest.raises(InvalidArgumentError, match=r"__1_0\.distcp, a part of the checkpoint, cannot be read for t"):
+        everything(saved)
+    (saved / INDEX).unlink()
+    with pytest.raises(InvalidArgumentError, match="no complete checkpoint: its metadata is missing"):
+        everything(saved)
+
+
+def test_a_manifest_that_was_edited(saved: Path) -> None:
+    content = json.loads((saved / NAME).read_text())
+    for changed, message in (
+        ({**content, "servers": {"0": "other records"}}, "is damaged"),
+        (
+            {**content, "format": 3},
+            r"format 3 of torchstrat's checkpoints, and this version reads formats 1 to 2\. Use",
+        ),
+        ([content], "is damaged"),
+        ({**content, "files": None}, "is damaged"),
+    ):
+        (saved / NAME).write_text(json.dumps(changed))
+        with pytest.raises(InvalidArgumentError, match=message):
+            everything(saved)
+
+
+class Passing:
+    """Of a program that is changed between saving and restoring."""
+
+
+def test_a_value_of_a_class_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "saved", [[whole("t", torch.ones(1))]], [(("own",), Passing())])
+    monkeypatch.delattr(sys.modules[__name__], "Passing")
+    with pytest.raises(InvalidArgumentError, match=r"own in .*__0_0\.distcp cannot be unpickled by this program: Attr"):
+        values_of(path, Piece(("own",), ()))
+
+
+# -- what others have written -----------------------------------------------------------------------------------------
+
+
+@alone
+def test_what_torch_wrote_is_read_and_its_damage_named(tmp_path: Path) -> None:
+    dcp.save({"t": numbers((4, 2)), "step": 3}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    table, step = values_of(tmp_path / "torch", Piece(("t",), (4, 2)), Piece(("step",), ()))
+    assert torch.equal(table, numbers((4, 2)))
+    assert step == 3
+    [file] = (tmp_path / "torch").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(InvalidArgumentError, match=r"t in .*\.distcp cannot be read"):
+        values_of(tmp_path / "torch", Piece(("t",), (4, 2)))
+
+
+@alone
+def test_format_1_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    dcp.save({"t": numbers((4, 2))}, checkpoint_id=path, no_dist=True)
+    [file] = path.glob("*.distcp")
+    checks = {name: {"bytes": c.bytes, "crc32": c.crc32} for name in os.listdir(path) for c in [checked(path / name)]}
+    (path / NAME).write_text(json.dumps({"format": 1, "torch": "2.9.0", "files": checks}))
+    assert torch.equal(values_of(path, Piece(("t",), (4, 2)))[0], numbers((4, 2)))
+    content = file.read_bytes()
+    file.write_bytes(content[:600] + b"\xfe" + content[601:])
+    with pytest.raises(InvalidArgumentError, match=r"\.distcp is damaged: its contents are not what was written"):
+        values_of(path, Piece(("t",), (4, 2)))
+
+
+def test_another_order_of_bytes_is_left_to_torch(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader turns them round."""
+    monkeypatch.setattr("torchstrat.checkpoint.stored.StoredFolder", None)  # it would take them as they are
+    content = json.loads((saved / NAME).read_text())
+    del content["crc32"]
+    content["byteorder"] = "another"
+    (saved / NAME).write_text(json.dumps({**content, "crc32": manifest._checksum(content)}))
+    assert same(everything(saved), [numbers((40, 3)), {"count": 7}])
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link to a file", "broken link", "no index"])
+def test_what_is_no_checkpoint(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "path"
+    if kind in ("file", "link to a file"):
+        (tmp_path / "other").write_text("precious")
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "folder":
+        path.mkdir()
+        (path / "mine").write_text("precious")
+    elif kind == "no index":
+        path.mkdir()
+        (path / INDEX).write_bytes(b"cnosuchmodule\nthing\n.")
+    else:
+        path.symlink_to(tmp_path / "other")
+    with pytest.raises(InvalidArgumentError, match=r"holds no complete checkpoint|no such folder|cannot be read as a"):
+        open_checkpoint(path)
+    if kind == "no index":
+        return
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(InvalidArgumentError, match="is there already and is no checkpoint"):
+        write(path, [[whole("t", torch.ones(1))]])
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_link_to_a_checkpoint_is_replaced_and_what_it_names_stays(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(saved)
+    write(tmp_path / "latest", [[whole("t", torch.ones(1))]])
+    assert not (tmp_path / "latest").is_symlink()
+    assert everything(saved)[1] == {"count": 7}
+    assert sorted(os.listdir(tmp_path)) == ["latest", "saved"]
+
+
+# -- disks that do not take it ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    can = os.geteuid() == 0 and shutil.which("mount") is not None
+    if not can or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk(tiny_disk: Path) -> None:
+    table, again = torch.ones(1000), torch.zeros(1000)
+    Checkpoint(table=table).save(tiny_disk / "saved")
+    with pytest.raises(
+        InvalidArgumentError, match=r"No space left on device, while writing rows 0 to 1000000 of table"
+    ):
+        Checkpoint(table=torch.ones(1_000_000)).save(tiny_disk / "saved")
+    assert os.listdir(tiny_disk) == ["saved"]
+    Checkpoint(table=again).restore(tiny_disk / "saved")
+    assert torch.equal(table, again)
+
+
+def test_a_read_only_disk(tiny_disk: Path) -> None:
+    table, again = torch.ones(1000), torch.zeros(1000)
+    Checkpoint(table=table).save(tiny_disk / "saved")
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
+    with pytest.raises(InvalidArgumentError, match=r"no checkpoint can be written to .*saved: .*Read-only file system"):
+        Checkpoint(table=again).save(tiny_disk / "saved")
+    Checkpoint(table=again).restore(tiny_disk / "saved")
+    assert torch.equal(table, again)
+
+
+def test_a_file_that_may_not_get_so_long(tmp_path: Path) -> None:
+    Checkpoint(table=torch.ones(1000)).save(tmp_path / "saved")
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        Checkpoint(table=torch.ones(50_000)).save(tmp_path / "saved")
+
+    outcome = in_fork(60, lambda: False, limited)
+    assert outcome.how == "raised"
+    assert "InvalidArgumentError" in outcome.text
+    assert "File too large, while writing rows 0 to 50000 of table" in outcome.text
+    again = torch.zeros(1000)
+    Checkpoint(table=again).restore(tmp_path / "saved")
+    assert bool(again.all())
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("what", ["sync", "sync_folder", "rename", "make_folder", "metadata"])
+def test_an_error_of_the_disk_at_any_step_leaves_the_old_one(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Checkpoint(table=torch.ones(3)).save(tmp_path / "saved")
+    with monkeypatch.context() as patched:
+        if what == "sync":
+            patched.setattr(NewFile, "sync", failing(errno.EIO))
+        elif what == "metadata":
+            patched.setattr(files, "NewFile", failing(errno.EIO))
+        else:
+            patched.setattr(disk, what, failing(errno.EIO))
+            patched.setattr(disk, "exchange", lambda one, other: False)
+        with pytest.raises(InvalidArgumentError, match=r"(?=.*saved)(?=.*Input/output error)"):
+            Checkpoint(table=torch.zeros(3)).save(tmp_path / "saved")
+    table = torch.zeros(3)
+    Checkpoint(table=table).restore(tmp_path / "saved")
+    assert bool(table.all())
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_when_the_second_of_two_renames_fails_the_first_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "saved", [[whole("t", torch.ones(1))]])
+    rename = disk.rename
+
+    def fails_for_new(path: Path, new: Path) -> None:
+        if ".writing-" in path.name:
+            raise OSError(errno.EIO, "broken")
+        rename(path, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "exchange", lambda one, other: False)
+        patched.setattr(disk, "rename", fails_for_new)
+        with pytest.raises(InvalidArgumentError, match="cannot be put in its place"):
+            write(tmp_path / "saved", [[whole("t", torch.zeros(1))]])
+    assert os.listdir(tmp_path) == ["saved"]
+    assert values_of(tmp_path / "saved", Piece(("t",), (1,))) == [torch.ones(1)]
+
+
+# -- what is left over ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_save_has_left_is_swept_away_and_one_under_way_is_not(tmp_path: Path) -> None:
+    left = tmp_path / f".saved.writing-{'a' * 32}"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / f".saved-too.writing-{'a' * 32}").mkdir()
+    with written_whole(tmp_path / "saved") as first:
+        with contextlib.suppress(KeyboardInterrupt), written_whole(tmp_path / "saved"):
+            assert first.exists()
+            raise KeyboardInterrupt
+        assert sorted(os.listdir(tmp_path)) == [f".saved-too.writing-{'a' * 32}", first.name]
+
+
+def test_removing_takes_the_name_away_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    remove = disk.remove_file
+
+    def look(path: Path) -> None:
+        seen.append((saved.exists(), path.parent.name.startswith(".saved.deleted-")))
+        remove(path)
+
+    monkeypatch.setattr(disk, "remove_file", look)
+    remove_whole(saved)
+    assert set(seen) == {(False, True)}
+    assert len(seen) == 4
+    assert os.listdir(saved.parent) == []
+
+
+# -- what it takes to import ------------------------------------------------------------------------------------------
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from torchstrat.checkpoint.files import read, write_part
+from torchstrat.checkpoint.pieces import Piece
+from torchstrat.checkpoint.stored import open_checkpoint
+
+folder = Path(sys.argv[1])
+write_part(folder, 1, [(Piece(("t",), (3,)), torch.ones(3))])
+assert read(open_checkpoint(folder), [(Piece(("t",), (3,)), None)])[0].tolist() == [7.0, 7.0, 7.0]
+assert "torch.distributed.checkpoint" not in sys.modules
+"""
+
+
+def test_parameter_servers_do_without_torchs_checkpoints(tmp_path: Path) -> None:
+    """Its import takes seconds and 50 MB, in each of them."""
+    write(tmp_path / "saved", [[whole("t", torch.full((3,), 7.0))]])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "saved")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,409 @@
+"""A run that ended and was gone on with is the run that did not end: every number of it, to the bit.
+
+In one process. Real launchers, signals from outside and kill -9 are in tests/launch/test_resume.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("hydra")
+pytest.importorskip("cloudpickle")
+
+from tests.unit.fake_coordinator import FakeCoordinator, FakeStrategy
+from torchstrat import config as schema
+from torchstrat.data.distributed import DistributedDataset
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments import asynchronous, build, data, loop
+from torchstrat.experiments.checkpoints import KeptCheckpoints, checkpoints_of, directory_of
+from torchstrat.experiments.clock import Clock
+from torchstrat.experiments.launch import Run, RunAgain
+from torchstrat.experiments.metrics_file import MetricsFile, records_until
+from torchstrat.experiments.parameter_server_cluster import ClusterSize
+from torchstrat.experiments.report import FolderReport, read_metrics
+
+ROWS, BATCH = 60, 9
+STEPS_PER_EPOCH, EPOCHS = 6, 2  # 48 rows to train on: five batches of 9, and one of 3
+STEPS = STEPS_PER_EPOCH * EPOCHS
+
+STRATEGIES: dict[str, Callable[[], schema.StrategyConfig]] = {
+    "one_device": schema.OneDeviceConfig,
+    "mirrored": lambda: schema.MirroredConfig(replicas=2),
+    "central_storage": lambda: schema.CentralStorageConfig(replicas=2),
+}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    file = tmp_path / "rows.npz"
+    np.savez(file, x=generator.normal(size=(ROWS, 5)).astype(np.float32), y=generator.integers(0, 3, ROWS))
+    return file
+
+
+@pytest.fixture
+def with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that every step needs random numbers too."""
+    plain = build.model
+
+    def model(config: Any, examples: Any) -> torch.nn.Module:
+        layers = list(plain(config, examples))  # type: ignore[call-overload]
+        return torch.nn.Sequential(layers[0], torch.nn.Dropout(0.5), *layers[1:])
+
+    monkeypatch.setattr(build, "model", model)
+
+
+class Runs:
+    """Runs of one experiment in one place. ``at``: step → what happens once it was reported."""
+
+    def __init__(self, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = rows.parent
+        self.config = schema.ExperimentConfig(
+            model=schema.MlpConfig(hidden=[6]),
+            data=schema.NpzConfig(path=str(rows), global_batch=BATCH),
+            optimizer=schema.AdamConfig(),
+            cluster=schema.ClusterConfig(accelerator="cpu"),
+            checkpoint=schema.CheckpointConfig(directory=str(self.folder / "checkpoints"), grace_seconds=600),
+            epochs=EPOCHS,
+            progress="off",
+            tensorboard=False,
+            curves=False,
+        )
+        self.at: dict[int, Callable[[], object]] = {}
+        step = FolderReport.step
+
+        def and_then(report: FolderReport, record: Any) -> None:
+            step(report, record)
+            self.at.get(record.step, lambda: None)()
+
+        monkeypatch.setattr(FolderReport, "step", and_then)
+
+    def run(self, name: str, **changes: Any) -> Path:
+        """``checkpoint``: changes of these settings."""
+        kept = replace(self.config.checkpoint, **changes.pop("checkpoint", {}))
+        config = replace(self.config, checkpoint=kept, **changes)
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        try:
+            if isinstance(config.strategy, schema.ParameterServerConfig):
+                self._run_on_servers(Run(config, {}, [], folder, None))
+            else:
+                loop.train(Run(config, {}, [], folder, None))
+        finally:
+            self.at.clear()
+        return folder
+
+    def interrupted(self, name: str, step: int, **changes: Any) -> Path:
+        """A run that SIGTERM ends after ``step`` steps."""
+        self.at[step] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(RunAgain) as ended:
+            self.run(name, resume="auto", **changes)
+        assert ended.value.code == 75
+        return self.folder / name
+
+    def _run_on_servers(self, run: Run) -> None:
+        config, examples = run.config, data.load(run.config.data)
+        with contextlib.ExitStack() as stack:
+            strategy = stack.enter_context(contextlib.closing(FakeStrategy()))
+            coordinator = FakeCoordinator(strategy, config.strategy.workers, (torch.nn.Module, torch.optim.Optimizer))
+            report = stack.enter_context(contextlib.closing(FolderReport(run.folder, config, {}, STEPS, "")))
+            checkpoints = stack.enter_context(checkpoints_of(run))
+            size = ClusterSize(config.strategy.workers, 2)
+            asynchronous.AsynchronousTraining(
+                config, examples, strategy, coordinator, report, size, checkpoints, run.folder
+            ).run()
+
+
+@pytest.fixture
+def runs(rows: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(rows, monkeypatch)
+
+
+def story(folder: Path) -> list[dict[str, Any]]:
+    """All that a run recorded, but for what clocks said."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(folder / "parameters.pt", weights_only=True)
+    return state
+
+
+def assert_the_same_run(one: Path, other: Path) -> None:
+    assert story(one) == story(other)
+    for name, value in parameters(other).items():
+        assert torch.equal(parameters(one)[name], value), name
+
+
+# ---- the same curve --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3, STEPS])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_that_was_told_to_end_goes_on_as_if_it_had_not(
+    runs: Runs, with_dropout: None, strategy: str, step: int
+) -> None:
+    undisturbed = runs.run("undisturbed", strategy=STRATEGIES[strategy]())
+    first = runs.interrupted("first", step, strategy=STRATEGIES[strategy]())
+    assert [record["step"] for record in read_metrics(first, "step")] == list(range(1, step + 1))
+    second = runs.run("second", strategy=STRATEGIES[strategy](), resume="auto")
+    assert_the_same_run(second, undisturbed)
+
+
+@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3])
+def test_under_parameter_servers_too(runs: Runs, step: int) -> None:
+    servers = schema.ParameterServerConfig(workers=1, on_server_loss="raise")
+    undisturbed = runs.run("undisturbed", strategy=servers)
+    ended = runs.interrupted("first", step, strategy=servers)
+    assert len(read_metrics(ended, "step")) >= step, "steps that were under way end before the save"
+    assert_the_same_run(runs.run("second", strategy=servers, resume="auto"), undisturbed)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "parameter_server"])
+def test_what_was_done_after_the_last_checkpoint_is_done_again(runs: Runs, strategy: str, asynchronous: bool) -> None:
+    """As after kill -9, of which the process itself knows nothing. All in one folder: nothing doubled, nothing lost."""
+
+    def end() -> None:
+        raise RuntimeError("on purpose")
+
+    chosen = STRATEGIES.get(strategy, lambda: schema.ParameterServerConfig(workers=1, on_server_loss="raise"))()
+    kept = {"every_steps": 4, "asynchronous": asynchronous}
+    undisturbed = runs.run("undisturbed", strategy=chosen)
+    for step in (7, 10):
+        runs.at[step] = end
+        with pytest.raises(RuntimeError, match="on purpose"):
+            runs.run("one folder", strategy=chosen, checkpoint=kept, resume="auto")
+        with (runs.folder / "one folder" / "metrics.jsonl").open("a") as file:
+            file.write('{"event": "st')  # a process that is killed may leave half a line
+    assert_the_same_run(runs.run("one folder", strategy=chosen, checkpoint=kept, resume="auto"), undisturbed)
+
+
+def test_another_number_of_replicas_computes_the_same_but_for_rounding(runs: Runs) -> None:
+    undisturbed = runs.run("undisturbed", strategy=schema.OneDeviceConfig())
+    for step, replicas in ((2, 2), (5, 3), (9, 1)):
+        runs.interrupted(f"with {replicas}", step, strategy=schema.MirroredConfig(replicas=replicas))
+    last = runs.run("last", strategy=schema.CentralStorageConfig(replicas=4), resume="auto")
+    assert [record["rows"] for record in read_metrics(last, "step")] == [9, 9, 9, 9, 9, 3] * EPOCHS
+    for name, value in parameters(undisturbed).items():
+        torch.testing.assert_close(parameters(last)[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("left_alone", ["the data's position", "the random numbers", "neither"])
+def test_the_comparison_sees_what_is_not_restored(
+    runs: Runs, with_dropout: None, monkeypatch: pytest.MonkeyPatch, left_alone: str
+) -> None:
+    undisturbed = runs.run("undisturbed")
+    runs.interrupted("first", 2)
+    if left_alone == "the data's position":
+        monkeypatch.setattr(DistributedDataset, "load_state_dict", lambda self, state: None)
+        monkeypatch.setattr(loop._Training, "_rows_of_batches", lambda self: iter([9, 9, 9, 9, 9, 3]))
+    if left_alone == "the random numbers":
+        monkeypatch.setattr("torchstrat.checkpoint.job_state.reads", _reads_nothing)
+    second = runs.run("second", resume="auto")
+    assert (story(second) == story(undisturbed)) == (left_alone == "neither")
+
+
+def _reads_nothing(*_arguments: Any) -> Any:
+    from torchstrat.checkpoint.items import Reads
+
+    return Reads()
+
+
+# ---- which checkpoint ------------------------------------------------------------------------------------------------
+
+
+def test_without_these_settings_nothing_is_kept(runs: Runs) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    runs.at[1] = lambda: _require(signal.getsignal(signal.SIGTERM) == before)
+    runs.run("plain")
+    assert not (runs.folder / "checkpoints").exists()
+
+
+def _require(holds: bool) -> None:
+    assert holds
+
+
+def test_where_they_are_unless_somebody_says_otherwise() -> None:
+    assert directory_of(schema.ExperimentConfig(name="digits")) == Path("outputs/digits/checkpoints")
+
+
+def test_so_many_are_kept(runs: Runs) -> None:
+    runs.run("first", checkpoint={"every_steps": 2, "max_to_keep": 2, "keep_every": 4})
+    kept = sorted(path.name for path in (runs.folder / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{step:08d}" for step in (4, 8, 10, 12)]
+
+
+def test_a_run_that_is_over_has_nothing_left_to_do(runs: Runs) -> None:
+    first = runs.run("first", resume="auto")
+    again = runs.run("again", resume="auto")
+    assert_the_same_run(again, first)
+
+
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(runs: Runs) -> None:
+    undisturbed = runs.run("undisturbed")
+    runs.run("short", resume="auto", max_steps=4)
+    runs.run("shorter than an epoch", resume="auto", epochs=1)
+    assert_the_same_run(runs.run("long", resume="auto"), undisturbed)
+
+
+def test_a_damaged_checkpoint_is_passed_over(runs: Runs) -> None:
+    undisturbed = runs.run("undisturbed")
+    runs.interrupted("first", 8, checkpoint={"every_steps": 3})
+    for file in (runs.folder / "checkpoints" / "step-00000008").rglob("*.distcp"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    with pytest.warns(UserWarning, match="step-00000008"):
+        second = runs.run("second", resume="auto", checkpoint={"every_steps": 3})
+    assert_the_same_run(second, undisturbed)
+
+
+def test_never_does_not_mix_with_another_run(runs: Runs) -> None:
+    runs.interrupted("first", 3)
+    with pytest.raises(InvalidArgumentError, match=r"resume=never, and .*step-00000003.*resume=auto"):
+        runs.run("second", checkpoint={"every_steps": 2})
+
+
+def test_an_earlier_checkpoint_can_be_gone_back_to(runs: Runs) -> None:
+    first = runs.run("first", checkpoint={"every_steps": 3, "max_to_keep": None})
+    checkpoints = runs.folder / "checkpoints"
+    again = runs.run("again", resume=str(checkpoints / "step-00000003"), checkpoint={"every_steps": 5})
+    assert_the_same_run(again, first)
+    names = {path.name for path in checkpoints.glob("step-*")}
+    assert {"step-00000003", "step-00000005", "step-00000006.aside", "step-00000012"} <= names
+
+
+@pytest.mark.parametrize("which", ["checkpoints", "checkpoints/step-00000006"])
+def test_a_checkpoint_of_another_directory(runs: Runs, which: str) -> None:
+    undisturbed = runs.run("undisturbed")
+    runs.interrupted("first", 6)
+    elsewhere = {"directory": str(runs.folder / "elsewhere")}
+    second = runs.run("second", resume=str(runs.folder / which), checkpoint=elsewhere)
+    assert_the_same_run(second, undisturbed)
+    assert (runs.folder / "elsewhere" / "step-00000012").is_dir()
+    with pytest.raises(InvalidArgumentError, match="has checkpoints already, the newest of them step-00000012"):
+        runs.run("third", resume=str(runs.folder / which), checkpoint=elsewhere)
+
+
+def test_a_path_without_a_checkpoint(runs: Runs) -> None:
+    with pytest.raises(InvalidArgumentError, match="nowhere"):
+        runs.run("first", resume=str(runs.folder / "nowhere"))
+    with pytest.raises(InvalidArgumentError, match="there is no checkpoint in that directory"):
+        runs.run("second", resume=str(runs.folder / "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optimizer": schema.AdamConfig(lr=0.5)}, r"optimizer\.lr was 0\.001 and is 0\.5"),
+        ({"seed": 7}, "seed was 0 and is 7"),
+        ({"epochs": 1}, r"is of step 8 in epoch 2, .* epochs=1"),
+        ({"max_steps": 7}, "max_steps=7"),
+    ],
+)
+def test_a_run_with_other_settings_is_another_run(runs: Runs, changes: dict[str, Any], says: str) -> None:
+    first = runs.interrupted("first", 8)
+    before = story(first)
+    with pytest.raises(InvalidArgumentError, match=says):
+        runs.run("first", resume="auto", **changes)
+    assert story(first) == before, "what was recorded stays"
+
+
+def test_settings_that_change_no_number_may_change(runs: Runs) -> None:
+    undisturbed = runs.run("undisturbed")
+    runs.interrupted("first", 8)
+    changed = replace(runs.config.data, workers=0)
+    assert_the_same_run(runs.run("second", resume="auto", data=changed, progress="lines"), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"every_steps": 0}, r"checkpoint\.every_steps=0"),
+        ({"max_to_keep": -1}, r"checkpoint\.max_to_keep"),
+        ({"grace_seconds": 0.0}, r"checkpoint\.grace_seconds"),
+        ({"directory": ""}, r"checkpoint\.directory"),
+        ({"every": 5}, r"checkpoint\.every is not a setting"),
+        ({"every_steps": 2.5}, r"checkpoint\.every_steps=2\.5"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        schema.experiment_from_mapping({"checkpoint": settings})
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_record_that_is_gone_is_missed_aloud(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    first = runs.interrupted("first", 8)
+    (first / "metrics.jsonl").unlink()
+    second = runs.run("second", resume="auto")
+    assert "has the record of 0 of these 8 steps" in capsys.readouterr().err
+    assert [record["step"] for record in read_metrics(second, "step")] == list(range(9, STEPS + 1))
+
+
+def test_snapshots_come_along(runs: Runs) -> None:
+    runs.interrupted("first", 8, snapshot_after_steps=3)
+    second = runs.run("second", resume="auto", snapshot_after_steps=3)
+    assert (second / "parameters_after_step_3.pt").is_file()
+
+
+def test_clocks_go_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 10.0, 10.0, 14.0, 1000.0, 1006.0, 1006.0])
+    monkeypatch.setattr("torchstrat.experiments.clock.time.perf_counter", lambda: next(now))
+    clock, later = Clock(), Clock()
+    clock.begin_epoch()  # at 0
+    clock.count(100)
+    clock.end_epoch()  # at 10
+    clock.begin_epoch()  # at 10
+    clock.count(20)
+    later.load_state_dict(json.loads(json.dumps(clock.state_dict())))  # at 14
+    later.begin_epoch()  # at 1000, as if it were 996
+    later.count(80)
+    assert later.epoch_rate() == 10.0
+    later.end_epoch()
+    assert (later.seconds, later.steady_rate()) == (20.0, 10.0)
+
+
+def test_records_until(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        metrics.write({"event": "step", "step": step})
+        metrics.write({"event": "evaluation", "step": step})
+    metrics.write({"event": "result", "steps": 3})
+    metrics.close()
+    assert [(record["event"], record["step"]) for record in records_until(tmp_path, 2)] == [
+        ("step", 1),
+        ("evaluation", 1),
+        ("step", 2),
+    ]
+    assert records_until(tmp_path / "nowhere", 2) == []
+
+
+def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
+    """All of them have to end within the grace, and then the save."""
+    config = replace(runs.config, strategy=schema.ParameterServerConfig(workers=2, on_server_loss="raise"))
+    strategy = FakeStrategy()
+    coordinator = FakeCoordinator(strategy, 2, ())
+    kept = KeptCheckpoints(replace(config, checkpoint=schema.CheckpointConfig(grace_seconds=40.0)), None, None)  # type: ignore[arg-type]
+    training = asynchronous.AsynchronousTraining(
+        config, data.load(config.data), strategy, coordinator, FolderReport(runs.folder, config, {}, 1, ""),
+        ClusterSize(2, 1), kept,
+    )  # fmt: skip
+    assert training._steps_ahead(0, 0.0) == 128
+    assert training._steps_ahead(1000, 1.0) == 128
+    assert training._steps_ahead(10, 10.0) == 10
+    assert training._steps_ahead(1, 60.0) == 4
+    strategy.close()

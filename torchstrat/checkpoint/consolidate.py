@@ -1,0 +1,260 @@
+"""`consolidate`: a checkpoint as one plain file, for a program that has no torchstrat."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path as File
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchstrat.checkpoint import disk
+from torchstrat.checkpoint.pieces import Path, Piece, key_of, unflatten
+from torchstrat.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from torchstrat.checkpoint.reading import Stored
+
+_FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".safetensors": "safetensors"}
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor of the checkpoint, where it goes in the file."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str | None = None) -> File:  # noqa: A002  # as numpy and pandas call it
+    """Write the checkpoint at ``path`` as one plain ``state_dict`` file, to be read without torchstrat::
+
+        ts.consolidate("checkpoints/step-00001000", "model.pt")
+
+        state = torch.load("model.pt", weights_only=True)      # elsewhere
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    Args:
+        path: the folder of a checkpoint, whichever strategy wrote it, on however many servers.
+        out: the file; it appears whole, in place of one that was there.
+        format: ``"pt"``, for ``torch.load``: for every object of the checkpoint, under its name, what its
+            ``state_dict()`` was; optimizers with numbered parameters, as PyTorch has them. Or ``"safetensors"``: all
+            tensors under flat names (``model.head.weight``, ``optimizer.state.head.weight.exp_avg``) and no other
+            values; objects that are more than tensors are left out, but for optimizers. None: by the suffix of ``out``.
+
+    Random numbers and counters of the job are left out; so are values of classes that ``torch.load(weights_only=True)``
+    does not know, with a warning that names them. One tensor at a time is in memory. In a .pt file the checksums that
+    zip has are not set; torch does not use them. `Checkpoint.restore` reads both formats.
+
+    Returns ``out``. Raises `InvalidArgumentError` for a format that is not known, a checkpoint that is not there or is
+    damaged, and a file that cannot be written; what was at ``out`` before is still there then.
+    """
+    from torchstrat.checkpoint.plain import PlainFile
+    from torchstrat.checkpoint.stored import open_checkpoint
+
+    target = File(os.path.abspath(out))
+    kind = _format_of(target, format)
+    stored = open_checkpoint(File(os.path.abspath(path)))
+    if isinstance(stored, PlainFile):
+        raise InvalidArgumentError(f"{path} is a plain file already; consolidate takes the folder of a checkpoint.")
+    if target.is_dir():
+        raise InvalidArgumentError(f"{target} is a folder; consolidate writes a file, such as {target / 'model.pt'}.")
+    tree = _tree_of(stored)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _appears_whole(target) as unfinished:
+            if kind == "pt":
+                _write_pt(unfinished, stored, _plain_only(tree, ()))
+            else:
+                _write_safetensors(unfinished, stored, tree)
+    except OSError as error:
+        raise InvalidArgumentError(f"{target} cannot be written: {error}") from error
+    return target
+
+
+def _format_of(target: File, given: str | None) -> str:
+    known = sorted(set(_FORMATS.values()))
+    if given is not None:
+        if given not in known:
+            raise InvalidArgumentError(f"format={given!r} is not known; use one of {known}.")
+        return given
+    if target.suffix not in _FORMATS:
+        raise InvalidArgumentError(
+            f"{target} does not say its format; end its name in {', '.join(_FORMATS)}, or give format={known[0]!r}."
+        )
+    return _FORMATS[target.suffix]
+
+
+@contextlib.contextmanager
+def _appears_whole(target: File) -> Iterator[File]:
+    unfinished = target.with_name(f".{target.name}.writing-{uuid.uuid4().hex}")
+    try:
+        yield unfinished
+        with unfinished.open("rb") as stream:
+            os.fsync(stream.fileno())
+        unfinished.replace(target)
+        disk.sync_folder(target.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# -- what is in a checkpoint -------------------------------------------------------------------------------------------
+
+
+def _tree_of(stored: Stored) -> dict[str, Any]:
+    """By object, what its ``state_dict()`` was, with a `_Slot` for each tensor."""
+    names = dict.fromkeys(str(path[0]) for path in stored.paths.values())
+    from torchstrat.checkpoint import job_state
+
+    return {name: _object_of(stored, name) for name in names if name != job_state.NAME}
+
+
+def _object_of(stored: Stored, name: str) -> Any:
+    under = stored.under(name)
+    others = [key for key in under if stored.shape(key) is None]
+    values = dict(zip(others, stored.read([(Piece(under[key], ()), None) for key in others]), strict=True))
+    leaves = {path: values[key] if key in values else _slot(stored, key, path) for key, path in under.items()}
+    if any(len(path) == 4 and path[1] == "param_groups" and isinstance(path[2], int) for path in leaves):
+        return _optimizer_of(leaves)
+    return unflatten(leaves, depth=1)
+
+
+def _slot(stored: Stored, key: str, path: Path) -> _Slot:
+    shape, dtype = stored.shape(key), stored.dtype(key)
+    assert shape is not None
+    assert dtype is not None
+    return _Slot(path, shape, dtype)
+
+
+def _optimizer_of(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """As ``optimizer.state_dict()`` has it: parameters have numbers, in the order of their groups."""
+    groups: dict[int, dict[str, Any]] = {}
+    for path, value in leaves.items():
+        if path[1] == "param_groups":
+            groups.setdefault(int(path[2]), {})[str(path[3])] = value
+    numbers: dict[str, int] = {}
+    for _, group in sorted(groups.items()):
+        names = [str(name) for name in group["params"]]
+        group["params"] = list(range(len(numbers), len(numbers) + len(names)))
+        numbers.update(zip(names, group["params"], strict=True))
+    state: dict[int, dict[str, Any]] = {}
+    for path, value in leaves.items():
+        if path[1] == "state":
+            state.setdefault(numbers[str(path[2])], {})[str(path[3])] = value
+    rest = {str(path[1]): value for path, value in leaves.items() if path[1] not in ("state", "param_groups")}
+    in_order = [group for _, group in sorted(groups.items())]
+    return {"state": dict(sorted(state.items())), "param_groups": in_order, **rest}
+
+
+def _slots(tree: Any) -> Iterator[_Slot]:
+    if isinstance(tree, _Slot):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for inner in tree.values():
+            yield from _slots(inner)
+
+
+def _read(stored: Stored, slot: _Slot) -> torch.Tensor:
+    [tensor] = stored.read([(Piece(slot.path, slot.shape), None)])
+    found: torch.Tensor = tensor
+    return found
+
+
+# -- torch.save --------------------------------------------------------------------------------------------------------
+
+
+def _plain_only(tree: Any, path: Path) -> Any:
+    """Without what ``weights_only=True`` would refuse: it would refuse the whole file."""
+    if isinstance(tree, dict):
+        return {key: kept for key, one in tree.items() if (kept := _plain_only(one, (*path, key))) is not _LEFT_OUT}
+    if isinstance(tree, list) and path[-1:] == ("param_groups",):
+        return [_plain_only(group, (*path, number)) for number, group in enumerate(tree)]
+    if isinstance(tree, _Slot) or _is_plain(tree):
+        return tree
+    warnings.warn(
+        f"{key_of(path)}, a {type(tree).__name__}, is left out: torch.load(weights_only=True) would refuse it.",
+        stacklevel=2,
+    )
+    return _LEFT_OUT
+
+
+_LEFT_OUT: Any = object()
+
+
+def _is_plain(value: Any) -> bool:
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    packed = io.BytesIO()
+    try:
+        torch.save(value, packed)
+        packed.seek(0)
+        torch.load(packed, weights_only=True)
+    except Exception:  # whatever pickling it raises, or the refusal
+        return False
+    return True
+
+
+def _write_pt(file: File, stored: Stored, tree: Any) -> None:
+    """First the file with holes where the numbers go, then these, through a mapping of it. The tensors that stand for
+    them have addresses and no memory: nobody writes to theirs."""
+    with torch.serialization.skip_data():
+        torch.save(_with_tensors(tree), file)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(file, mmap=True, weights_only=True)
+    _fill(stored, tree, mapped)
+
+
+def _with_tensors(tree: Any) -> Any:
+    if isinstance(tree, _Slot):
+        return torch.empty(tree.shape, dtype=tree.dtype, device="cpu")
+    if isinstance(tree, dict):
+        return {key: _with_tensors(one) for key, one in tree.items()}
+    if isinstance(tree, list):
+        return [_with_tensors(one) if isinstance(one, dict) else one for one in tree]
+    return tree
+
+
+def _fill(stored: Stored, tree: Any, mapped: Any) -> None:
+    if isinstance(tree, _Slot):
+        mapped.copy_(_read(stored, tree))
+    elif isinstance(tree, dict):
+        for key, one in tree.items():
+            _fill(stored, one, mapped[key])
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def _write_safetensors(file: File, stored: Stored, tree: Mapping[str, Any]) -> None:
+    from torchstrat.checkpoint import safetensors_file
+
+    slots = [slot for name, one in tree.items() if _is_tensors(one) for slot in _slots(one)]
+    described = {
+        key_of(slot.path): safetensors_file.Described(slot.shape, slot.dtype, partial(_blocks, stored, slot))
+        for slot in slots
+    }
+    with file.open("xb") as stream:
+        safetensors_file.write(stream, described)
+
+
+def _blocks(stored: Stored, slot: _Slot) -> Iterator[torch.Tensor]:
+    yield _read(stored, slot)
+
+
+def _is_tensors(tree: Any) -> bool:
+    """Whether it has tensors only, or is an optimizer."""
+    if isinstance(tree, _Slot):
+        return True
+    if not isinstance(tree, dict):
+        return False
+    return isinstance(tree.get("param_groups"), list) or all(_is_tensors(one) for one in tree.values())

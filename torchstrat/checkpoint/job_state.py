@@ -1,0 +1,159 @@
+"""What a checkpoint has of the job itself: where its random numbers are, and what else its next step depends on.
+
+Under the name ``torchstrat``, which no object of a user's may have::
+
+    torchstrat.process_0.torch          the default generator of the process of rank 0; ….cuda.cuda_0, ….python, ….numpy
+    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.replicas.randomness`
+    torchstrat.parameter_servers        the seed of scheduled functions, and how many have ended
+
+`strategy_0` is the strategy that the objects belong to. Another number of processes or replicas takes what it finds of
+its own; what it does not find begins, or stays, as it would without. A checkpoint that has none of it leaves it all
+alone. So does a generator of the user's own, whose state is for the user to save.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchstrat import context
+from torchstrat.checkpoint.items import Reads, Want, Writes
+from torchstrat.checkpoint.pieces import Piece, flatten, unflatten
+from torchstrat.replicas.randomness import seedings
+from torchstrat.variable.variable import Variable
+
+if TYPE_CHECKING:
+    from torchstrat.checkpoint.reading import Stored
+    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
+    from torchstrat.strategy import Strategy
+
+NAME = "torchstrat"
+
+
+@dataclass(frozen=True)
+class JobState:
+    """Of one process, at one moment. ``strategies``: the streams of those that the objects belong to."""
+
+    process: Mapping[str, Any]
+    strategies: Sequence[Mapping[str, Any]]
+    parameter_servers: Mapping[str, int]
+
+
+def take(objects: Mapping[str, Any], servers: ServerCheckpoint | None) -> JobState:
+    """As it is now, between runs; asks no other process. With servers while no function runs."""
+    streams = [strategy._engine.random_streams.state_dict() for strategy in strategies_of(objects)]
+    return JobState(_process_state(), streams, {} if servers is None else servers.counters())
+
+
+def writes_of(states: Sequence[JobState]) -> Writes:
+    """What to write of the states of all processes, in the order of ranks."""
+    tree: dict[str, Any] = {}
+    for rank, state in enumerate(states):
+        tree[f"process_{rank}"] = state.process
+        for number, streams in enumerate(state.strategies):
+            tree.setdefault(f"strategy_{number}", {}).update(streams)
+    tree["parameter_servers"] = states[0].parameter_servers
+    writes = Writes()
+    for path, value in flatten((NAME,), tree).items():
+        if isinstance(value, torch.Tensor):
+            writes.tensors.append((Piece(path, tuple(value.shape)), value))
+        elif value != {}:
+            writes.values.append((path, value))
+    return writes
+
+
+def reads(stored: Stored, objects: Mapping[str, Any], servers: ServerCheckpoint | None, rank: int) -> Reads:
+    """What the process of this ``rank`` wants of it; to be put in place after everything else."""
+    paths = list(stored.under(NAME).values())
+    wants: list[Want] = [(Piece(path, ()), None) for path in paths]
+
+    def put(values: Sequence[Any]) -> None:
+        tree = unflatten(dict(zip(paths, values, strict=True)), depth=1)
+        _load_process(tree.get(f"process_{rank}", {}))
+        for number, strategy in enumerate(strategies_of(objects)):
+            if f"strategy_{number}" in tree:
+                strategy._engine.random_streams.load_state_dict(tree[f"strategy_{number}"])
+        if servers is not None and "parameter_servers" in tree:
+            servers.load_counters(tree["parameter_servers"])
+
+    return Reads(wants, put) if paths else Reads()
+
+
+# -- a process ---------------------------------------------------------------------------------------------------------
+
+
+def _process_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "seedings": seedings.state_dict(),
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = {f"cuda_{number}": one for number, one in enumerate(torch.cuda.get_rng_state_all())}
+    return state
+
+
+def _load_process(state: Mapping[str, Any]) -> None:
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+        seedings.load_state_dict(state.get("seedings", {}))
+    for name, one in state.get("cuda", {}).items():
+        number = int(name.removeprefix("cuda_"))
+        if number < torch.cuda.device_count():
+            torch.cuda.set_rng_state(one, number)
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        _load_numpy(state["numpy"])
+
+
+def _numpy_state() -> dict[str, Any]:
+    """Of ``numpy.random``'s functions. Empty where nobody has imported it, or has put another generator there."""
+    module = sys.modules.get("numpy.random")
+    state = {} if module is None else module.get_state(legacy=False)
+    if state.get("bit_generator") != "MT19937":
+        return {}
+    key = torch.tensor(state["state"]["key"].tolist(), dtype=torch.int64, device="cpu")
+    return {"key": key, "position": [state["state"]["pos"], state["has_gauss"], state["gauss"]]}
+
+
+def _load_numpy(state: Mapping[str, Any]) -> None:
+    try:
+        import numpy as np
+    except ImportError:
+        return
+    position, has_gauss, gauss = state["position"]
+    np.random.set_state(("MT19937", np.array(state["key"].tolist(), dtype=np.uint32), position, has_gauss, gauss))
+
+
+# -- whose objects they are --------------------------------------------------------------------------------------------
+
+
+def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
+    """The strategies that have any of the objects, in the order of the objects. Where none has (they were made outside
+    of a scope, and no run has met them), the one strategy there is."""
+    there = [one for one in context.strategies if one.extended._default_replica_context is None]
+    found: list[Strategy] = []
+    for value in objects.values():
+        for strategy in there:
+            if strategy not in found and _belongs_to(value, strategy):
+                found.append(strategy)
+    return found or (there if len(there) == 1 else [])
+
+
+def _belongs_to(value: Any, strategy: Strategy) -> bool:
+    if isinstance(value, Variable):
+        return value._strategy is strategy
+    registry = strategy._engine.registry
+    if isinstance(value, nn.Module):
+        return any(module in registry for module in value.modules())
+    if isinstance(value, torch.Tensor):
+        return value in registry
+    return any(value is helper for helper in registry.helpers())

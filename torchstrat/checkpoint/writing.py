@@ -1,0 +1,168 @@
+"""The two halves of a save: the state at one moment, and then its way to the disk.
+
+`take` runs while the program waits, and on parameter servers while no function runs. `write` needs nothing of the
+program any more, so it may run on another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as Folder
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchstrat.checkpoint import job_state
+from torchstrat.checkpoint.files import WrittenPart, write_metadata, write_part
+from torchstrat.checkpoint.folder import written_whole
+from torchstrat.checkpoint.items import RemoteSlot, RemoteState, Writes, make_items
+from torchstrat.checkpoint.job_state import JobState
+from torchstrat.checkpoint.manifest import write_manifest
+from torchstrat.checkpoint.processes import Processes
+from torchstrat.checkpoint.sharing import offers_of, refuse_twice, selected, share
+from torchstrat.checkpoint.stored import INDEX
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.server.host_memory import check_fits
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServerCut, ServersWritten
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint is made of, at one moment. ``here``: what this process holds. ``job``: of the job itself.
+    ``servers``: None where nothing lives on parameter servers; ``slots`` and ``states`` name what does."""
+
+    here: Writes
+    job: JobState
+    servers: ServerCut | None = None
+    slots: Sequence[RemoteSlot] = ()
+    states: Sequence[RemoteState] = ()
+
+    def close(self) -> None:
+        """It was written, or will not be."""
+        if self.servers is not None:
+            self.servers.end()
+
+
+def take(objects: Mapping[str, Any], servers: ServerCheckpoint | None, *, copies: bool) -> State:
+    """The state of ``objects``, on servers as well, at one moment: no function is half-way, and none begins meanwhile.
+
+    Args:
+        copies: of what lives in this process, so that it may change from now on. With parameter servers there are
+            copies always: functions go on at once, and tables are not here.
+    """
+    if servers is None:
+        return State(_joined(make_items(objects, None), copies=copies), job_state.take(objects, None))
+    servers.prepare_to_save()
+    with servers.paused():
+        items = make_items(objects, servers)
+        here = _joined(items, copies=True)
+        job = job_state.take(objects, servers)
+        cut = servers.begin()
+    slots = [slot for item in items for slot in item.remote_slots()]
+    return State(here, job, cut, slots, [state for item in items for state in item.remote_states()])
+
+
+def _joined(items: Iterable[Any], *, copies: bool) -> Writes:
+    every = [item.writes() for item in items]
+    joined = Writes(
+        [one for writes in every for one in writes.tensors],
+        [one for writes in every for one in writes.values],
+        frozenset().union(*(writes.replicated for writes in every)),
+    )
+    return _copied(joined) if copies else joined
+
+
+def _copied(writes: Writes) -> Writes:
+    check_fits(sum(tensor.nbytes for _, tensor in writes.tensors), "a copy of what is saved while the program goes on")
+    tensors = [(piece, tensor.detach().to("cpu", copy=True)) for piece, tensor in writes.tensors]
+    return Writes(tensors, [(path, _copy(value)) for path, value in writes.values], writes.replicated)
+
+
+def _copy(value: Any) -> Any:
+    """As it would come back from the file."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    packed = io.BytesIO()
+    torch.save(value, packed)
+    packed.seek(0)
+    return torch.load(packed, map_location="cpu", weights_only=False)
+
+
+def write(target: Folder, state: State, processes: Processes) -> None:
+    """Write it; it appears at ``target`` whole. Every process calls it, and it fails on all of them or on none."""
+    what = f"saving {target}"
+    with contextlib.ExitStack() as stack:
+        # Rank 0 makes the folder and puts it in its place; the others write to it in between.
+        folder = Folder(processes.of_first(lambda: str(stack.enter_context(written_whole(target))), what))
+        mine = _share(folder, state.here, processes, what)
+        _add_job(mine, processes.all_values(state.job, what), processes)
+        parts, applied = _write_parts(folder, state, mine, processes, what)
+
+        def finish() -> None:
+            if processes.is_first:
+                _finish(target, folder, parts, applied)
+            stack.close()
+
+        processes.attempt(finish, what)
+
+
+def _share(folder: Folder, writes: Writes, processes: Processes, what: str) -> Writes:
+    if processes.size == 1:
+        refuse_twice([*[piece.path for piece, _ in writes.tensors], *[path for path, _ in writes.values]])
+        return writes
+    told = processes.all_values((offers_of(writes), folder.is_dir()), what)
+    places = share([offers for offers, _ in told], [sees for _, sees in told], str(folder))
+    return selected(writes, places[processes.rank])
+
+
+def _add_job(mine: Writes, states: Sequence[JobState], processes: Processes) -> None:
+    """The first process writes what all have: it is small."""
+    if processes.is_first:
+        writes = job_state.writes_of(states)
+        mine.tensors += writes.tensors
+        mine.values += writes.values
+
+
+def _write_parts(
+    folder: Folder, state: State, mine: Writes, processes: Processes, what: str
+) -> tuple[list[WrittenPart], Mapping[str, Any]]:
+    """What all processes and servers have written; each server's records of applied pushes."""
+
+    def write_mine() -> tuple[list[WrittenPart], Mapping[str, Any]]:
+        tensors, values = list(mine.tensors), list(mine.values)
+        written: ServersWritten | None = None
+        if state.servers is not None:
+            written = state.servers.write(folder, state.slots, state.states, first_number=processes.size)
+            tensors += written.whole_tensors
+            values += written.whole_values
+            refuse_twice([*[piece.path for piece, _ in tensors], *[path for path, _ in values]])
+        try:
+            part = write_part(folder, processes.rank, tensors, values)
+        except OSError as error:
+            raise InvalidArgumentError(f"the checkpoint cannot be written to {folder.parent}: {error}") from error
+        return [part, *(written.parts if written is not None else ())], {} if written is None else written.applied
+
+    every = processes.gather(write_mine, what)
+    applied = {server: records for _, of_servers in every for server, records in of_servers.items()}
+    return [part for parts, _ in every for part in parts], applied
+
+
+def _finish(target: Folder, folder: Folder, parts: Sequence[WrittenPart], applied: Mapping[str, Any]) -> None:
+    try:
+        for part in parts:
+            for name, check in part.files.items():
+                if not (folder / name).is_file() or (folder / name).stat().st_size != check.bytes:
+                    raise InvalidArgumentError(
+                        f"{folder / name}, which another process has written, is not to be seen by this one. The path "
+                        "of a checkpoint must be on a file system that all processes share."
+                    )
+        files = {name: check for part in parts for name, check in part.files.items()}
+        files[INDEX] = write_metadata(folder, parts)
+        write_manifest(folder, files, {"servers": applied} if applied else {})
+    except OSError as error:
+        raise InvalidArgumentError(f"the checkpoint cannot be written to {target}: {error}") from error

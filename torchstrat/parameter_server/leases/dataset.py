@@ -1,0 +1,292 @@
+"""`LeasedDataset`: an epoch's rows, handed out to functions until each was finished exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
+
+from torchstrat.data.spec import undisturbed_randomness
+from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.parameter_server.leases.epoch import Epoch, Positions
+from torchstrat.parameter_server.leases.lease import Lease
+from torchstrat.parameter_server.leases.ledger import Ledger
+from torchstrat.parameter_server.leases.order import DrawnOrder, DrawOrder, InOrder, RowOrder, ShuffledOrder, rows_at
+from torchstrat.parameter_server.leases.reader import number_of_rows
+from torchstrat.values import require_callable
+
+_MOST_EXAMPLES = 10
+_STATE = ("epoch", "seed", "shuffle", "dataset_rows", "rows", "finished", "repeated", "returned")
+
+
+class Functions(Protocol):
+    """What a leased dataset asks of the coordinator that its leases are scheduled with."""
+
+    def join(self) -> None:
+        """Wait until every scheduled function has ended; raise the first one's error."""
+
+    def _is_idle(self) -> bool:
+        """Whether no function runs, nor will before the user has taken an error."""
+
+
+class LeasedDataset:
+    """Rows that scheduled functions share. Made by `ClusterCoordinator.create_leased_dataset`, on the coordinator.
+
+    ::
+
+        while leased.epoch < 3:
+            for lease in leased:                                      # what is left of the epoch
+                coordinator.schedule(step, args=(lease,))             # step gets the batch
+            coordinator.join()
+            leased.ledger.check()                                     # every row exactly once
+
+    **Iterating** yields `Lease` objects until all rows of the epoch have been handed out. It does not wait for the
+    functions. Rows whose function raised or was cancelled come again, from the same iterator or the next ``for``; an
+    epoch is over when all its rows are finished, and a ``for`` that finds it so begins the next one. Where functions
+    still run then, it waits for them first as `ClusterCoordinator.join` does, and raises like it; call
+    ``join(timeout)`` before for a limit. A ``for`` also takes back leases that were handed out before it and never
+    scheduled: they are void then. One thread at a time iterates.
+
+    **What is exactly once** is that a function with a row returns. What it changes on the servers is changed once too,
+    however often it was repeated because workers were lost. A function that raises after it has changed something has
+    changed it, and its rows come again.
+
+    **Checkpoints**: `ts.Checkpoint(data=leased, …)`. The position is the epoch's number and which rows are finished,
+    and goes on with any number of workers and servers and any batch size. Leases that were handed out before `restore`
+    are void; an iterator goes on from the restored position to the end of the epoch that it was for.
+
+    Attributes:
+        batch_size: rows per lease. May be changed at any time; leases that exist stay as they are.
+        dataset_rows: rows of the whole dataset.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        reader: Any,
+        dataset_rows: int,
+        batch_size: int,
+        *,
+        shuffle: bool | DrawOrder,
+        seed: int,
+        drop_last: bool,
+        name: str,
+    ) -> None:
+        self._functions = functions
+        self._reader = reader  # stands for each worker's own `Reader`
+        self.dataset_rows = dataset_rows
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._name = name
+        self._numbers = itertools.count()
+        self._handing_out = threading.RLock()  # around what is drawn from the order, which may be the user's code
+        self._lock = threading.RLock()  # around what is where; the coordinator's threads need it too
+        self._begin(Epoch(0, self._rows_of_epoch()))
+
+    # -- handing out --------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per lease. The last one of an epoch may have fewer."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        require_batch_size(batch_size)
+        with self._lock:
+            self._batch_size = batch_size
+            if not self._epoch.handed_out:
+                self._begin(Epoch(self._epoch.number, self._rows_of_epoch()))  # another rest may be dropped
+
+    def __len__(self) -> int:
+        """How many leases a whole epoch has with the present batch size, if no row has to come again."""
+        return (self._rows_of_epoch() + self._batch_size - 1) // self._batch_size
+
+    def __iter__(self) -> Iterator[Lease]:
+        with self._lock:
+            self._epoch.give_back_unscheduled()
+            has_rows = bool(self._epoch.left)
+        if not has_rows:
+            self._end_epoch()
+        return self._leases(self._epoch.number)
+
+    def _leases(self, last_epoch: int) -> Iterator[Lease]:
+        """To the end of epoch ``last_epoch``, from wherever it is: a restored checkpoint may be of an earlier one."""
+        while self._epoch.number <= last_epoch:
+            lease = self._next()
+            if lease is not None:
+                yield lease
+            elif self._epoch.number >= last_epoch:
+                return
+            else:
+                self._end_epoch()
+
+    def _next(self) -> Lease | None:
+        """None if there is nothing to be handed out at the moment."""
+        with self._handing_out:
+            with self._lock:
+                epoch, order, number = self._epoch, self._order, next(self._numbers)
+                positions = epoch.hand_out(number, self._batch_size)
+            if not positions:
+                return None
+            try:
+                rows = rows_at(order, positions)
+            except BaseException:
+                with self._lock:
+                    epoch.give_back(number)
+                raise
+        return Lease(self, epoch, number, positions, rows)
+
+    def _end_epoch(self) -> None:
+        """Wait for the functions that still have rows; begin the next epoch if all rows are finished then."""
+        if not self._epoch.is_complete:
+            self._functions.join()
+        with self._lock:
+            if self._epoch.is_complete:
+                self.ledger.check()
+                self._begin(Epoch(self._epoch.number + 1, self._rows_of_epoch()))
+
+    def _begin(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._order = self._order_of(epoch.number)
+
+    def _rows_of_epoch(self) -> int:
+        return self.dataset_rows - (self.dataset_rows % self._batch_size if self._drop_last else 0)
+
+    def _order_of(self, epoch: int) -> RowOrder:
+        if callable(self._shuffle):
+            return DrawnOrder(self._shuffle(epoch), self.dataset_rows, epoch)
+        return ShuffledOrder(self.dataset_rows, self._seed, epoch) if self._shuffle else InOrder()
+
+    def _will_not_come_again(self, epoch: Epoch, positions: Positions) -> None:
+        """For `Lease`: they are finished."""
+        if epoch is self._epoch:
+            for start, stop in positions:
+                self._order.forget(start, stop)
+
+    # -- the account --------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The number, from 0, of the epoch that the next ``for`` is of: how many have been finished."""
+        with self._lock:
+            return self._epoch.number + self._epoch.is_complete
+
+    @property
+    def ledger(self) -> Ledger:
+        """What has become of the rows of the epoch that is under way, at this moment. It stays that of a finished epoch
+        until a ``for`` begins the next."""
+        with self._lock:
+            epoch = self._epoch
+            lost = epoch.lost
+            return Ledger(
+                epoch.number,
+                epoch.rows,
+                handed_out=epoch.handed_out,
+                finished=len(epoch.finished),
+                scheduled=len(epoch.scheduled),
+                left=len(epoch.left),
+                repeated=epoch.repeated,
+                returned=epoch.returned,
+                lost=len(lost),
+                twice=len(epoch.twice),
+                lost_rows=tuple(rows_at(self._order, lost.copy().take(_MOST_EXAMPLES)).tolist()),
+            )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch is: its number, the order, and which positions of it are finished.
+
+        What a function is doing at the moment counts as not done. `ts.Checkpoint.save` asks while nothing runs; who
+        asks by himself calls ``coordinator.join()`` before.
+        """
+        with self._lock:
+            epoch = self._epoch
+            return {
+                "epoch": epoch.number,
+                "seed": self._seed,
+                "shuffle": self._kind_of_order(),
+                "dataset_rows": self.dataset_rows,
+                "rows": epoch.rows,
+                "finished": list(epoch.finished),
+                "repeated": epoch.repeated,
+                "returned": epoch.returned,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a `state_dict`: what is not finished there is handed out, in that epoch's order.
+
+        The seed becomes that of the state. Leases that were handed out before are void.
+
+        Raises:
+            InvalidArgumentError: the state is of another kind of object, of a dataset with another number of rows, or
+                of one that was shuffled in another way; nothing has changed.
+            ContextError: functions are running; their rows would be handed out twice.
+        """
+        missing = [key for key in _STATE if key not in state]
+        if missing:
+            raise InvalidArgumentError(
+                f"this is no state of a leased dataset: it has no {', '.join(missing)}, only {', '.join(state)}."
+            )
+        for what, given, own in (
+            ("rows", state["dataset_rows"], self.dataset_rows),
+            ("order", state["shuffle"], self._kind_of_order()),
+        ):
+            if given != own:
+                raise InvalidArgumentError(
+                    f"{self._name} does not fit the position that is to be restored: its {what} is {own!r}, and was "
+                    f"{given!r} when it was saved. Create it over the same rows, with the same `shuffle`."
+                )
+        if not self._functions._is_idle():
+            raise ContextError(
+                f"{self._name} cannot go to another position while functions run: call coordinator.join() before "
+                "load_state_dict, or restore it with ts.Checkpoint, which waits for them."
+            )
+        epoch = Epoch(state["epoch"], state["rows"], state["finished"], state["repeated"], state["returned"])
+        with self._lock:
+            self._seed = state["seed"]
+            self._begin(epoch)
+
+    def _kind_of_order(self) -> str:
+        return "given" if callable(self._shuffle) else "shuffled" if self._shuffle else "as stored"
+
+    def __reduce__(self) -> NoReturn:
+        raise WrongTypeError(
+            f"{self._name} hands rows out on the coordinator and cannot travel. Iterate over it there, and schedule "
+            "functions with its leases: `for lease in leased: coordinator.schedule(fn, args=(lease,))`."
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: {self.dataset_rows} rows, epoch {self.epoch}>"
+
+
+def require_batch_size(batch_size: Any) -> None:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise InvalidArgumentError(f"batch_size={batch_size!r} must be a whole number of rows, at least 1.")
+
+
+def require_leasable(
+    make_dataset: Callable[[], Any], batch_size: Any, shuffle: Any, seed: Any, collate_fn: Any, rows: Any
+) -> int:
+    """Check what `ClusterCoordinator.create_leased_dataset` was given. The length of the dataset: ``rows``, or that of
+    the one which ``make_dataset`` makes here."""
+    require_batch_size(batch_size)
+    if not isinstance(shuffle, bool) and not callable(shuffle):
+        raise InvalidArgumentError(
+            f"shuffle={shuffle!r:.80} must be True, False, or a function that takes the number of an epoch and returns "
+            "its rows' numbers."
+        )
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise InvalidArgumentError(f"seed={seed!r:.80} must be a whole number that torch.manual_seed takes.")
+    if collate_fn is not None:
+        require_callable(collate_fn, "create_leased_dataset(collate_fn=…)")
+    if rows is None:
+        with undisturbed_randomness():
+            return number_of_rows(make_dataset())
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
+        raise InvalidArgumentError(f"rows={rows!r} must be the number of rows of the dataset.")
+    return rows

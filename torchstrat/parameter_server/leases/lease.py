@@ -1,0 +1,148 @@
+"""`Lease`: a few rows of one epoch, for one scheduled function."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.parameter_server.leases.epoch import Epoch, Positions
+from torchstrat.parameter_server.leases.order import RowNumbers
+from torchstrat.parameter_server.leases.reader import read_batch
+from torchstrat.parameter_server.travel.sendable import Refused
+
+if TYPE_CHECKING:
+    from torchstrat.parameter_server.leases.dataset import LeasedDataset
+
+
+class Lease:
+    """Rows that one function is to be given as its batch. Made by iterating over a `LeasedDataset`.
+
+    ``coordinator.schedule(fn, args=(lease,))`` calls ``fn`` with the batch itself: the executing worker reads the rows
+    from its own copy of the dataset and collates them. When the worker is lost, the function runs again on another one,
+    with the same rows. A lease is for one function; it may be anywhere in its ``args`` and ``kwargs``, and only there.
+    """
+
+    __slots__ = ("_epoch", "_function", "_owner", "_sent", "number", "positions", "rows")
+
+    def __init__(self, owner: LeasedDataset, epoch: Epoch, number: int, positions: Positions, rows: RowNumbers) -> None:
+        self.number = number
+        """Counted from 0 over the whole job."""
+        self.positions = positions
+        """Where in the epoch's order the rows are: intervals ``(start, stop)``, one but for rows that came back."""
+        self.rows = rows
+        """Their numbers in the dataset, ``(len,)`` int64, in the order in which the batch has them."""
+        self._owner = owner
+        self._epoch = epoch
+        self._function: int | None = None
+        self._sent = False
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that the rows are of."""
+        return self._epoch.number
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.number}: {len(self)} rows of epoch {self.epoch}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a worker unpickles is the batch."""
+        found = _packing.leases
+        if found is None:
+            raise NotAnArgumentError(self)
+        found.append(self)
+        return read_batch, (self._owner._reader, self.rows.tobytes())  # an array takes 0.2 ms to pickle
+
+    # -- what becomes of it; called by the coordinator ----------------------------------------------------------------
+
+    def _claim(self, function: int) -> None:
+        """Function ``function`` gets it. Raises for one that has a function, and for one that is void."""
+        with self._owner._lock:
+            if self._function is not None:
+                raise InvalidArgumentError(
+                    f"{self!r} was scheduled before, with function {self._function}; a lease is for one function. Take "
+                    "another one from the leased dataset's iterator."
+                )
+            if self._epoch is not self._owner._epoch:
+                raise OutdatedLeaseError(
+                    f"{self!r} is void: since it was handed out, the leased dataset went to the position of a "
+                    "checkpoint. Schedule the leases that come now."
+                )
+            if not self._epoch.holds(self.number):
+                raise ContextError(
+                    f"{self!r} is void: since it was handed out, another `for` over the leased dataset has begun, "
+                    "which hands its rows out again. Schedule the leases that come now."
+                )
+            self._epoch.schedule(self.number)
+            self._function = function
+
+    def _unclaim(self) -> None:
+        with self._owner._lock:
+            self._epoch.unschedule(self.number)
+            self._function = None
+
+    def _was_sent(self) -> None:
+        """The function goes to a worker."""
+        with self._owner._lock:
+            if self._sent:
+                self._epoch.repeat(self.number)
+            self._sent = True
+
+    def _ended(self, *, returned: bool) -> None:
+        """The function has its outcome: it ``returned``; else it raised, or was cancelled."""
+        with self._owner._lock:
+            if not returned:
+                self._epoch.give_back(self.number)
+                return
+            self._owner._will_not_come_again(self._epoch, self._epoch.finish(self.number))
+
+
+class OutdatedLeaseError(ContextError):
+    """A lease was handed out before its dataset went to another position."""
+
+
+class NotAnArgumentError(Refused, WrongTypeError):
+    """A lease is pickled elsewhere than among a function's arguments."""
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(
+            lease,
+            "a lease becomes a batch where it is an argument. Pass it in schedule(fn, args=(lease,)), not in the "
+            "function's closure, a partial or a global.",
+        )
+
+
+class _Packing(threading.local):
+    leases: list[Lease] | None = None
+
+
+_packing = _Packing()
+
+
+@contextmanager
+def leases_among_arguments() -> Iterator[list[Lease]]:
+    """While a function's arguments are pickled in this thread: the leases among them."""
+    found: list[Lease] = []
+    _packing.leases = found
+    try:
+        yield found
+    finally:
+        _packing.leases = None
+
+
+def claim_all(leases: list[Lease], function: int) -> None:
+    """All or none of them for a function. Raises `InvalidArgumentError` or `ContextError`."""
+    claimed: list[Lease] = []
+    try:
+        for lease in leases:
+            lease._claim(function)
+            claimed.append(lease)
+    except Exception:
+        for lease in claimed:
+            lease._unclaim()
+        raise
