@@ -1,4 +1,4 @@
-"""Train one ConvNet on handwritten digits under seven set-ups and compare them; called by ``./scripts/demo``.
+"""Train one ConvNet on handwritten digits under eight set-ups and compare them; called by ``./scripts/demo``.
 
 Every set-up is a real run of ``scripts/train.py`` in its own processes. The comparison reads what the runs left in
 their folders, ends with a table and a picture, and exits non-zero if a set-up misses what is promised:
@@ -10,16 +10,21 @@ their folders, ends with a table and a picture, and exits non-zero if a set-up m
 * on eight devices of a TPU, which the CPU pretends to be, four replicas that share each image between two devices are
   no further from one device either; it needs torch_xla, and is left out where TPU_ENVIRONMENT does not have it;
 * on parameter servers, where training is asynchronous, a worker that is killed half-way costs neither the run nor the
-  accuracy. Its steps do not average momentum over workers, so it trains without, at a higher rate.
+  accuracy. Its steps do not average momentum over workers, so it trains without, at a higher rate;
+* the same again, told to end half-way (SIGTERM): it saves, and goes on on another number of servers. No step is missing
+  or there twice, every epoch has had each of its rows once, and the loss goes on from where it was: it moves by less
+  than SEAM of what the first epoch began with.
 
 At the end of training, hundreds of steps later, the differences have grown as rounding does; they are shown only.
 """
 
 import itertools
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,7 @@ from omegaconf import OmegaConf
 
 from torchstrat.experiments.report import read_metrics
 from torchstrat.launch import LocalCluster
+from torchstrat.preemption import EXIT_CODE as RUN_AGAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "scripts" / "train.py"
@@ -42,6 +48,9 @@ BETWEEN_LAUNCHES = 1e-6
 SNAPSHOT_STEPS = 20
 REPLICAS = 2
 RUN_DEADLINE_SECONDS = 300
+SEAM = 0.1
+SEAM_STEPS = 20
+"""On either side of the end, over which the loss is averaged."""
 
 TPU_ENVIRONMENT = ROOT / ".venv-tpu"
 """Made by scripts/_environment.sh, which leaves its stamp when all is there."""
@@ -56,10 +65,12 @@ class Setup:
     torchrun: bool = False
     overrides: tuple[str, ...] = ()
     python: str = sys.executable
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}-torchrun" if self.torchrun else self.strategy
+        label = "torchrun" if self.torchrun else self.label
+        return f"{self.strategy}-{label}" if label else self.strategy
 
     def command(self, folder: Path) -> list[str]:
         launcher = [self.python]
@@ -104,7 +115,9 @@ TPU = Setup(
         "hydra/job_logging=disabled",  # it says at each compilation what the run says at its end
     ),
 )
-WORKERS, SERVERS = 2, 2
+WORKERS, SERVERS, OTHER_SERVERS = 2, 2, 3
+PARAMETER_SERVERS = Setup("parameter_server")
+RESUMED = Setup("parameter_server", label="resumed")
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,10 @@ class Outcome:
     """Parameters after SNAPSHOT_STEPS steps."""
     final: dict[str, torch.Tensor]
     note: str = ""
+    misses: tuple[str, ...] = ()
+    """What this set-up alone promises, and did not reach."""
+    seam: int | None = None
+    """The step after which the run ended and went on."""
 
 
 def main() -> int:
@@ -127,7 +144,8 @@ def main() -> int:
     try:
         outcomes = [run(setup, folder / setup.name) for setup in SETUPS]
         outcomes += run_tpu(folder / TPU.name)
-        outcomes.append(run_parameter_servers(folder / "parameter_server"))
+        outcomes.append(run_parameter_servers(folder / PARAMETER_SERVERS.name))
+        outcomes.append(run_resumed(folder / RESUMED.name))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -176,19 +194,9 @@ def run_tpu(folder: Path) -> list[Outcome]:
 
 def run_parameter_servers(folder: Path) -> Outcome:
     """One coordinator, WORKERS workers, SERVERS servers; worker 0 is killed when half of the epochs are over."""
-    print("→ parameter_server", file=sys.stderr, flush=True)
-    command = [
-        sys.executable,
-        str(TRAIN),
-        *common_overrides(folder),
-        "strategy=parameter_server",
-        "optimizer.lr=0.2",
-        "optimizer.momentum=0",
-    ]
+    print(f"→ {PARAMETER_SERVERS.name}", file=sys.stderr, flush=True)
     with LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's RPC warns of every connection that ends
-        environment = {**quiet, **os.environ, **cluster.environment_of("chief", 0)}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        process = start_coordinator(cluster, folder)
         try:
             epoch, epochs = wait_for_half(process, folder)
             cluster.kill("worker", 0)
@@ -196,7 +204,7 @@ def run_parameter_servers(folder: Path) -> Outcome:
         finally:
             finish(process)
     return Outcome(
-        setup=Setup("parameter_server"),
+        setup=PARAMETER_SERVERS,
         result=read_metrics(folder, "result")[-1],
         steps=read_metrics(folder, "step"),
         evaluations=read_metrics(folder, "evaluation"),
@@ -204,6 +212,71 @@ def run_parameter_servers(folder: Path) -> Outcome:
         final={},
         note=f"worker 0 of {WORKERS} killed (kill -9) in epoch {epoch} of {epochs}; {SERVERS} servers",
     )
+
+
+def run_resumed(folder: Path) -> Outcome:
+    """As above, but half-way the whole cluster ends, and a run on OTHER_SERVERS servers goes on with what it saved."""
+    print(f"→ {RESUMED.name}", file=sys.stderr, flush=True)
+    kept = ("resume=auto", f"checkpoint.directory={folder / 'checkpoints'}")
+    with LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
+        process = start_coordinator(cluster, folder / "first", *kept)
+        try:
+            epoch, epochs = wait_for_half(process, folder / "first")
+            process.terminate()
+            print(f"  told to end (SIGTERM) in epoch {epoch} of {epochs}", file=sys.stderr, flush=True)
+        finally:
+            finish(process, expected=RUN_AGAIN)
+    with LocalCluster(workers=WORKERS, ps=OTHER_SERVERS) as cluster:
+        finish(start_coordinator(cluster, folder / "second", *kept))
+    run, seam = folder / "second", len(read_metrics(folder / "first", "step"))
+    steps, ledgers = read_metrics(run, "step"), read_metrics(run, "ledger")
+    return Outcome(
+        setup=RESUMED,
+        result=read_metrics(run, "result")[-1],
+        steps=steps,
+        evaluations=read_metrics(run, "evaluation"),
+        early={},
+        final={},
+        note=f"told to end (SIGTERM) in epoch {epoch} of {epochs}, after step {seam}, on {SERVERS} servers; went on on "
+        f"{OTHER_SERVERS}, each epoch with all of its rows once",
+        misses=tuple(broken_promises(steps, ledgers, seam, epochs)),
+        seam=seam,
+    )
+
+
+def start_coordinator(cluster: LocalCluster, folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
+    command = [
+        sys.executable,
+        str(TRAIN),
+        *common_overrides(folder),
+        "strategy=parameter_server",
+        "optimizer.lr=0.2",
+        "optimizer.momentum=0",
+        *overrides,
+    ]
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's RPC warns of every connection that ends
+    environment = {**quiet, **os.environ, **cluster.environment_of("chief", 0)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+
+def broken_promises(
+    steps: list[dict[str, Any]], ledgers: list[dict[str, Any]], seam: int, epochs: int
+) -> Iterator[str]:
+    """What a run that ended after ``seam`` steps, and went on, has not kept."""
+    if [step["step"] for step in steps] != list(range(1, len(steps) + 1)):
+        yield "its record has steps twice, or misses some"
+    if len(ledgers) != epochs or any(epoch["finished"] != epoch["rows"] for epoch in ledgers):
+        rows = [f"{epoch['finished']} of {epoch['rows']}" for epoch in ledgers]
+        yield f"of {epochs} epochs not all had each row once; rows that were trained on: {', '.join(rows)}"
+    begun, before, after = (
+        mean_loss(part) for part in (steps[:SEAM_STEPS], steps[:seam][-SEAM_STEPS:], steps[seam:][:SEAM_STEPS])
+    )
+    if not abs(after - before) <= SEAM * begun:
+        yield f"its loss went from {before:.4f} to {after:.4f} at step {seam}, over {SEAM:.0%} of {begun:.4f}"
+
+
+def mean_loss(steps: list[dict[str, Any]]) -> float:
+    return sum(step["loss"] for step in steps) / len(steps) if steps else math.nan
 
 
 def wait_for_half(process: "subprocess.Popen[bytes]", folder: Path) -> tuple[int, int]:
@@ -219,15 +292,15 @@ def wait_for_half(process: "subprocess.Popen[bytes]", folder: Path) -> tuple[int
     raise subprocess.TimeoutExpired(process.args, RUN_DEADLINE_SECONDS)
 
 
-def finish(process: "subprocess.Popen[bytes]") -> None:
-    """Wait for a run; whatever happens, leave none of its processes behind."""
+def finish(process: "subprocess.Popen[bytes]", expected: int = 0) -> None:
+    """Wait for a run to end with this status; whatever happens, leave none of its processes behind."""
     try:
         status = process.wait(RUN_DEADLINE_SECONDS)
     finally:
         if process.poll() is None:
             process.terminate()  # not kill: torchrun ends its processes when it is asked to end
             process.wait(RUN_DEADLINE_SECONDS)
-    if status:
+    if status != expected:
         raise subprocess.CalledProcessError(status, process.args)
 
 
@@ -245,13 +318,14 @@ def judge(outcomes: list[Outcome], baseline: Outcome) -> list[str]:
         name, accuracy = outcome.setup.name, outcome.result["accuracy"]
         if not accuracy >= ACCURACY:
             misses.append(f"{name}: accuracy {accuracy:.4f} is below {ACCURACY}")
+        misses += [f"{name}: {miss}" for miss in outcome.misses]
         if not outcome.early:
             continue  # asynchronous: no two runs are alike
         apart = distance(outcome.early, baseline.early)
         if not apart <= FROM_ONE_DEVICE:
             misses.append(f"{name}: {apart:.1e} from one_device at step {SNAPSHOT_STEPS}, over {FROM_ONE_DEVICE:.0e}")
     for one, other in itertools.combinations(outcomes, 2):
-        if one.setup.strategy == other.setup.strategy:
+        if one.setup.strategy == other.setup.strategy and one.early and other.early:
             apart = distance(one.early, other.early)
             print(f"{one.setup.name} and {other.setup.name} after {SNAPSHOT_STEPS} steps: {apart:.1e} apart")
             if not apart <= BETWEEN_LAUNCHES:
@@ -315,6 +389,8 @@ def draw(file: Path, outcomes: list[Outcome]) -> None:
         losses.plot([step["step"] for step in outcome.steps], [step["loss"] for step in outcome.steps], **style)
         epochs = [evaluation["epoch"] for evaluation in outcome.evaluations]
         accuracies.plot(epochs, [evaluation["accuracy"] for evaluation in outcome.evaluations], **style)
+        if outcome.seam is not None:
+            losses.axvline(outcome.seam, color="grey", linestyle=":", label=f"{outcome.setup.name}: end, and on")
     losses.set(title="training loss", xlabel="step", ylabel="cross entropy", yscale="log")
     accuracies.set(title="accuracy on held-out digits", xlabel="epoch", ylim=(0.8, 1.0))
     accuracies.xaxis.set_major_locator(MaxNLocator(integer=True))

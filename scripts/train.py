@@ -8,6 +8,8 @@
     python scripts/train.py data=csv data.path=rows.csv model=mlp optimizer=adamw
     python scripts/train.py experiment=recsys data=click_logs data.path=day_0.tsv
     python scripts/train.py experiment=recsys strategy=parameter_server strategy.workers=4
+    torchstrat launch --ps 2 --workers 4 --evaluator scripts/train.py strategy=parameter_server resume=auto
+    python scripts/train.py checkpoint.every_steps=50 checkpoint.max_to_keep=3 resume=auto
     python scripts/train.py --help
 
 Settings are described in ``torchstrat/config.py``; results go to one folder per run, printed at its end.

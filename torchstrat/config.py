@@ -118,9 +118,13 @@ class ParameterServerConfig(StrategyConfig):
     """A variable is cut into at most this many pieces by rows. None: as many as there are servers."""
     min_shard_bytes: int = 256 << 10
     """No piece needs to be smaller than this: what is smaller as a whole stays on one server."""
+    on_server_loss: str = "auto"
+    """When a server dies: ``restore`` takes all servers back to the newest checkpoint, and the run goes on from there;
+    ``raise`` ends it. ``auto`` restores in a run that keeps checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require_one_of("strategy.on_server_loss", self.on_server_loss, ("auto", "raise", "restore"))
         _require_positive("strategy.workers", self.workers)
         _require_positive("strategy.servers", self.servers)
         _require_positive("strategy.max_shards", self.max_shards)
@@ -235,7 +239,8 @@ class DataConfig:
     """Share of the rows held out for evaluation, where the source does not bring its own."""
     split_seed: int = 0
     workers: int = 0
-    """Data-loading processes of the ``DataLoader``; 0 loads in the training process."""
+    """Data-loading processes of the ``DataLoader``; 0 loads in the training process. Workers of parameter servers read
+    the rows of a step when they come to it, whatever this says."""
 
     def __post_init__(self) -> None:
         _require_positive("data.global_batch", self.global_batch)
@@ -407,16 +412,65 @@ class TorchrunClusterConfig(ClusterConfig):
 
 
 @dataclass
+class CheckpointConfig:
+    """Whether a run can be gone on with after its end. It keeps checkpoints if ``every_steps`` is set, or ``resume`` is
+    not ``never``; then it also saves when it is told to end (SIGTERM, SIGUSR1), and exits with 75: "run me again".
+    """
+
+    every_steps: int | None = None
+    """Save after so many steps. None: only when it is told to end, and after the last step."""
+    max_to_keep: int | None = 5
+    """So many of the newest stay. None: all."""
+    keep_every: int | None = None
+    """Those after a multiple of so many steps stay as well."""
+    asynchronous: bool = False
+    """Go on with the training while a checkpoint is written."""
+    directory: str | None = None
+    """Where they are. None: ``outputs/<name>/checkpoints``, the same for all runs of this ``name``, since a run that is
+    started again has a new folder of its own. One run at a time writes to a directory."""
+    grace_seconds: float = 25.0
+    """From SIGTERM until the save has ended; later than that, the process ends without. Less than whoever sends it
+    waits before it kills: torchrun and Kubernetes 30 s."""
+
+    def __post_init__(self) -> None:
+        _require_positive("checkpoint.every_steps", self.every_steps)
+        _require_positive("checkpoint.max_to_keep", self.max_to_keep)
+        _require_positive("checkpoint.keep_every", self.keep_every)
+        _require_positive("checkpoint.grace_seconds", self.grace_seconds)
+        _require(self.directory != "", "checkpoint.directory='' is no directory; name one, or leave it null.")
+
+
+@dataclass
+class EvaluatorConfig:
+    """Of a process that evaluates the run's checkpoints beside it (``torchstrat launch --evaluator``)."""
+
+    newest_only: bool = False
+    """Leave checkpoints out that are not the newest, to keep up with the training."""
+    timeout_seconds: float | None = None
+    """Give up when there was no new checkpoint for so long. None: wait for as long as it takes."""
+
+    def __post_init__(self) -> None:
+        _require_positive("evaluator.timeout_seconds", self.timeout_seconds)
+
+
+@dataclass
 class ExperimentConfig:
     """One run of ``scripts/train.py``."""
 
     name: str = "experiment"
-    """Names the folder that the run's own folder is made in."""
+    """Names the folder that the run's own folder is made in, and that of its checkpoints."""
     strategy: StrategyConfig = field(default_factory=OneDeviceConfig)
     model: ModelConfig = field(default_factory=ConvNetConfig)
     data: DataConfig = field(default_factory=DigitsConfig)
     optimizer: OptimizerConfig = field(default_factory=SgdConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    resume: str = "never"
+    """``auto``: go on from the newest intact checkpoint in ``checkpoint.directory``; begin where there is none. A path:
+    go on from that checkpoint, or from the newest in that directory. ``never``: begin; an error if
+    ``checkpoint.directory`` has checkpoints of another run. Strategy, cluster, ``epochs`` and ``max_steps`` may be
+    others than they were; seed, model, data and optimizer may not."""
     seed: int = 0
     """Initial values, the order of the examples, dropout."""
     epochs: int = 20
@@ -434,7 +488,12 @@ class ExperimentConfig:
         _require_positive("epochs", self.epochs)
         _require_positive("max_steps", self.max_steps)
         _require_positive("snapshot_after_steps", self.snapshot_after_steps)
+        _require(self.resume != "", "resume='' is no path; use auto, never, or the path of a checkpoint.")
         _require_one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
+        _require(
+            self.keeps_checkpoints or not self._must_restore_servers,
+            "strategy.on_server_loss=restore needs checkpoints to restore; set checkpoint.every_steps.",
+        )
         _require(
             self.strategy.gradient_reduce_op == "mean",
             "strategy.gradient_reduce_op=sum belongs to losses that are sums; this experiment's train_step computes a "
@@ -447,6 +506,20 @@ class ExperimentConfig:
                 "strategy=tpu has no sparse gradients, and model=wide_and_deep makes them; set "
                 "model.sparse_gradients=false.",
             )
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        return self.checkpoint.every_steps is not None or self.resume != "never"
+
+    @property
+    def restores_servers(self) -> bool:
+        """Whether the run goes on from its newest checkpoint when a parameter server was lost."""
+        chosen = self.strategy
+        return self.keeps_checkpoints and isinstance(chosen, ParameterServerConfig) and chosen.on_server_loss != "raise"
+
+    @property
+    def _must_restore_servers(self) -> bool:
+        return isinstance(self.strategy, ParameterServerConfig) and self.strategy.on_server_loss == "restore"
 
 
 def _require_sparse_gradients(optimizer: OptimizerConfig) -> None:
@@ -494,6 +567,10 @@ def experiment_from_mapping(values: Mapping[str, Any]) -> ExperimentConfig:
     Types are not converted: ``"64"`` is not 64.
     """
     groups = {group: _group_from_mapping(group, values[group]) for group in GROUPS if values.get(group) is not None}
+    if values.get("checkpoint") is not None:
+        groups["checkpoint"] = _build(CheckpointConfig, values["checkpoint"], "checkpoint.")
+    if values.get("evaluator") is not None:
+        groups["evaluator"] = _build(EvaluatorConfig, values["evaluator"], "evaluator.")
     experiment: ExperimentConfig = _build(ExperimentConfig, {**values, **groups}, "")
     return experiment
 

@@ -125,6 +125,9 @@ class TestParameterServer:
         assert [record["epoch"] for record in read_metrics(in_process / "killed", "evaluation")] == [1, 2, 3, 4]
         steps = [record["step"] for record in read_metrics(in_process / "killed", "step")]
         assert steps == list(range(1, len(steps) + 1))
+        ledgers = read_metrics(in_process / "killed", "ledger")
+        assert [ledger["epoch"] for ledger in ledgers] == [1, 2, 3, 4]
+        assert all(ledger["finished"] == ledger["rows"] and ledger["lost"] == 0 for ledger in ledgers)
         assert result_of(in_process / "killed")["auc"] > TRIVIAL_AUC + 0.15
 
     def test_torchstrat_launch(self, in_process):

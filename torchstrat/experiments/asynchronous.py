@@ -1,27 +1,31 @@
 """Asynchronous training on parameter servers: the coordinator's loop around the step of the synchronous one.
 
-The coordinator schedules ``train_step`` and trains nothing itself; each worker draws batches from its own share of the
-training rows, and goes round it again when it has seen it all. An epoch is as many steps as the training rows make
-batches: a fast worker takes more of them than a slow one, so an epoch sees every row about once, not exactly.
+The coordinator schedules ``train_step`` and trains nothing itself. It leases the training rows to the workers, a batch
+for each step: a fast worker takes more of them than a slow one, one that is lost leaves its rows to another, and an
+epoch sees every row exactly once.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from datetime import timedelta
+from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from torchstrat.config import ExperimentConfig, ParameterServerConfig
-from torchstrat.experiments import build, data
-from torchstrat.experiments.clock import Clock
+from torchstrat.errors import CancelledByServerLossError
+from torchstrat.experiments import build, checkpoints, data
+from torchstrat.experiments.checkpoints import Checkpoints, NoCheckpoints, WentBack, checkpoints_of
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.loop import on_cpu, planned_steps, require_enough_rows, run_title, steps_per_epoch
-from torchstrat.experiments.objectives import make_train_step, objective_of
+from torchstrat.experiments.loop import on_cpu, planned_steps, require_enough_rows, run_title
+from torchstrat.experiments.objectives import Batch, make_train_step, objective_of
 from torchstrat.experiments.parameter_server_cluster import (
     ClusterSize,
     coordinates,
@@ -29,12 +33,23 @@ from torchstrat.experiments.parameter_server_cluster import (
     local_cluster,
     serve,
 )
-from torchstrat.experiments.report import EvaluationRecord, FolderReport, Report, ResultRecord, StepRecord
-from torchstrat.experiments.worker_batches import EndlessBatches, with_absolute_paths
+from torchstrat.experiments.position import Position
+from torchstrat.experiments.report import (
+    EvaluationRecord,
+    FolderReport,
+    LedgerRecord,
+    Report,
+    ResultRecord,
+    StepRecord,
+)
+from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows
 
 _AHEAD_PER_WORKER = 64
 """Steps that are scheduled before the oldest one's result is asked for: enough to keep a worker busy, and few enough
 that a failure or ``max_steps`` does not leave a queue behind."""
+
+_LEAST_AHEAD_PER_WORKER = 2
+"""However long a step takes: one that runs, and one that comes next."""
 
 
 class Result(Protocol):
@@ -43,16 +58,16 @@ class Result(Protocol):
     def get(self, timeout: timedelta | float | None = None) -> Any: ...
 
 
-class Coordinator(Protocol):
+class Coordinator(checkpoints.Coordinator, Protocol):
     """The part of `torchstrat.ClusterCoordinator` that is used here."""
 
     def schedule(self, fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> Result: ...
 
     def join(self, timeout: timedelta | float | None = None) -> None: ...
 
-    def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> Any: ...
-
-    def get_current_worker_index(self) -> int: ...
+    def create_leased_dataset(
+        self, dataset_fn: Callable[[], Any], batch_size: int, *, shuffle: Any, collate_fn: Any, rows: int
+    ) -> Any: ...
 
 
 def train(run: Run, chosen: ParameterServerConfig) -> None:
@@ -75,8 +90,12 @@ def train(run: Run, chosen: ParameterServerConfig) -> None:
             coordinator = _coordinator(strategy)
             title = run_title(config, f"({size})")
             total_steps = planned_steps(config, examples)
-            with closing(FolderReport(run.folder, config, run.resolved, total_steps, title)) as report:
-                AsynchronousTraining(config, examples, strategy, coordinator, report, size).run()
+            with (
+                closing(FolderReport(run.folder, config, run.resolved, total_steps, title)) as report,
+                checkpoints_of(run) as kept,
+            ):
+                training = AsynchronousTraining(config, examples, strategy, coordinator, report, size, kept, run.folder)
+                training.run()
 
 
 def _coordinator(strategy: Any) -> Coordinator:
@@ -97,6 +116,8 @@ class AsynchronousTraining:
         coordinator: Coordinator,
         report: Report,
         size: ClusterSize,
+        checkpoints: Checkpoints | None = None,
+        folder: Path = Path(),
     ) -> None:
         self._config = config
         self._examples = examples
@@ -106,8 +127,10 @@ class AsynchronousTraining:
         self._size = size
         self._timeout = timedelta(seconds=config.cluster.timeout_seconds)
         self._objective = objective_of(examples)
-        self._step = 0
-        self._clock = Clock()
+        self._checkpoints = NoCheckpoints() if checkpoints is None else checkpoints
+        self._position = Position(config, folder)
+        self._clock = self._position.clock
+        self._planned_steps = planned_steps(config, examples)
 
     def run(self) -> None:
         config, strategy = self._config, self._strategy
@@ -117,68 +140,111 @@ class AsynchronousTraining:
             optimizer = build.optimizer(config.optimizer, model.parameters())
         train_step = make_train_step(model, optimizer, self._objective)
 
-        def worker_step(batches: Iterator[Any]) -> tuple[float, int]:
-            """Runs on a worker: the loss of one of its batches, and the batch's rows."""
-            batch = next(batches)
+        def worker_step(batch: Batch) -> tuple[float, int]:
+            """Runs on a worker: the loss of a batch, and the batch's rows."""
             loss = strategy.run(train_step, args=(batch,))
             return float(loss), len(batch[1])
 
-        per_worker = self._coordinator.create_per_worker_dataset(self._dataset_function())
-        for epoch in range(1, config.epochs + 1):
-            train_loss = self._train_epoch(epoch, model, worker_step, iter(per_worker))
-            evaluation = self._evaluate(epoch, model, train_loss)
-            self._report.evaluation(evaluation)
-            if self._step == config.max_steps:
+        leased = self._leased_rows()
+        position = self._position
+        self._checkpoints.begin(position, self._report, model=model, optimizer=optimizer, data=leased)
+        self._checkpoints.restore_on_server_loss(self._coordinator, position)
+        epoch = position.epoch
+        while epoch <= config.epochs:
+            try:
+                evaluation = self._epoch(epoch, model, worker_step, leased)
+            except WentBack:
+                epoch = position.epoch
+                continue
+            if position.step == config.max_steps:
                 break
+            epoch += 1
         self._report.parameters("parameters", on_cpu(model.state_dict()))
         self._report.result(self._result(evaluation))
+        self._checkpoints.finish()
 
-    def _dataset_function(self) -> Callable[[], EndlessBatches]:
-        """What each worker calls to make its own batches; it closes over settings, not over rows."""
-        settings, seed, coordinator = with_absolute_paths(self._config.data), self._config.seed, self._coordinator
-        workers = self._size.workers
+    def _epoch(self, epoch: int, model: nn.Module, worker_step: Callable[..., Any], leased: Any) -> EvaluationRecord:
+        position = self._position
+        position.begin_epoch(epoch)
+        try:
+            self._train_epoch(model, worker_step, leased)
+        except CancelledByServerLossError:
+            self._coordinator.join(self._timeout)  # raises the loss, or `WentBack` after the restore
+            raise
+        self._report.ledger(LedgerRecord.of(position.step, epoch, leased.ledger))
+        evaluation = self._evaluate(model)
+        self._report.evaluation(evaluation)
+        return evaluation
 
-        def make_batches() -> EndlessBatches:
-            return EndlessBatches(settings, seed, coordinator.get_current_worker_index(), workers)
+    def _leased_rows(self) -> Any:
+        """The training rows, in batches and in an order like those of a run on one device."""
+        loader = self._examples.train_loader(self._config.data.global_batch, self._config.seed, workers=0)
+        return self._coordinator.create_leased_dataset(
+            TrainingRows(self._config.data),
+            self._config.data.global_batch,
+            shuffle=LoaderOrder(loader),
+            collate_fn=loader.collate_fn,
+            rows=len(self._examples.train),
+        )
 
-        return make_batches
-
-    def _train_epoch(self, epoch: int, model: nn.Module, worker_step: Callable[..., Any], iterator: Any) -> float:
-        """As many steps as the training rows make batches, or until ``max_steps``. The mean loss over the rows."""
+    def _train_epoch(self, model: nn.Module, worker_step: Callable[..., Any], leased: Any) -> None:
+        """Train on the rows that are left of the epoch, or until ``max_steps``."""
+        position, kept = self._position, self._checkpoints
         self._clock.begin_epoch()
-        loss_of_rows, rows_seen = 0.0, 0
-        for loss, rows in self._results(worker_step, iterator):
-            self._step += 1
-            self._clock.count(rows)
-            loss_of_rows, rows_seen = loss_of_rows + loss * rows, rows_seen + rows
-            self._report.step(StepRecord(self._step, epoch, loss, rows, self._clock.epoch_rate()))
-            if self._step == self._config.snapshot_after_steps:
+        for loss, rows in self._results(worker_step, leased):
+            position.count(loss, rows)
+            self._report.step(StepRecord(position.step, position.epoch, loss, rows, self._clock.epoch_rate()))
+            if position.step == self._config.snapshot_after_steps:
                 self._strategy.extended.pull(model)
-                self._report.parameters(f"parameters_after_step_{self._step}", on_cpu(model.state_dict()))
+                self._report.parameters(f"parameters_after_step_{position.step}", on_cpu(model.state_dict()))
+            if self._is_saved_after(position.step):
+                kept.save(position)
         self._coordinator.join(self._timeout)
+        if kept.should_stop():
+            kept.save(position)
+        leased.ledger.check(complete=position.step != self._config.max_steps)
         self._clock.end_epoch()
-        return loss_of_rows / rows_seen
 
-    def _results(self, worker_step: Callable[..., Any], iterator: Any) -> Iterator[tuple[float, int]]:
+    def _results(self, worker_step: Callable[..., Any], leased: Any) -> Iterator[tuple[float, int]]:
         """The results of an epoch's steps in the order they were scheduled, which is not that of their updates.
 
-        Nothing is in flight when the result is yielded after which a snapshot is due.
+        Nothing is in flight when the result is yielded after which a snapshot or a checkpoint is due: it has the
+        updates of the steps that were counted, and of no others.
         """
         pending: deque[Result] = deque()
-        for step in self._steps_of_epoch():
-            pending.append(self._coordinator.schedule(worker_step, args=(iterator,)))
-            is_last_before_snapshot = step == self._config.snapshot_after_steps
-            while pending and (is_last_before_snapshot or len(pending) >= _AHEAD_PER_WORKER * self._size.workers):
+        first_step, began = self._position.step, time.perf_counter()
+        for step, lease in enumerate(self._leases_left(leased), first_step + 1):
+            if self._checkpoints.should_stop():
+                break  # this lease's rows count as not handed out
+            pending.append(self._coordinator.schedule(worker_step, args=(lease,)))
+            ahead = self._steps_ahead(self._position.step - first_step, time.perf_counter() - began)
+            is_last_in_flight = step == self._config.snapshot_after_steps or self._is_saved_after(step)
+            while pending and (is_last_in_flight or len(pending) >= ahead):
                 yield pending.popleft().get(self._timeout)
         while pending:
             yield pending.popleft().get(self._timeout)
 
-    def _steps_of_epoch(self) -> range:
-        first = self._step + 1
-        last = self._step + steps_per_epoch(self._config, self._examples)
-        return range(first, min(last, self._config.max_steps or last) + 1)
+    def _leases_left(self, leased: Any) -> Iterator[Any]:
+        """Of this epoch. None where all its rows are finished, as in a run that goes on at its end: a loop over them
+        would begin the next one."""
+        if leased.epoch >= self._position.epoch or self._position.step == self._config.max_steps:
+            return iter(())
+        steps_left = None if self._config.max_steps is None else self._config.max_steps - self._position.step
+        return islice(leased, steps_left)
 
-    def _evaluate(self, epoch: int, model: nn.Module, train_loss: float) -> EvaluationRecord:
+    def _steps_ahead(self, steps: int, seconds: float) -> int:
+        """How many may be scheduled at a time, after so many steps in so many seconds: those that are under way when
+        the run is told to end have to end before it can save."""
+        workers, drain_seconds = self._size.workers, self._checkpoints.drain_seconds
+        most = _AHEAD_PER_WORKER * workers
+        if drain_seconds is None or not steps:
+            return most
+        return max(min(most, int(drain_seconds * steps / max(seconds, 1e-9))), _LEAST_AHEAD_PER_WORKER * workers)
+
+    def _is_saved_after(self, step: int) -> bool:
+        return self._checkpoints.is_planned(step) or step == self._planned_steps
+
+    def _evaluate(self, model: nn.Module) -> EvaluationRecord:
         """Scores over the held-out rows, computed here with the servers' values of this moment."""
         self._strategy.extended.pull(model)
         meter = self._objective.meter()
@@ -188,14 +254,23 @@ class AsynchronousTraining:
                 meter.add(meter.measure(model(inputs), labels))
         model.train()
         scores = meter.scores()
-        return EvaluationRecord(self._step, epoch, train_loss, scores.loss, scores.accuracy, scores.rows, scores.auc)
+        position = self._position
+        return EvaluationRecord(
+            position.step,
+            position.epoch,
+            position.train_loss,
+            scores.loss,
+            scores.accuracy,
+            scores.rows,
+            scores.auc,
+        )
 
     def _result(self, last: EvaluationRecord) -> ResultRecord:
         return ResultRecord(
             strategy=self._config.strategy.name,
             processes=1 + self._size.workers + self._size.servers,
             replicas=self._size.workers,
-            steps=self._step,
+            steps=self._position.step,
             accuracy=last.accuracy,
             loss=last.loss,
             train_loss=last.train_loss,

@@ -9,7 +9,7 @@ strategies share rows by index, and loading processes do not end with a short ba
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -184,10 +184,6 @@ class ClickExamples:
 
     def test_loader(self, global_batch: int) -> DataLoader[Any]:
         return DataLoader(self.test, batch_size=global_batch, collate_fn=CollateClicks(self.category_rows))
-
-    def share(self, index: int, count: int) -> ClickExamples:
-        """Every ``count``-th part of the training rows belongs to one of ``count`` processes; this is that of one."""
-        return replace(self, train=self.train.shard(count, index))
 
 
 def load(config: ClickLogsConfig) -> ClickExamples:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 
 class Clock:
@@ -12,9 +14,11 @@ class Clock:
         self._epochs: list[tuple[int, float]] = []  # rows, seconds of each finished epoch
         self._rows = 0
         self._began = 0.0
+        self._before = (0, 0.0)  # rows, seconds of the epoch in the process that this one goes on from
 
     def begin_epoch(self) -> None:
-        self._rows, self._began = 0, time.perf_counter()
+        (self._rows, seconds), self._before = self._before, (0, 0.0)
+        self._began = time.perf_counter() - seconds
 
     def count(self, rows: int) -> None:
         self._rows += rows
@@ -24,6 +28,16 @@ class Clock:
 
     def end_epoch(self) -> None:
         self._epochs.append((self._rows, time.perf_counter() - self._began))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Within an epoch: what was counted until now."""
+        return {"epochs": list(self._epochs), "epoch": (self._rows, time.perf_counter() - self._began)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before `begin_epoch`, which then goes on with the epoch that was under way."""
+        self._epochs = [(rows, seconds) for rows, seconds in state["epochs"]]
+        rows, seconds = state["epoch"]
+        self._before = (rows, seconds)
 
     @property
     def seconds(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,6 @@ class Examples:
 
     def test_loader(self, global_batch: int) -> DataLoader[Any]:
         return DataLoader(self.test, batch_size=global_batch)
-
-    def share(self, index: int, count: int) -> Examples:
-        """Every ``count``-th training row belongs to one of ``count`` processes; these are the rows of one of them."""
-        own = TensorDataset(*(tensor[index::count] for tensor in self.train.tensors))
-        return replace(self, train=own)
 
 
 AnyExamples = Examples | ClickExamples

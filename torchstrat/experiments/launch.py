@@ -28,8 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan, process_plan_from_torchrun
+from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.errors import TorchstratError
 from torchstrat.experiments.hand_over import MEETING_TIMEOUT, HandOver
+from torchstrat.preemption import EXIT_CODE
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,14 @@ class Run:
         )
 
 
+class RunAgain(SystemExit):
+    """Raised by a task, on every rank of a run: what was reached is saved, and the process ends with the status that
+    asks whoever started it to do so again. The other runs of a sweep do not begin."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+
 Task = Callable[[Run], None]
 
 
@@ -73,7 +83,7 @@ def main(task: Task, config_folder: Path) -> int:
         config_folder: Holds ``config.yaml`` and the config groups.
 
     Returns:
-        The exit status for the process: 0 if every run succeeded.
+        The exit status for the process: 0 if every run succeeded, that of `RunAgain` if a run ended with it.
     """
     with_tracebacks = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     register_schema()
@@ -104,9 +114,8 @@ def register_schema() -> None:
 def _meet(plan: ProcessPlan) -> HandOver:
     """Meet the other ranks over the store that the launcher keeps, or rank 0 where the launcher keeps none."""
     store, _, _ = next(dist.rendezvous("env://", plan.rank, plan.size, timeout=MEETING_TIMEOUT))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"torchstrat-runs/{_launcher_run_id()}/{attempt}"
-    hand_over = HandOver(dist.PrefixStore(prefix, store), plan.rank, plan.size)
+    store = fresh_store(store, plan.rank, plan.size, f"runs of {_launcher_run_id()}", MEETING_TIMEOUT)
+    hand_over = HandOver(store, plan.rank, plan.size)
     hand_over.meet()
     return hand_over
 
@@ -203,7 +212,10 @@ class _Follower:
             message = self.hand_over.receive()
             if isinstance(message, int):
                 return message
-            error = _attempt(self.task, Run.unpack(message, self.plan), self.with_tracebacks)
+            try:
+                error = _attempt(self.task, Run.unpack(message, self.plan), self.with_tracebacks)
+            except RunAgain:
+                continue  # rank 0 is told to end as well, and says with what status
             self.hand_over.report_outcome(succeeded=error is None)
             if error is not None and not self.hand_over.rank_0_failed():
                 return _fail(error, self.hand_over.rank)  # rank 0 knows nothing of it, and would not say it

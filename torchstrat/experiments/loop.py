@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ import torchstrat as ts
 from torchstrat.config import ExperimentConfig, SyntheticClicksConfig
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import build, data
-from torchstrat.experiments.clock import Clock
+from torchstrat.experiments.checkpoints import Checkpoints, NoCheckpoints, checkpoints_of
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.objectives import Batch, make_train_step, objective_of
+from torchstrat.experiments.position import Position
 from torchstrat.experiments.programs import programs_of
 from torchstrat.experiments.report import (
     EvaluationRecord,
@@ -47,8 +49,9 @@ def train(run: Run) -> None:
         if run.is_chief:
             title = run_title(config, _size(strategy))
             report = FolderReport(run.folder, config, run.resolved, planned_steps(config, examples), title)
-        with closing(report):
-            _Training(config, examples, strategy, report, processes=run.plan.size if run.plan else 1).run()
+        processes = run.plan.size if run.plan else 1
+        with closing(report), checkpoints_of(run) as checkpoints:
+            _Training(config, examples, strategy, report, processes, checkpoints, run.folder).run()
 
 
 def _size(strategy: Strategy) -> str:
@@ -98,16 +101,25 @@ class _Training:
     """The state of one run on one process."""
 
     def __init__(
-        self, config: ExperimentConfig, examples: data.AnyExamples, strategy: Any, report: Report, processes: int
+        self,
+        config: ExperimentConfig,
+        examples: data.AnyExamples,
+        strategy: Any,
+        report: Report,
+        processes: int,
+        checkpoints: Checkpoints | None = None,
+        folder: Path = Path(),
     ) -> None:
         self._config = config
         self._examples = examples
         self._strategy = strategy
         self._report = report
         self._processes = processes
+        self._planned_steps = planned_steps(config, examples)
+        self._checkpoints = NoCheckpoints() if checkpoints is None else checkpoints
+        self._position = Position(config, folder)
+        self._clock = self._position.clock
         self._objective = objective_of(examples)
-        self._step = 0
-        self._clock = Clock()
 
     def run(self) -> None:
         config, strategy = self._config, self._strategy
@@ -120,48 +132,55 @@ class _Training:
         loader = self._examples.train_loader(global_batch, config.seed, config.data.workers)
         train_batches = strategy.distribute_dataset(loader)
         test_batches = strategy.distribute_dataset(self._examples.test_loader(global_batch))
-        for epoch in range(1, config.epochs + 1):
-            train_loss = self._train_epoch(epoch, model, train_step, train_batches)
-            evaluation = self._evaluate(epoch, model, test_batches, train_loss)
+        self._checkpoints.begin(self._position, self._report, model=model, optimizer=optimizer, data=train_batches)
+        for epoch in range(self._position.epoch, config.epochs + 1):
+            self._position.begin_epoch(epoch)
+            self._train_epoch(model, train_step, train_batches)
+            evaluation = self._evaluate(model, test_batches)
             self._report.evaluation(evaluation)
             if self._is_over():
                 break
         self._report.parameters("parameters", on_cpu(model.state_dict()))
         self._report.result(self._result(evaluation))
+        self._checkpoints.finish()
         programs = programs_of(strategy)
         if programs is not None:
             self._report.programs(programs, ts.explain_sharding(model, strategy=strategy))
 
-    def _train_epoch(self, epoch: int, model: nn.Module, train_step: Any, batches: Any) -> float:
-        """Train on all rows once, or until ``max_steps``. Returns the mean loss over the rows."""
-        strategy = self._strategy
+    def _train_epoch(self, model: nn.Module, train_step: Any, batches: Any) -> None:
+        """Train on the rows that are left of the epoch, or until ``max_steps``."""
+        strategy, position = self._strategy, self._position
         model.train()
         self._clock.begin_epoch()
-        total, rows_seen = 0.0, 0
-        for batch, rows in zip(batches, self._rows_of_batches(), strict=True):
+        for batch, rows in self._batches_left(batches):
             per_replica = strategy.run(train_step, args=(batch,))
             loss = float(strategy.reduce("mean", per_replica, axis=None))
-            self._step += 1
-            self._clock.count(rows)
-            total, rows_seen = total + loss * rows, rows_seen + rows
-            self._report.step(StepRecord(self._step, epoch, loss, rows, self._clock.epoch_rate()))
-            if self._step == self._config.snapshot_after_steps:
-                self._report.parameters(f"parameters_after_step_{self._step}", on_cpu(model.state_dict()))
+            position.count(loss, rows)
+            self._report.step(StepRecord(position.step, position.epoch, loss, rows, self._clock.epoch_rate()))
+            if position.step == self._config.snapshot_after_steps:
+                self._report.parameters(f"parameters_after_step_{position.step}", on_cpu(model.state_dict()))
+            is_due = self._checkpoints.is_planned(position.step) or position.step == self._planned_steps
+            if self._checkpoints.should_stop() or is_due:
+                self._checkpoints.save(position)
             if self._is_over():
                 break
         self._clock.end_epoch()
-        return total / rows_seen
+
+    def _batches_left(self, batches: Any) -> Iterator[tuple[Any, int]]:
+        """The batches, each with its number of rows. None for a run that was over already and is gone on with."""
+        if not self._is_over():
+            yield from zip(batches, self._rows_of_batches(), strict=True)
 
     def _rows_of_batches(self) -> Iterator[int]:
         rows, global_batch = len(self._examples.train), self._config.data.global_batch
-        return (min(global_batch, rows - begin) for begin in range(0, rows, global_batch))
+        return (min(global_batch, rows - begin) for begin in range(self._position.rows, rows, global_batch))
 
     def _is_over(self) -> bool:
-        return self._step == self._config.max_steps
+        return self._position.step == self._config.max_steps
 
-    def _evaluate(self, epoch: int, model: nn.Module, batches: Any, train_loss: float) -> EvaluationRecord:
+    def _evaluate(self, model: nn.Module, batches: Any) -> EvaluationRecord:
         """Scores over every held-out row, each counted once whatever the number of replicas."""
-        strategy, meter = self._strategy, self._objective.meter()
+        strategy, position, meter = self._strategy, self._position, self._objective.meter()
 
         def eval_step(batch: Batch) -> torch.Tensor:
             inputs, labels = batch
@@ -173,14 +192,22 @@ class _Training:
             meter.add(meter.combine(strategy, strategy.run(eval_step, args=(batch,))))
         scores = meter.scores()
         assert scores.rows == len(self._examples.test), f"counted {scores.rows} of {len(self._examples.test)} rows"
-        return EvaluationRecord(self._step, epoch, train_loss, scores.loss, scores.accuracy, scores.rows, scores.auc)
+        return EvaluationRecord(
+            position.step,
+            position.epoch,
+            position.train_loss,
+            scores.loss,
+            scores.accuracy,
+            scores.rows,
+            scores.auc,
+        )
 
     def _result(self, last: EvaluationRecord) -> ResultRecord:
         return ResultRecord(
             strategy=self._config.strategy.name,
             processes=self._processes,
             replicas=self._strategy.num_replicas_in_sync,
-            steps=self._step,
+            steps=self._position.step,
             accuracy=last.accuracy,
             loss=last.loss,
             train_loss=last.train_loss,

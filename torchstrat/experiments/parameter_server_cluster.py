@@ -90,7 +90,6 @@ def coordinates(resolver: ClusterResolver) -> bool:
     """Whether this process is the cluster's coordinator, rather than a worker or a server."""
     if resolver.task_type == EVALUATOR:
         raise InvalidArgumentError(
-            "TF_CONFIG makes this process an evaluator, and this program evaluates on its coordinator; do not start it "
-            "for that task."
+            "TF_CONFIG makes this process an evaluator, which watches checkpoints and has no part in the training."
         )
     return resolver.task_type not in (WORKER, PARAMETER_SERVER)

@@ -3,7 +3,7 @@
 ::
 
     config.yaml            the resolved configuration
-    metrics.jsonl          one JSON object per line, "event" is step, evaluation, result or programs
+    metrics.jsonl          one JSON object per line, "event" is step, ledger, evaluation, result or programs
     curves.png             training loss and held-out accuracy
     tensorboard/           the same numbers as event files
     parameters.pt          the model's state_dict after training
@@ -11,12 +11,16 @@
     sharding.png           which device holds which part of the parameters; strategy=tpu only
     .hydra/                Hydra's record of how the configuration came about
 
+A run that goes on with an earlier one (``resume=auto``) begins with that one's record up to where it goes on, so that
+each folder tells the whole story. Checkpoints are elsewhere: see `torchstrat.experiments.checkpoints.directory_of`.
+
 Only the chief has a `FolderReport`; every other process has a `NoReport` and writes nothing.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,7 +30,9 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from torchstrat.config import ExperimentConfig
+from torchstrat.experiments.metrics_file import MetricsFile, records_until
 from torchstrat.experiments.programs import ProgramRecord
+from torchstrat.parameter_server.leases.ledger import Ledger
 from torchstrat.sharding.explain import Explanation
 
 
@@ -59,6 +65,36 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class LedgerRecord:
+    """What became of an epoch's training rows under parameter servers; see `torchstrat.Ledger`."""
+
+    step: int
+    epoch: int
+    rows: int
+    handed_out: int
+    finished: int
+    """Equal to ``rows``, but for an epoch that ``max_steps`` cut short."""
+    repeated: int
+    """Sent to another worker, because the first was lost."""
+    returned: int
+    lost: int
+
+    @classmethod
+    def of(cls, step: int, epoch: int, ledger: Ledger) -> LedgerRecord:
+        """``epoch``: counted from 1, as in the other records."""
+        return cls(
+            step,
+            epoch,
+            ledger.rows,
+            ledger.handed_out,
+            ledger.finished,
+            ledger.repeated,
+            ledger.returned,
+            ledger.lost,
+        )
+
+
+@dataclass(frozen=True)
 class ResultRecord:
     strategy: str
     processes: int
@@ -82,9 +118,21 @@ class ResultRecord:
 class Report(Protocol):
     """Told about a run as it goes, on every process."""
 
+    def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
+        """Before anything else. ``earlier``: the folder of the run that this one goes on with after ``step`` steps, as
+        it was in ``checkpoint``; it may be this one's. Again, where a run goes back to a checkpoint of its own."""
+
+    def flush(self) -> None:
+        """Return when all that was reported is on the disk."""
+
+    def interrupted(self, step: int, checkpoints: Path) -> None:
+        """The run was told to end, and its checkpoint of this step is in that directory."""
+
     def step(self, record: StepRecord) -> None: ...
 
     def parameters(self, name: str, state: Mapping[str, Any]) -> None: ...
+
+    def ledger(self, record: LedgerRecord) -> None: ...
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
 
@@ -98,10 +146,22 @@ class Report(Protocol):
 class NoReport:
     """For processes that are not the chief."""
 
+    def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def interrupted(self, step: int, checkpoints: Path) -> None:
+        pass
+
     def step(self, record: StepRecord) -> None:
         pass
 
     def parameters(self, name: str, state: Mapping[str, Any]) -> None:
+        pass
+
+    def ledger(self, record: LedgerRecord) -> None:
         pass
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -127,26 +187,85 @@ class FolderReport:
         self._draws_curves = config.curves
         self._title = title
         (folder / "config.yaml").write_text(_to_yaml(resolved), encoding="utf-8")
-        self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)  # a line at a time
-        self._tensorboard = _tensorboard_writer(folder / "tensorboard") if config.tensorboard else None
+        self._metrics = MetricsFile(folder)
+        self._wants_tensorboard = config.tensorboard
+        self._tensorboard: Any = None
         self._progress = progress_on(sys.stderr, config.progress, total_steps, title)
         self._evaluations: list[EvaluationRecord] = []
         self._steps: list[StepRecord] = []
 
+    def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
+        """What the run in ``earlier`` recorded until ``step``, and saved, is this one's as well. In place of what it
+        recorded itself: a run may go back to a checkpoint."""
+        self._forget()
+        kept = [] if earlier is None else records_until(earlier, step)
+        self._metrics.begin(kept)
+        self._steps, self._evaluations = [], []
+        self._close_tensorboard()
+        if earlier is not None:
+            for events in (self._folder / "tensorboard").glob("events.out.tfevents.*"):
+                events.unlink()  # its own of before, which have steps that are taken again; what was kept is in metrics
+        for record in kept:
+            self._take_over(dict(record))
+        if earlier is None:
+            return
+        self._progress.go_on(step)
+        print(f"{self._title}: goes on after step {step}, from {checkpoint}", file=sys.stderr, flush=True)
+        if len(self._steps) != step:
+            print(
+                f"{self._title}: {earlier} has the record of {len(self._steps)} of these {step} steps; the others are "
+                "missing in this one",
+                file=sys.stderr,
+            )
+        for file in earlier.glob("parameters_after_step_*.pt"):
+            if file.parent != self._folder.resolve() and int(file.stem.rpartition("_")[2]) <= step:
+                shutil.copyfile(file, self._folder / file.name)
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        self._evaluations.clear()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+
+    def _take_over(self, record: dict[str, Any]) -> None:
+        event = record.pop("event")
+        if event == "step":
+            self._remember_step(StepRecord(**record))
+        elif event == "evaluation":
+            self._remember_evaluation(EvaluationRecord(**record))
+
+    def flush(self) -> None:
+        self._metrics.flush()
+
+    def interrupted(self, step: int, checkpoints: Path) -> None:
+        self._progress.close()
+        print(f"{self._title}: told to end; saved after step {step} in {checkpoints}", file=sys.stderr, flush=True)
+
     def step(self, record: StepRecord) -> None:
         self._write("step", record)
-        self._steps.append(record)
+        self._remember_step(record)
         self._progress.step(record)
+
+    def _remember_step(self, record: StepRecord) -> None:
+        self._steps.append(record)
         self._scalars(record.step, loss=record.loss, examples_per_second=record.examples_per_second)
 
     def parameters(self, name: str, state: Mapping[str, Any]) -> None:
         """Save a ``state_dict`` of CPU tensors as ``<name>.pt``."""
         torch.save(dict(state), self._folder / f"{name}.pt")
 
+    def ledger(self, record: LedgerRecord) -> None:
+        """Before the epoch's evaluation; parameter servers only."""
+        self._write("ledger", record)
+
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write("evaluation", record)
-        self._evaluations.append(record)
+        self._remember_evaluation(record)
         self._progress.evaluation(record)
+
+    def _remember_evaluation(self, record: EvaluationRecord) -> None:
+        self._evaluations.append(record)
         self._scalars(record.step, test_loss=record.loss, test_accuracy=record.accuracy)
         if record.auc is not None:
             self._scalars(record.step, test_auc=record.auc)
@@ -174,16 +293,23 @@ class FolderReport:
         """Also after a failure: what was measured until then stays readable."""
         self._progress.close()
         self._metrics.close()
+        self._close_tensorboard()
+
+    def _close_tensorboard(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+            self._tensorboard = None
 
     def _write(self, event: str, record: Any) -> None:
-        self._metrics.write(json.dumps({"event": event, **asdict(record)}) + "\n")
+        self._metrics.write({"event": event, **asdict(record)})
 
     def _scalars(self, step: int, **values: float) -> None:
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+        if not self._wants_tensorboard:
+            return
+        if self._tensorboard is None:
+            self._tensorboard = _tensorboard_writer(self._folder / "tensorboard")
+        for name, value in values.items():
+            self._tensorboard.add_scalar(name, value, step)
 
 
 def _auc(record: EvaluationRecord | ResultRecord, separator: str) -> str:
@@ -235,6 +361,8 @@ def _tensorboard_writer(folder: Path) -> Any:
 
 
 class Progress(Protocol):
+    def go_on(self, step: int) -> None: ...
+
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, record: EvaluationRecord) -> None: ...
@@ -258,6 +386,11 @@ class _Bar:
         self._bar = tqdm(total=total_steps, desc=title, unit="step", file=stream, dynamic_ncols=True)
         self._accuracy: float | None = None
 
+    def go_on(self, step: int) -> None:
+        """The first steps were taken before."""
+        self._bar.n = self._bar.initial = step
+        self._bar.refresh()
+
     def step(self, record: StepRecord) -> None:
         shown = {"loss": f"{record.loss:.4f}", "examples/s": f"{record.examples_per_second:,.0f}"}
         if self._accuracy is not None:
@@ -279,6 +412,9 @@ class _Lines:
         self._title = title
         self._stream = stream
         self._examples_per_second = 0.0
+
+    def go_on(self, step: int) -> None:
+        pass
 
     def step(self, record: StepRecord) -> None:
         self._examples_per_second = record.examples_per_second

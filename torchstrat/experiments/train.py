@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from torchstrat.config import ParameterServerConfig
-from torchstrat.experiments import asynchronous, loop
+from torchstrat.experiments import asynchronous, evaluate, loop
 from torchstrat.experiments.launch import Run
 
 
 def train(run: Run) -> None:
-    """Do one run, on every process of it. Leaves no process group, cluster, thread or file open.
+    """Do one run, on every process of it, in the role that its environment says. Leaves no process group, cluster, thread or file open.
 
     Raises:
         TorchstratError: the data cannot be read, the configuration does not fit it or the processes, or one is lost.
@@ -18,7 +18,9 @@ def train(run: Run) -> None:
     config = run.config
     if config.cluster.threads_per_process is not None:
         torch.set_num_threads(config.cluster.threads_per_process)
-    if isinstance(config.strategy, ParameterServerConfig):
+    if evaluate.is_evaluator():
+        evaluate.evaluate(run)
+    elif isinstance(config.strategy, ParameterServerConfig):
         asynchronous.train(run, config.strategy)
     else:
         loop.train(run)

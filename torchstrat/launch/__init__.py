@@ -5,6 +5,7 @@
     command_line.py   what the user typed, checked before anything starts
     launcher.py       the coordinator's process around a local cluster: signals, exit status
     local_cluster.py  the servers and workers of one cluster
+    evaluator.py      the evaluator beside it
     supervised.py     one of them: started, watched, started again
     restarts.py       when it is started again: pure
     ports.py          addresses that stay the cluster's over restarts

@@ -18,7 +18,8 @@ USAGE_ERROR = 2
 class LaunchOptions:
     """A command line that can be carried out. ``command``: the coordinator's program and its arguments.
 
-    ``restarts``: of each worker and server, None for any number; ``restart_ps``: whether servers are restarted at all.
+    ``restarts``: of each worker, server and evaluator, None for any number; ``restart_ps``: whether servers are
+    restarted at all.
     """
 
     ps: int
@@ -28,6 +29,9 @@ class LaunchOptions:
     restarts: int | None
     restart_ps: bool
     grace_seconds: float
+    evaluator: bool = False
+    evaluator_seconds: float = 120.0
+    """What the evaluator has for the checkpoints that are left when the coordinator has ended."""
 
 
 def parse(arguments: Sequence[str], program: str) -> LaunchOptions:
@@ -49,6 +53,8 @@ def parse(arguments: Sequence[str], program: str) -> LaunchOptions:
         restarts=parsed.restarts,
         restart_ps=parsed.restart_ps,
         grace_seconds=parsed.grace_seconds,
+        evaluator=parsed.evaluator,
+        evaluator_seconds=parsed.evaluator_seconds,
     )
 
 
@@ -84,7 +90,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         prog=program,
         usage=f"{program} --ps N --workers N [options] SCRIPT [ARGUMENT …]",
         description="Run SCRIPT as the coordinator of a cluster on this machine, with parameter servers and workers "
-        "that are started again when they end. Everything ends with SCRIPT, whose exit status is the launcher's.",
+        "that are started again when they end. Everything ends with SCRIPT, whose exit status is the launcher's. A SCRIPT "
+        "that exits with 75 is run again. SIGTERM and the like go to SCRIPT alone.",
         epilog="SCRIPT is a Python file or a program; -- may stand before it: "
         f"{program} --ps 1 --workers 2 -- python -m package.train --epochs 3",
         allow_abbrev=False,
@@ -97,14 +104,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable for workers and servers, not for SCRIPT; may be repeated",
+        help="a variable for workers, servers and the evaluator, not for SCRIPT as coordinator; may be repeated",
     )
     parser.add_argument(
         "--restarts",
         type=_number_of_restarts,
         default=None,
         metavar="N|unlimited",
-        help="how often each worker and server is started again (unlimited)",
+        help="how often each worker, server and evaluator is started again (unlimited)",
     )
     parser.add_argument(
         "--no-restart-ps",
@@ -118,6 +125,18 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default=10.0,
         metavar="S",
         help="what workers and servers have to end by themselves when SCRIPT has ended (10)",
+    )
+    parser.add_argument(
+        "--evaluator",
+        action="store_true",
+        help="start SCRIPT once more as the evaluator, which watches the checkpoints (TF_CONFIG tells it so)",
+    )
+    parser.add_argument(
+        "--evaluator-seconds",
+        type=_seconds,
+        default=LaunchOptions.evaluator_seconds,
+        metavar="S",
+        help="what the evaluator has for the checkpoints that are left when SCRIPT has ended (120)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT …]", help="the coordinator")
     return parser

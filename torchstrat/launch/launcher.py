@@ -8,20 +8,24 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER
+from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER
 from torchstrat.errors import TorchstratError
 from torchstrat.launch.command_line import USAGE_ERROR, LaunchOptions, parse
+from torchstrat.launch.evaluator import EvaluatorProcess
 from torchstrat.launch.local_cluster import SERVER_COMMAND, LocalCluster
 from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
-from torchstrat.launch.restarts import RestartPolicy
+from torchstrat.launch.restarts import RestartPolicy, Restarts
+from torchstrat.preemption import EXIT_CODE
 
 _LOOK_SECONDS = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Those that are the coordinator's. SIGUSR1 is how Slurm warns of the end (``--signal=USR1@60``)."""
 
 
 def main(
@@ -29,8 +33,10 @@ def main(
 ) -> int:
     """Launch what the words after ``program`` say; returns the exit status. Call it from the main thread.
 
-    That is the coordinator's, or 128 and the number of the signal that ended it, as a shell has it. A command line or
-    a secret that cannot be used exits with 2 before anything starts.
+    That is the coordinator's, or 128 and the number of the signal that ended it, as a shell has it. A coordinator that
+    exits with 75 asks to be run again (see `torchstrat.PreemptionHandler`), and is, on the same cluster; after a signal
+    to this process 75 is the status like any other. A command line or a secret that cannot be used exits with 2 before
+    anything starts.
     """
     options = parse(arguments, program)
     try:
@@ -52,23 +58,36 @@ def launch(options: LaunchOptions, server_command: Sequence[str] = SERVER_COMMAN
         grace_seconds=options.grace_seconds,
     )
     coordinator = _Coordinator(cluster)
-    with _PassedOn(coordinator), cluster:
+    with _PassedOn(coordinator), cluster, contextlib.ExitStack() as stack:
         threads = options.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
         Console().report(
             f"parameter servers: {options.ps}, workers: {options.workers}, each with OMP_NUM_THREADS={threads or 1}"
             f"{'' if threads else ' (--env OMP_NUM_THREADS=… changes it)'}"
         )
-        return coordinator.run(options.command)
+        if options.evaluator:
+            environment = {**options.env, **cluster.environment_of(EVALUATOR, 0)}
+            coordinator.evaluator = stack.enter_context(
+                EvaluatorProcess(options.command, environment, policy, options.evaluator_seconds)
+            )
+        status = coordinator.run(options.command)
+        if coordinator.evaluator is not None:
+            cluster.stop()  # workers and servers have nothing more to do
+            coordinator.is_over = True
+            coordinator.evaluator.finish(training_is_done=status == 0)
+        return status
 
 
 class _Coordinator:
-    """The process that runs SCRIPT, with this one's input and output.
+    """The processes that run SCRIPT, one after the other while they ask for it, with this one's input and output.
 
     At a terminal it shares the launcher's process group, so that it may read from it (a debugger does). Otherwise it
     has a session of its own, like workers and servers, which ends as a whole.
     """
 
     def __init__(self, cluster: LocalCluster) -> None:
+        self.evaluator: EvaluatorProcess | None = None
+        self.is_over = False
+        """Its process has ended, and the launcher waits for the evaluator alone."""
         self._cluster = cluster
         self._process: subprocess.Popen[bytes] | None = None
         self._runs = False
@@ -76,7 +95,26 @@ class _Coordinator:
         self._at_terminal = sys.stdin is not None and sys.stdin.isatty()
 
     def run(self, command: Sequence[str]) -> int:
-        """Start it, unless a signal has come already, and wait for its end. Main thread."""
+        """Start it, unless a signal has come already, wait for its end, and start it again if it says so; returns its
+        last status. Main thread."""
+        restarts = Restarts(RestartPolicy())  # not those of workers and servers: this is no failure
+        while True:
+            started = time.monotonic()
+            status = self._run_once(command)
+            if status != EXIT_CODE or self._signals:
+                return status
+            delay = restarts.delay_seconds(time.monotonic() - started) or 0.0
+            Console().report(
+                f"SCRIPT exited with status {EXIT_CODE}: it asks to be run again"
+                f"{f'; it lived so shortly that this is in {delay:g} s' if delay else ''}"
+            )
+            until = time.monotonic() + delay
+            while (left := until - time.monotonic()) > 0 and not self._signals:
+                time.sleep(min(left, _LOOK_SECONDS))
+            if self._signals:
+                return status
+
+    def _run_once(self, command: Sequence[str]) -> int:
         reaper = Reaper()
         try:
             if self._signals:
@@ -85,21 +123,30 @@ class _Coordinator:
             self._process = reaper.start(command, own_group=not self._at_terminal, env=environment)
             self._runs = True
             if self._signals:  # before the line above
-                self._send(self._signals[0] if len(self._signals) == 1 else signal.SIGKILL)
+                self._send(signal.SIGKILL if self._is_pressed else self._signals[0])
             status = self._wait(reaper, self._process)
         finally:
             self._runs = False
             reaper.close()
         return status if status >= 0 else 128 - status
 
+    @property
+    def _is_pressed(self) -> bool:
+        """Whether a person asks for the second time. A scheduler that does, for all that it knows, has to let the first
+        signal's save end: what it wants to end by force, it kills."""
+        return len(self._signals) > 1 and signal.SIGINT in self._signals
+
     def on_signal(self, number: int) -> None:
-        """Pass the first signal on to it; end everything at the second. Runs as a signal handler."""
+        """Pass signals on to it; end everything at the second, if one of the two was Ctrl-C. Runs as a signal
+        handler."""
         self._signals.append(number)
-        if len(self._signals) == 1:
+        if not self._is_pressed and not self.is_over:
             if not (self._at_terminal and number == signal.SIGINT):  # the terminal has told it, too
                 self._send(number)
         else:
             self._cluster.hurry()
+            if self.evaluator is not None:
+                self.evaluator.hurry()
             self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:

@@ -27,6 +27,8 @@ class SupervisedProcess:
         policy: When it is started again.
         reaper: Ends it with this process.
         console: Where its output goes, and what happens to it.
+        done_status: The exit status by which it says that it has nothing more to do; no other one is started then.
+            None: there is no such status.
     """
 
     def __init__(
@@ -37,8 +39,12 @@ class SupervisedProcess:
         policy: RestartPolicy,
         reaper: Reaper,
         console: Console,
+        *,
+        done_status: int | None = None,
     ) -> None:
         self.name = name
+        self._done_status = done_status
+        self._is_done = False
         self._command, self._environment = list(command), dict(environment)
         self._restarts = Restarts(policy)
         self._reaper, self._console = reaper, console
@@ -157,6 +163,7 @@ class SupervisedProcess:
             self.send_signal(signal.SIGTERM)
         status = self._reaper.collect(process, own_group=True, before_status=self._ended)
         output.finish()
+        self._is_done = status == self._done_status
         return f"(pid {process.pid}) {describe_end(status)}"
 
     def _ended(self) -> None:
@@ -168,7 +175,7 @@ class SupervisedProcess:
         """Whether there is to be another process; returns when it is time to start it."""
         how = f"{how} after {lived_seconds:.1f} s"
         with self._changed:
-            if self._stopping:
+            if self._stopping or self._is_done:
                 return False
             if self._start_asked:
                 return True

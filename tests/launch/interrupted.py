@@ -1,0 +1,65 @@
+"""``scripts/train.py``, to which something happens after one of its steps. Once, however often it is started.
+
+::
+
+    interrupted.py '{"step": 12, "rank": 1, "event": "SIGKILL", "once": "happened"}' strategy=mirrored …
+
+``event``: a signal for this process, or for its parent (``parent SIGTERM``), after which the process waits until its
+own has arrived. ``once``: a file that says that it has happened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from torchstrat.experiments import launch, train
+from torchstrat.experiments.report import FolderReport, NoReport
+from torchstrat.preemption import PreemptionHandler
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    plan = json.loads(sys.argv.pop(1))
+    if int(os.environ.get("RANK", "0")) == plan["rank"]:
+        arrange(plan["step"], plan["event"], Path(plan["once"]))
+    return launch.main(train.train, ROOT / "configs")
+
+
+def arrange(step: int, event: str, once: Path) -> None:
+    has_come = threading.Event()
+    hear = PreemptionHandler._on_signal
+
+    def on_signal(handler: PreemptionHandler, *arguments: Any) -> None:
+        hear(handler, *arguments)
+        has_come.set()
+
+    def happen() -> None:
+        once.touch()
+        receiver, _, name = event.rpartition(" ")
+        os.kill(os.getppid() if receiver == "parent" else os.getpid(), getattr(signal, name))
+        assert has_come.wait(60), "the signal did not come through"
+
+    def observe(kind: type) -> None:
+        report = kind.step
+
+        def and_then(self: Any, record: Any) -> None:
+            report(self, record)
+            if record.step == step and not once.exists():
+                happen()
+
+        kind.step = and_then
+
+    PreemptionHandler._on_signal = on_signal  # type: ignore[method-assign]
+    observe(FolderReport)
+    observe(NoReport)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Going on with a run after its end: what is saved when, and which checkpoint a run begins from."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchstrat.checkpoint import Checkpoint, CheckpointManager
+from torchstrat.config import ExperimentConfig
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments.launch import Run, RunAgain
+from torchstrat.experiments.position import Position
+from torchstrat.experiments.report import Report
+from torchstrat.preemption import PreemptionHandler
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Coordinator(Protocol):
+    """The part of `torchstrat.ClusterCoordinator` that is used here."""
+
+    def restore_on_server_loss(
+        self, manager: CheckpointManager, checkpoint: Checkpoint, *, on_restored: Callable[[int], object]
+    ) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """What a training loop does about checkpoints. Every process of a run makes the same calls after the same steps."""
+
+    def begin(self, position: Position, report: Report, **objects: Any) -> bool:
+        """Name what is saved; restore what the run goes on from, if anything. Whether there was something."""
+
+    drain_seconds: float | None
+    """What steps that are under way may take to end when the process is told to; None: as long as they like."""
+
+    def should_stop(self) -> bool:
+        """Whether this run has been told to end. Called after every step, once; then `save` is to be called."""
+
+    def is_planned(self, step: int) -> bool:
+        """Whether `save` is to be called after this step in any case. Asks nobody."""
+
+    def save(self, position: Position) -> None:
+        """Save, and raise `RunAgain` if `should_stop` was true."""
+
+    def restore_on_server_loss(self, coordinator: Coordinator, position: Position) -> None:
+        """After `begin`: from now on a call that meets the loss of a parameter server raises `WentBack`, if the run's
+        settings ask for that."""
+
+    def finish(self) -> None:
+        """The run is done."""
+
+
+class WentBack(Exception):  # noqa: N818  # no error: the loop begins again at its position
+    """A parameter server was lost. All servers, the position and the record are as in the newest checkpoint."""
+
+
+class NoCheckpoints:
+    """For runs that keep none."""
+
+    drain_seconds: float | None = None
+
+    def begin(self, position: Position, report: Report, **objects: Any) -> bool:
+        return False
+
+    def should_stop(self) -> bool:
+        return False
+
+    def is_planned(self, step: int) -> bool:
+        return False
+
+    def save(self, position: Position) -> None:
+        pass
+
+    def restore_on_server_loss(self, coordinator: Coordinator, position: Position) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@contextmanager
+def checkpoints_of(run: Run) -> Iterator[Checkpoints]:
+    """What the run's settings ask for. Enter it in the main thread, within the strategy's life."""
+    config = run.config
+    if not config.keeps_checkpoints:
+        yield NoCheckpoints()
+        return
+    grace = timedelta(seconds=config.checkpoint.grace_seconds)
+    with (
+        PreemptionHandler(grace, signals=_SIGNALS) as preemption,
+        CheckpointManager(directory_of(config), config.checkpoint.max_to_keep, config.checkpoint.keep_every) as manager,
+    ):
+        yield KeptCheckpoints(config, manager, preemption)
+
+
+def directory_of(config: ExperimentConfig) -> Path:
+    """Where the checkpoints of all runs of this name are, unless the settings say otherwise."""
+    chosen = config.checkpoint.directory
+    return Path("outputs", config.name, "checkpoints") if chosen is None else Path(chosen).expanduser()
+
+
+class KeptCheckpoints:
+    """See `Checkpoints`. ``manager`` and ``preemption`` are open as long as this is used."""
+
+    def __init__(self, config: ExperimentConfig, manager: CheckpointManager, preemption: PreemptionHandler) -> None:
+        self.drain_seconds: float | None = config.checkpoint.grace_seconds / 4
+        self._config = config
+        self._manager = manager
+        self._preemption = preemption
+        self._checkpoint: Checkpoint | None = None
+        self._report: Report | None = None
+        self._stops = False
+
+    def begin(self, position: Position, report: Report, **objects: Any) -> bool:
+        """Raises `InvalidArgumentError` where ``resume`` and what is there do not fit; see `ExperimentConfig`."""
+        self._checkpoint, self._report = Checkpoint(position=position, **objects), report
+        self._manager.claim()
+        restored = self._restore(self._checkpoint)
+        if restored is None:
+            report.begin()
+            return False
+        position.require_fits(self._config, restored)
+        report.begin(position.begun_in, position.step, restored)
+        return True
+
+    def _restore(self, checkpoint: Checkpoint) -> Path | None:
+        """The checkpoint that was restored; None if the run begins."""
+        resume, own = self._config.resume, self._manager
+        if resume == "auto":
+            return _newest(own, checkpoint)
+        asked = None if resume == "never" else Path(resume).expanduser().resolve()
+        if asked == own.directory.resolve():
+            restored = _newest(own, checkpoint)
+            if restored is None:
+                raise InvalidArgumentError(f"resume={resume}: there is no checkpoint in that directory.")
+            return restored
+        for step, path in own.checkpoints:
+            if asked == path.resolve():
+                own.restore(checkpoint, step=step)
+                return path
+        if own.latest is not None:
+            raise InvalidArgumentError(
+                f"resume={resume}, and {own.directory} has checkpoints already, the newest of them {own.latest.name}: "
+                "those of this run would be mixed up with them. Go on from it with resume=auto, choose another name or "
+                "checkpoint.directory, or remove them."
+            )
+        if asked is None:
+            return None
+        with CheckpointManager(asked) as others:  # reads only
+            if others.latest is not None:
+                return _newest(others, checkpoint)
+        checkpoint.restore(asked)
+        return asked
+
+    def should_stop(self) -> bool:
+        self._stops = self._preemption.should_stop()
+        return self._stops
+
+    def is_planned(self, step: int) -> bool:
+        every = self._config.checkpoint.every_steps
+        return every is not None and step % every == 0
+
+    def save(self, position: Position) -> None:
+        assert self._checkpoint is not None
+        assert self._report is not None
+        self._report.flush()  # what the checkpoint counts has to be in the record, whatever happens after it
+        asynchronous = self._config.checkpoint.asynchronous and not self._stops
+        self._manager.save(self._checkpoint, position.step, asynchronous=asynchronous)
+        if self._stops:
+            self._report.interrupted(position.step, self._manager.directory)
+            raise RunAgain
+
+    def restore_on_server_loss(self, coordinator: Coordinator, position: Position) -> None:
+        if not self._config.restores_servers:
+            return
+        checkpoint, report = self._checkpoint, self._report
+        assert checkpoint is not None
+        assert report is not None
+        if self._manager.latest is None:
+            self._manager.save(checkpoint, position.step)
+
+        def went_back(step: int) -> None:
+            report.begin(position.begun_in, position.step, dict(self._manager.checkpoints)[step])
+            raise WentBack
+
+        coordinator.restore_on_server_loss(self._manager, checkpoint, on_restored=went_back)
+
+    def finish(self) -> None:
+        self._manager.close(finished=True)
+
+
+def _newest(manager: CheckpointManager, checkpoint: Checkpoint) -> Path | None:
+    step = manager.restore(checkpoint)
+    return None if step is None else dict(manager.checkpoints)[step]

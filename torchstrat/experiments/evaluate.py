@@ -1,0 +1,84 @@
+"""The evaluator's role: the same command, in a process that ``TF_CONFIG`` makes one, evaluates a run's checkpoints.
+
+``torchstrat launch --evaluator …`` starts it. So does anybody with ``TF_CONFIG='{"task": {"type": "evaluator"}}'``,
+beside any run that keeps checkpoints, on this machine or on another that sees their directory. Results are in the
+folder ``evaluation`` there, as `torchstrat.SidecarEvaluator` writes them; the scores are those of the training's own
+evaluation.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torchstrat.cluster_resolver import TFConfigClusterResolver
+from torchstrat.cluster_spec import EVALUATOR
+from torchstrat.config import ExperimentConfig
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.evaluation import Evaluation, SidecarEvaluator
+from torchstrat.experiments import build, data
+from torchstrat.experiments.checkpoints import directory_of
+from torchstrat.experiments.launch import Run
+from torchstrat.experiments.loop import planned_steps
+from torchstrat.experiments.objectives import Objective, objective_of
+
+
+def is_evaluator() -> bool:
+    """Whether the environment makes this process one. Raises `ClusterConfigError` for a malformed ``TF_CONFIG``."""
+    return TFConfigClusterResolver().task_type == EVALUATOR
+
+
+def results_of(config: ExperimentConfig) -> Path:
+    """Where results are: with the checkpoints, since they are of those and of no others."""
+    return directory_of(config) / "evaluation"
+
+
+def evaluate(run: Run) -> None:
+    """Evaluate the run's checkpoints until its training has ended, in this process and on the CPU.
+
+    Raises:
+        InvalidArgumentError: the run keeps no checkpoints; they do not fit its settings; the data cannot be read; a
+            launcher started several processes.
+        CommunicationTimeoutError: no checkpoint came in time.
+    """
+    config = run.config
+    if run.plan is not None and run.plan.size > 1:
+        raise InvalidArgumentError(
+            f"TF_CONFIG makes this process the evaluator, and torchrun started {run.plan.size} of them; start one."
+        )
+    if config.checkpoint.every_steps is None and config.resume == "never":
+        raise InvalidArgumentError(
+            "TF_CONFIG makes this process the evaluator, and this run keeps no checkpoints to evaluate; set "
+            "checkpoint.every_steps."
+        )
+    examples = data.load(config.data)
+    objective = objective_of(examples)
+    SidecarEvaluator(
+        lambda: build.model(config.model, examples),
+        examples.test_loader(config.data.global_batch),
+        directory_of(config),
+        evaluate_fn=lambda model, batches: _scores(model, batches, objective),
+        log_dir=results_of(config),
+        newest_only=config.evaluator.newest_only,
+        timeout=config.evaluator.timeout_seconds,
+        until_step=planned_steps(config, examples),
+        on_evaluation=None if config.progress == "off" else _say,
+        tensorboard=config.tensorboard,
+    ).start()
+
+
+def _scores(model: nn.Module, batches: Any, objective: Objective) -> dict[str, float]:
+    meter = objective.meter()
+    for inputs, labels in batches:
+        meter.add(meter.measure(model(inputs), labels))
+    scores = meter.scores()
+    auc = {} if scores.auc is None else {"auc": scores.auc}
+    return {"loss": scores.loss, "accuracy": scores.accuracy, **auc}
+
+
+def _say(evaluation: Evaluation, _model: nn.Module) -> None:
+    numbers = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
+    print(f"evaluation of step {evaluation.step}: {numbers}", file=sys.stderr, flush=True)

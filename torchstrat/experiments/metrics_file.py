@@ -1,0 +1,68 @@
+"""``metrics.jsonl``: the record of a run, which one run after the other may add to."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+NAME = "metrics.jsonl"
+
+Record = dict[str, Any]
+
+
+class MetricsFile:
+    """Writes into ``folder``, a line at a time. Nothing is touched before `begin`, or the first record."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._file: TextIO | None = None
+
+    def begin(self, kept: list[Record] | None = None) -> None:
+        """Start with these records, in place of what is there. However it ends, the file is the old or the new one."""
+        part = self._path.with_name(f".{NAME}.part")
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in kept or [])
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        part.replace(self._path)
+        self.close()  # what it had before
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Record) -> None:
+        if self._file is None:
+            self.begin()
+        assert self._file is not None
+        self._file.write(json.dumps(record) + "\n")
+
+    def flush(self) -> None:
+        """Return when all of it is on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def records_until(folder: Path, step: int) -> list[Record]:
+    """What the run in ``folder`` had recorded when it saved after ``step`` steps; empty where there is no record.
+
+    What comes after the steps themselves, such as the evaluation of the epoch that the step ended, is done again by
+    who goes on. A process that was killed may have left half a line.
+    """
+    try:
+        lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    records: list[Record] = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("step", step) < step or (record.get("event") == "step" and record["step"] == step):
+            records.append(record)
+    return records

@@ -1,0 +1,111 @@
+"""Where a run is: what its loop counts, and has to go on counting after a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchstrat.config import ExperimentConfig
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments.clock import Clock
+
+_FIXED = ("seed", "model", "data", "optimizer")
+"""Settings without which the rest of a run would not be that of the run that was begun."""
+_FREE = {"data": {"workers", "folder"}}
+"""Settings within those that change no number."""
+
+
+class Position:
+    """Part of every checkpoint of a run. ``folder``: the run's own, where its record is.
+
+    As JSON text, so that a checkpoint of an earlier version, which counted less, can still be read.
+    """
+
+    def __init__(self, config: ExperimentConfig, folder: Path) -> None:
+        self.step = 0
+        """Steps taken."""
+        self.epoch = 1
+        """The epoch under way; its evaluation may be all that is left of it."""
+        self.rows = 0
+        """Rows of the epoch that were trained on."""
+        self.clock = Clock()
+        self._loss_of_rows = 0.0
+        self._settings = _settings(config)
+        self._folder = folder.resolve()
+        self.begun_in: Path | None = None
+        """The folder of the run that was gone on from, which may be this one's; None: it began here."""
+
+    def count(self, loss: float, rows: int) -> None:
+        """A step was taken on so many rows, with this mean loss."""
+        self.step += 1
+        self.rows += rows
+        self._loss_of_rows += loss * rows
+        self.clock.count(rows)
+
+    @property
+    def train_loss(self) -> float:
+        """Mean over the rows of the epoch so far."""
+        return self._loss_of_rows / max(self.rows, 1)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Unless it is the one under way."""
+        if epoch != self.epoch:
+            self.epoch, self.rows, self._loss_of_rows = epoch, 0, 0.0
+
+    def require_fits(self, config: ExperimentConfig, checkpoint: Path) -> None:
+        """Raise `InvalidArgumentError` unless ``config`` goes on with the run whose position was loaded."""
+        own = _settings(config)
+        changed = [
+            f"{name} was {self._settings.get(name)!r} and is {own.get(name)!r}"
+            for name in sorted(own.keys() | self._settings.keys())
+            if own.get(name) != self._settings.get(name)
+        ]
+        if changed:
+            raise InvalidArgumentError(
+                f"{checkpoint} is of a run with other settings: {'; '.join(changed)}. Set them as they were, or begin "
+                "a new run with resume=never and another name or checkpoint.directory."
+            )
+        if self.step > (config.max_steps or self.step) or self.epoch > config.epochs:
+            raise InvalidArgumentError(
+                f"{checkpoint} is of step {self.step} in epoch {self.epoch}, and this run is to end before that, with "
+                f"epochs={config.epochs} and max_steps={config.max_steps}; raise them, or begin a new run with "
+                "resume=never and another name or checkpoint.directory."
+            )
+
+    def state_dict(self) -> dict[str, str]:
+        position = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "rows": self.rows,
+            "loss_of_rows": self._loss_of_rows,  # in decimals that give back the same bits
+            "clock": self.clock.state_dict(),
+            "folder": str(self._folder),
+            "settings": self._settings,
+        }
+        return {"position": json.dumps(position)}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        position = json.loads(state["position"])
+        self.step, self.epoch, self.rows = position["step"], position["epoch"], position["rows"]
+        self._loss_of_rows = position["loss_of_rows"]
+        self.clock.load_state_dict(position["clock"])
+        self.begun_in = Path(position["folder"])
+        self._settings = position["settings"]
+
+
+def _settings(config: ExperimentConfig) -> dict[str, Any]:
+    """Setting → value, as JSON has it."""
+    settings: dict[str, Any] = {}
+    for group in _FIXED:
+        value = getattr(config, group)
+        if group == "seed":
+            settings[group] = value
+            continue
+        for name, one in asdict(value).items():
+            if name not in _FREE.get(group, ()):
+                settings[f"{group}.{name}"] = one
+    copied: dict[str, Any] = json.loads(json.dumps(settings))
+    return copied
