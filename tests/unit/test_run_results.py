@@ -79,6 +79,20 @@ def test_one_replica_gives_bare_values() -> None:
         strategy.close()
 
 
+def test_the_only_replica_with_rows_has_results_of_its_own(strategy: ts.Strategy) -> None:
+    """Of two; the other one's would have been others."""
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(5.0)), batch_size=4)
+    sums, counts, names = [], [], []
+    for batch in strategy.distribute_dataset(loader):
+        total, (rows, name) = strategy.run(lambda part: (part[0].sum(), (len(part[0]), "rows")), args=(batch,))
+        sums.append(float(strategy.reduce("sum", total)))
+        counts.append([int(one) for one in strategy.local_results(rows)])
+        names.append(name)
+    assert sums == [0.0 + 1.0 + 2.0 + 3.0, 4.0]
+    assert counts[-1] == [1]
+    assert names == ["rows", "rows"]
+
+
 @pytest.mark.parametrize("args", [torch.ones(2), {"x": 1}, "ab", None, ts.PerReplica([1, 2]), iter([1])])
 def test_args_are_a_list_or_a_tuple(strategy: ts.Strategy, args: Any) -> None:
     with pytest.raises(ValueError, match=r"write args=\(value,\)"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from torchstrat import nest
@@ -83,26 +84,40 @@ class ReplicaEngine(Protocol):
         `all_gather`."""
 
 
-def regroup(results: dict[int, Any]) -> Any:
+def regroup(results: dict[int, Any], *, is_all: bool = True) -> Any:
     """What the replicas returned, as one value: the object itself where all returned the very same one, else leaves of
-    `PerReplica` in the structure of the first replica's result, which the others' must match."""
+    `PerReplica` in the structure of the first replica's result, which the others' must match.
+
+    ``is_all``: whether these are all replicas. Of a single one among several, which had all the rows of a step, nobody
+    knows what the others would have returned: its tensors and numbers are its own.
+    """
     ids = tuple(results)
-    return _regroup(ids, [results[one] for one in ids])
+    return _regroup(ids, [results[one] for one in ids], is_one_of_several=len(ids) == 1 and not is_all)
 
 
-def _regroup(ids: tuple[int, ...], values: list[Any]) -> Any:
+def _regroup(ids: tuple[int, ...], values: list[Any], *, is_one_of_several: bool) -> Any:
     first = values[0]
-    if all(value is first for value in values) and not isinstance(first, list | dict):
+    if is_one_of_several and not nest.is_nested(first):
+        return PerReplica(values, replica_ids=ids) if _is_own(first) else first
+    is_one_object = all(value is first for value in values) and not is_one_of_several
+    if is_one_object and not isinstance(first, list | dict):
         return first
     if not nest.is_nested(first):
-        return first if all(value is first for value in values) else PerReplica(values, replica_ids=ids)
+        return PerReplica(values, replica_ids=ids)
     for one, value in zip(ids, values, strict=True):
         _check_structure(ids[0], first, one, value)
     if isinstance(first, dict):
         columns = [[value[key] for value in values] for key in first]
     else:
         columns = [list(column) for column in zip(*values, strict=True)]
-    return nest.rebuild(first, [_regroup(ids, column) for column in columns])
+    return nest.rebuild(first, [_regroup(ids, column, is_one_of_several=is_one_of_several) for column in columns])
+
+
+def _is_own(value: Any) -> bool:
+    """Whether a replica's result is computed, and not some object that all replicas share."""
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, torch.nn.Parameter)
+    return isinstance(value, int | float | complex | np.ndarray | np.generic) and not isinstance(value, bool)
 
 
 def _check_structure(first_id: int, first: Any, one: int, value: Any) -> None:

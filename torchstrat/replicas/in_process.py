@@ -145,7 +145,8 @@ class InProcessReplicas:
                 warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
             if not weights.active:
                 return PerReplica(())
-            return regroup(self._run_replicas(baton, weights, fn, inputs))
+            results = self._run_replicas(baton, weights, fn, inputs)
+            return regroup(results, is_all=len(results) == self.num_replicas)
         finally:
             if baton.is_over or not baton.is_begun:
                 self._baton = None
@@ -280,8 +281,9 @@ class InProcessReplicas:
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def combine(payloads: dict[int, Any]) -> dict[int, Any]:
-            merged_args = regroup({replica: payload[0] for replica, payload in payloads.items()})
-            merged_kwargs = regroup({replica: payload[1] for replica, payload in payloads.items()})
+            is_all = len(payloads) == self.num_replicas
+            merged_args = regroup({replica: payload[0] for replica, payload in payloads.items()}, is_all=is_all)
+            merged_kwargs = regroup({replica: payload[1] for replica, payload in payloads.items()}, is_all=is_all)
             if self._baton is not None:
                 with OwnSettings():
                     self._components.install_central()
