@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,49 @@ def test_the_example_trains(example, launch, replicas):
     printed = re.findall(r"(\d+) replicas, loss ([\d.]+)", finished.stdout)
     assert [int(number) for number, _ in printed] == [replicas], finished.stdout  # one process speaks for all
     assert float(printed[0][1]) < 2.0  # it starts at about 8
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+import torchstrat as ts
+
+save = ts.CheckpointManager.save
+
+def save_and_signal(manager, checkpoint, step, **options):
+    handle = save(manager, checkpoint, step, **options)
+    if step == int(sys.argv[2]):
+        handle.result()
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    return handle
+
+ts.CheckpointManager.save = save_and_signal
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_the_checkpoint_example_ends_alike_however_often_it_is_killed(tmp_path):
+    def run(folder, *arguments):
+        folder.mkdir(exist_ok=True)
+        save(3, folder / "train.py")
+        return subprocess.run(
+            [sys.executable, *(arguments or ["train.py"])],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+
+    undisturbed = run(tmp_path / "undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    killed = run(tmp_path / "disturbed", "-c", INTERRUPTED, "SIGKILL", "200")
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, ""), killed.stderr
+    told = run(tmp_path / "disturbed", "-c", INTERRUPTED, "SIGTERM", "400")
+    assert (told.returncode, told.stdout) == (75, ""), told.stderr
+    last = run(tmp_path / "disturbed")
+    assert last.returncode == 0, last.stderr
+    assert last.stdout == undisturbed.stdout
+    assert re.fullmatch(r"step 640, loss 0\.\d+\n", last.stdout)
+    steps = sorted(path.name for path in (tmp_path / "disturbed" / "checkpoints").glob("step-*"))
+    assert steps == ["step-00000401", "step-00000500", "step-00000600"]
