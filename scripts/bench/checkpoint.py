@@ -61,7 +61,7 @@ class Training:
         self.servers = [cluster.process("ps", index).pid for index in range(SERVERS)]
         rows = state_bytes // (2 * 4 * WIDTH)
         with self.strategy.scope():
-            table = nn.Embedding(rows, WIDTH, sparse=True)
+            table = nn.Embedding(rows, WIDTH, sparse=True, device="meta")  # no copy on the coordinator
             optimizer = torch.optim.Adagrad(table.parameters(), lr=0.01)
         self.state_bytes = rows * 2 * 4 * WIDTH
         self.checkpoint = ts.Checkpoint(table=table, optimizer=optimizer)

@@ -26,7 +26,7 @@ from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.manifest import Entry, FileCheck
 from torchstrat.checkpoint.pieces import Path, Piece, key_of
 
-STEP_BYTES = 8 << 20
+STEP_BYTES = 2 << 20
 """About so much of a block is in memory at a time, beside what it is taken from."""
 
 
