@@ -10,7 +10,8 @@ their folders, ends with a table and a picture, and exits non-zero if a set-up m
 * on eight devices of a TPU, which the CPU pretends to be, four replicas that share each image between two devices are
   no further from one device either; it needs torch_xla, and is left out where TPU_ENVIRONMENT does not have it;
 * on parameter servers, where training is asynchronous, a worker that is killed half-way costs neither the run nor the
-  accuracy. Its steps do not average momentum over workers, so it trains without, at a higher rate;
+  accuracy. Its steps do not average momentum over workers, so it trains without, at a higher
+  rate and for longer;
 * the same again, told to end half-way (SIGTERM): it saves, and goes on on another number of servers. No step is missing
   or there twice, every epoch has had each of its rows once, and the loss goes on from where it was: it moves by less
   than SEAM of what the first epoch began with.
@@ -252,6 +253,7 @@ def start_coordinator(cluster: LocalCluster, folder: Path, *overrides: str) -> "
         "strategy=parameter_server",
         "optimizer.lr=0.2",
         "optimizer.momentum=0",
+        "epochs=18",
         *overrides,
     ]
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's RPC warns of every connection that ends

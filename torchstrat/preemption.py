@@ -6,6 +6,7 @@ ends at a step boundary, saves, and exits with `EXIT_CODE`, so that whoever star
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -44,7 +45,8 @@ class PreemptionHandler:
 
     ``exit_code`` is 75 and means "run me again": ``torchstrat launch`` does that at once, unless it was itself what was
     told to end; torchrun starts all ranks again after any failure, ``--max-restarts`` times. Told to end itself,
-    torchrun hands SIGTERM on to its ranks and kills them after 30 s.
+    torchrun hands SIGTERM on to its ranks and kills them after 30 s. It tells all of their processes, and so do other
+    schedulers: give a `DataLoader` with workers ``worker_init_fn=ts.data.outlive_preemption``.
 
     Inside the block the signals do nothing else, however often they come: a second one does not break a save. Outside
     it they do what they did before. A handler in Python that was there before is called as well, once.
@@ -261,9 +263,10 @@ class _Watchdog:
         message = (
             f"torchstrat: {self._grace_seconds:g} s after {names}, the grace it had, {late}. The process ends now with "
             f"status {EXIT_CODE}; the newest checkpoint is the one before. Give PreemptionHandler a longer grace, and "
-            "the process as long before it is killed, or let it save less or to a faster disk.\n"
+            "the process as long before it is killed, or let it save less or to a faster disk. This is where it was:\n"
         )
         os.write(2, message.encode())  # not sys.stderr: the main thread may hold its lock
+        faulthandler.dump_traceback(2)
         os._exit(EXIT_CODE)
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,21 @@ def main() -> int:
 
 
 def arrange(step: int, event: str, once: Path) -> None:
-    has_come = threading.Event()
+    has_come: list[Any] = []  # not an Event: its lock may be held where a signal's handler would take it
     hear = PreemptionHandler._on_signal
 
     def on_signal(handler: PreemptionHandler, *arguments: Any) -> None:
         hear(handler, *arguments)
-        has_come.set()
+        has_come.append(arguments)
 
     def happen() -> None:
         once.touch()
         receiver, _, name = event.rpartition(" ")
         os.kill(os.getppid() if receiver == "parent" else os.getpid(), getattr(signal, name))
-        assert has_come.wait(60), "the signal did not come through"
+        until = time.monotonic() + 60
+        while not has_come:
+            assert time.monotonic() < until, "the signal did not come through"
+            time.sleep(0.01)
 
     def observe(kind: type) -> None:
         report = kind.step

@@ -95,6 +95,11 @@ COORDINATOR = textwrap.dedent(
     with open(os.path.join(folder, "answers.part"), "w") as file:
         json.dump(answers, file)
     os.rename(file.name, os.path.join(folder, "answers"))
+    first = os.path.join(folder, "first")  # what was answered to a coordinator that asked to be run again
+    if what == "again" and not os.path.exists(first):
+        with open(first, "w") as file:
+            json.dump(answers, file)
+        sys.exit(75)
     try:
         if what in ("wait", "ignore"):
             while True:
@@ -105,6 +110,19 @@ COORDINATOR = textwrap.dedent(
             os.kill(os.getpid(), int(what.removeprefix("signal")))
         elif what.startswith("exit"):
             sys.exit(int(what.removeprefix("exit")))
+        elif what == "save":
+            heard = []
+            signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+            print("ready", flush=True)
+            while not heard:
+                signal.pause()
+            print("told", flush=True)
+            while len(heard) < 2:
+                signal.pause()
+            for task, address in tasks.items():
+                assert ask(address)["pid"] == answers[task]["pid"], f"{task} is not there any more"
+            print("saved", flush=True)
+            sys.exit(75)
         elif what == "read":
             print("read:", input())
     except KeyboardInterrupt:
@@ -384,6 +402,44 @@ def test_the_command_as_users_type_it(tmp_path: Path) -> None:
         assert finished.stdout == ""
 
 
+# ---- who asks to be run again ----------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_exits_with_75_is_run_again_on_the_same_cluster(launch: Callable[..., Launched]) -> None:
+    launched = launch("again", "--restarts", "0")
+    assert launched.wait() == 0, launched.err
+    first, second = json.loads((launched.folder / "first").read_text()), launched.answers()
+    for task in ("ps 0", "worker 0", "worker 1"):
+        assert first[task]["pid"] == second[task]["pid"]
+    assert first["me"] == second["me"]
+    assert launched.out.count("the coordinator's own line") == 2
+    assert launched.err.count("[torchstrat] SCRIPT exited with status 75: it asks to be run again\n") == 1
+
+
+def test_who_asks_again_and_again_waits_longer_and_longer(launch: Callable[..., Launched]) -> None:
+    launched = launch("exit75")
+    wait_for(partial(_said, launched, r"run again; it lived so shortly that this is in 1 s"), "a message that says so")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() in (75, 128 + signal.SIGTERM), "that of the last one, or of one that was just beginning"
+
+
+def test_a_launcher_that_is_told_to_end_lets_the_coordinator_save_and_does_not_run_it_again(
+    launch: Callable[..., Launched],
+) -> None:
+    """Servers and workers are there until it has ended, however often the signal comes."""
+    launched = launch("save")
+    for said in ("ready", "told"):
+        wait_for(partial(_printed, launched, said), f"a coordinator that is {said}")
+        launched.signal(signal.SIGTERM)
+    assert launched.wait() == 75, launched.err
+    assert "saved" in launched.out
+    assert "run again" not in launched.err
+
+
+def _printed(launched: Launched, line: str) -> bool:
+    return line in launched.out.splitlines()
+
+
 # ---- the end of others -----------------------------------------------------------------------------------------------
 
 
@@ -401,13 +457,13 @@ def test_a_worker_that_is_killed_comes_back_at_its_address(launch: Callable[...,
     assert gone(again["pid"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_is_the_coordinators(launch: Callable[..., Launched], number: signal.Signals) -> None:
     launched = launch("wait")
     launched.answers()
     processes = descendants(launched.pid)
     launched.signal(number)
-    assert launched.wait() == (5 if number == signal.SIGINT else 128 + signal.SIGTERM)
+    assert launched.wait() == (5 if number == signal.SIGINT else 128 + number)
     assert ("interrupted, and done with it" in launched.out) == (number == signal.SIGINT)
     assert "Traceback" not in launched.err
     assert_all_gone(processes)

@@ -30,9 +30,9 @@ STEPS = 2 * STEPS_PER_EPOCH
 
 
 def story(run: Path) -> list[dict[str, Any]]:
-    """All that a run recorded, but for what clocks said."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
+    """All that a run recorded, but for what clocks said, and on how many processes it was at its end."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in record.items() if "second" not in k and k != "processes"} for record in records]
 
 
 def assert_the_same_run(one: Path, other: Path) -> None:
@@ -91,7 +91,8 @@ def test_torchrun_itself_is_told_to_end(tmp_path: Path, undisturbed: Path) -> No
     """As a scheduler tells it. It hands the signal on, and waits for the save; the next job goes on, here on other
     processes than before: in one."""
     happens = {"step": 12, "rank": 0, "event": "parent SIGTERM"}
-    ended = torchrun(tmp_path, "resume=auto", "hydra.run.dir=first", restarts=5, happens=happens)
+    loading = "data.workers=1"  # their processes get the signal too
+    ended = torchrun(tmp_path, "resume=auto", loading, "hydra.run.dir=first", restarts=5, happens=happens)
     assert ended.returncode != 0
     saved = re.search(r"told to end; saved after step (\d+) in ", ended.stderr)
     assert saved, ended.stderr

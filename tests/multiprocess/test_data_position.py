@@ -149,7 +149,8 @@ def test_two_then_one_then_three_processes(two_processes: Workers, three_process
     whole = [read_loaders(names, ROWS, {}, None)]
     for name in names:
         before = flat(steps_of(first, name)) + flat(steps_of(second, name))
-        assert len(before) == 4 * 4 + 3 * 3
+        # Behind a loader batches begin with the next row; a pipeline's own stay where they are, and one is cut.
+        assert len(before) == 4 * 4 + (2 + 3 + 3 if name == "pipeline" else 3 * 3)
         handed_out = before + flat(steps_of(third, name))
         assert handed_out == flat(steps_of(whole, name)), name
         assert sorted(handed_out) == list(range(ROWS)), name
@@ -159,7 +160,7 @@ def test_two_then_one_then_three_processes(two_processes: Workers, three_process
 
 
 def test_equal_processes_go_on_in_the_same_steps_and_passes(two_processes: Workers) -> None:
-    names = [name for name in LOADERS if name != "iterable"]
+    names = [name for name in LOADERS if name not in ("iterable", "shuffle in a worker")]
     whole = two_processes.run(read_loaders, names, 4, {}, None, 2)
     before = two_processes.run(read_loaders, names, 4, {}, 5)
     after = two_processes.run(read_loaders, names, 4, kept_of(before), None, 2)

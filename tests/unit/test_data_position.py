@@ -26,8 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.unit.data_ranks import layout_in_process, on_ranks, plain
 import torchstrat as ts
+from tests.unit.data_ranks import layout_in_process, on_ranks, plain
 from torchstrat import data
 from torchstrat.data import DistributedDataset, InputLayout, InputOptions
 from torchstrat.data import draws as draws_module
@@ -448,17 +448,36 @@ class Copying:
         return placed[0]
 
 
+def copied_ahead(sampler: Callable[[int], Sampler[int]]) -> DistributedDataset:
+    layout = layout_in_process(2, placement=Copying())
+    loader = DataLoader(Numbers(N), 4, sampler=sampler(N))
+    return data.distribute_dataset(None, layout, loader, None)  # type: ignore[arg-type]
+
+
+def test_several_cuts_of_batches_that_are_copied_ahead() -> None:
+    """The second without having handed out all that had been drawn before the first."""
+    expected = undisturbed(lambda: copied_ahead(Lazily), 1)
+    before, kept = until(lambda: copied_ahead(Lazily), (0, 2))
+    seen = before[0]
+    for steps in (0, 1, None):
+        seed(98)
+        dataset = copied_ahead(Lazily)
+        state, streams = pickle.loads(kept)
+        dataset.load_state_dict(state)
+        put_streams(streams)
+        iterator = iter(dataset)
+        seen += [rows_of(batch) for batch in itertools.islice(iterator, steps)]
+        kept = pickle.dumps((dataset.state_dict(), stand_of_streams()))
+        iterator.close()
+    assert seen == expected[0]
+
+
 @pytest.mark.parametrize("sampler", [Lazily, Eagerly, WithGenerator, Stateful])
 @pytest.mark.parametrize("cut", [(0, 2), (1, 5), (1, 6)])
 def test_batches_that_are_copied_ahead(sampler: Callable[[int], Sampler[int]], cut: tuple[int, int]) -> None:
     """A sampler that draws from a shared stream has drawn ahead as well, and does not draw that once more."""
 
-    def make() -> DistributedDataset:
-        layout = layout_in_process(2, placement=Copying())
-        loader = DataLoader(Numbers(N), 4, sampler=sampler(N))
-        return data.distribute_dataset(None, layout, loader, None)  # type: ignore[arg-type]
-
-    require_undisturbed(make, cut)
+    require_undisturbed(lambda: copied_ahead(sampler), cut)
 
 
 # -- what can only be read in sequence -------------------------------------------------------------------------------
@@ -512,6 +531,7 @@ SEQUENCES: dict[str, Make] = {
     "iterable": lambda: DataLoader(Stream(), 4),
     "stateful iterable": lambda: DataLoader(StatefulStream(), 4),
     "stateful iterable of batches": StatefulStream,
+    "shuffled batches": lambda: ShuffledBatches(),
     "batches in a list": lambda: list(torch.arange(N).split(4)),
     "map-style batches": lambda: MapOfBatches(),
     "arrays": lambda: torch.arange(2 * N).reshape(N, 2),
@@ -528,6 +548,19 @@ def hinted_loader() -> DataLoader[Any]:
     rows: Any = data.ArrayDataset(torch.arange(N)).shuffle(7).shard(data.SHARD_HINT, data.SHARD_HINT)
     rows.auto_shard_policy = "HINT"
     return DataLoader(rows, 4)
+
+
+class ShuffledBatches:
+    """Draws from a stream of everybody's, when it is opened, and from one of its own."""
+
+    def __init__(self) -> None:
+        self.choices = random.Random(3)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = list(range(N))
+        random.shuffle(order)
+        self.choices.shuffle(order)
+        return iter(torch.tensor(order).split(4))
 
 
 class MapOfBatches(Dataset[Any]):
@@ -756,7 +789,9 @@ def run_ranks(make: MakeOnRank, processes: int, local: int, state: Any, steps: i
         iterator.close()
         return seen, kept
 
-    results, _ = on_ranks(processes, work, local)
+    # One replica in all gets its batches bare, as where there is a single process.
+    alone = processes * local == 1
+    results = [work(layout_in_process(1))] if alone else on_ranks(processes, work, local)[0]
     for result in results:
         if isinstance(result, Exception):
             raise result

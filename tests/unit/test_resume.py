@@ -246,9 +246,10 @@ def test_so_many_are_kept(runs: Runs) -> None:
     assert kept == [f"step-{step:08d}" for step in (4, 8, 10, 12)]
 
 
-def test_a_run_that_is_over_has_nothing_left_to_do(runs: Runs) -> None:
-    first = runs.run("first", resume="auto")
-    again = runs.run("again", resume="auto")
+@pytest.mark.parametrize("max_steps", [None, 4, STEPS_PER_EPOCH])
+def test_a_run_that_is_over_has_nothing_left_to_do(runs: Runs, max_steps: int | None) -> None:
+    first = runs.run("first", resume="auto", max_steps=max_steps)
+    again = runs.run("again", resume="auto", max_steps=max_steps)
     assert_the_same_run(again, first)
 
 

@@ -2,7 +2,9 @@
 
 Reading order: `rebatch` (the two rules), `streams` (rules applied to batches), `sources` and `loader` (what can be
 read), `autoshard` and `order` (several processes), `prefetch`, `distributed` (what the training loop sees),
-`v1_iterators` (the same for programs in the style of TensorFlow 1).
+`v1_iterators` (the same for programs in the style of TensorFlow 1). Where a pass stands, and how to go on from there:
+`position` (what is saved), `draws` (orders that are drawn again), `sequence` and `iterable_loader` (data that is read
+again), `standing` and `progress` (which place each step leads to).
 """
 
 from torchstrat.data.datasets import ArrayDataset, TextLineDataset
@@ -15,6 +17,7 @@ from torchstrat.data.rebatch import batch_sizes_for_worker
 from torchstrat.data.sources import FileSource
 from torchstrat.data.spec import PerReplicaSpec, TensorSpec
 from torchstrat.data.v1_iterators import InputIterator
+from torchstrat.data.worker_signals import outlive_preemption
 
 __all__ = [
     "AUTOTUNE",
@@ -38,4 +41,5 @@ __all__ = [
     "batch_sizes_for_worker",
     "distribute_dataset",
     "distribute_datasets_from_function",
+    "outlive_preemption",
 ]

@@ -86,6 +86,8 @@ def _opener(
     """``source``: what the policy leaves of ``whole`` to this process."""
 
     def open_bare(saved: Saved | None) -> Reading:
+        if saved is not None and saved.pipelines > 1:
+            return open_fixed_sizes(saved)
         stream = source.open(None if saved is None else saved.streams[0])
         return Reading(bare_steps(stream.items), _nothing, StepPerItem({0: stream}, saved), 1, agreed=True)
 

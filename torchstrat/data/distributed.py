@@ -119,6 +119,11 @@ class DistributedDataset:
         out. What can only be read in sequence is read and dropped up to there, unless it has ``state_dict()`` and
         ``load_state_dict()`` of its own. A loop that is under way goes on undisturbed.
 
+        Not part of a position: numbers that a map-style dataset draws within data-loading workers (those start with a
+        new seed), and those that it draws here for a batch that was read one step ahead to be copied to an accelerator.
+        An own sampler or an iterable that draws from the process's random streams has to be the only one to do so
+        during a pass; for samplers this is checked.
+
         With several processes all of them call it, with the same state. Nothing is read before the next ``iter()``.
 
         Raises:

@@ -87,7 +87,7 @@ class Draws:
         sampler without ``state_dict()``."""
         self._ended = False
         self._at_first: dict[str, Any] | None = None
-        self._drawn = 0
+        self._drawn, self._drawn_again = 0, 0
         self.first_place = Place(own=self.own_state()) if resume is None else resume.place
         """Before the first batch. Known only after `begin`, where a pass goes on."""
         # Two moments: some samplers draw when they are opened, others when they are first asked, and in between a
@@ -125,7 +125,7 @@ class Draws:
         if self._resume is not None:
             return dict(self._resume.beginning)
         first = self._streams.own_states() if self._at_first is None else self._at_first
-        drawn = -1 if self._at_first is None else self._drawn
+        drawn = -1 if self._at_first is None else max(self._drawn, self._drawn_again)
         return {"at_opening": self._at_opening, "at_first": first, "drawn": drawn}
 
     def begin(self) -> None:
@@ -165,6 +165,7 @@ class Draws:
     def _repeat(self, resume: Resume) -> None:
         """Draw again what was drawn, and keep what was drawn and not handed out."""
         self._at_first = resume.beginning["at_first"]
+        self._drawn_again = resume.beginning["drawn"]
         count, extra, drawn = resume.place.rows or 0, resume.place.extra, resume.beginning["drawn"]
         if type(self._sampler) is BatchSampler:
             # Row by row, so that batches of another size begin with the next row.

@@ -123,8 +123,9 @@ class LoaderSource(Source):
         generator = loader.generator if layout.worker_index == 0 else torch.Generator()
         inner = self._inner_loader(generator, loader.collate_fn)
         self._given.draw = lambda: requests
-        with self._opening(resume):
+        with contextlib.nullcontext() if resume is None else spec.undisturbed_randomness():
             _seed_workers(loader, inner, layout.worker_index)
+        with self._opening(resume):
             batches = map(self._convert, iter(inner))
             order.begin()
         steps = Served(served(to_serve, batches, layout), counted, order.place_before())

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torchstrat.config import ClickLogsConfig
+from torchstrat.data.worker_signals import outlive_preemption
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments.click_rows import ClickRow, CollateClicks, parse
 from torchstrat.experiments.files import existing_file
@@ -179,6 +180,7 @@ class ClickExamples:
             sampler=NearbyOrder(len(self.train), order),
             generator=order,
             num_workers=workers,
+            worker_init_fn=outlive_preemption,
             collate_fn=CollateClicks(self.category_rows),
         )
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchstrat.config import ClickLogsConfig, CsvConfig, DataConfig, DigitsConfig, NpzConfig, SyntheticClicksConfig
+from torchstrat.data.worker_signals import outlive_preemption
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import click_logs, synthetic_clicks
 from torchstrat.experiments.click_logs import ClickExamples
@@ -40,7 +41,14 @@ class Examples:
     def train_loader(self, global_batch: int, seed: int, workers: int) -> DataLoader[Any]:
         """Global batches in an order drawn anew each epoch, the last one as short as it comes: no row is dropped."""
         order = torch.Generator().manual_seed(seed)
-        return DataLoader(self.train, batch_size=global_batch, shuffle=True, generator=order, num_workers=workers)
+        return DataLoader(
+            self.train,
+            batch_size=global_batch,
+            shuffle=True,
+            generator=order,
+            num_workers=workers,
+            worker_init_fn=outlive_preemption,
+        )
 
     def test_loader(self, global_batch: int) -> DataLoader[Any]:
         return DataLoader(self.test, batch_size=global_batch)
