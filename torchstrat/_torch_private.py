@@ -97,7 +97,7 @@ _DISABLED = "__dynamo_disable"
 
 
 def place_in_checkpoint_file(name: str, offset: int, length: int) -> Any:
-    """Where torch.distributed.checkpoint's reader finds an entry: ``length`` bytes at ``offset`` of the file ``name``."""
+    """Where torch.distributed.checkpoint's reader finds an entry: ``length`` bytes at ``offset`` of file ``name``."""
     return _of_checkpoints("_StorageInfo")(name, offset, length)
 
 

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-for module in ("hydra", "sklearn"):
-    pytest.importorskip(module)
-
 from tests.launch.test_train import DEADLINE_SECONDS, TRAIN, check, environment, start
 from torchstrat.experiments.report import read_metrics
 

@@ -10,7 +10,9 @@ from torchstrat.experiments.launch import Run
 
 
 def train(run: Run) -> None:
-    """Do one run, on every process of it, in the role that its environment says. Leaves no process group, cluster, thread or file open.
+    """Do one run, on every process of it, in the role that its environment says.
+
+    Leaves no process group, cluster, thread or file open.
 
     Raises:
         TorchstratError: the data cannot be read, the configuration does not fit it or the processes, or one is lost.

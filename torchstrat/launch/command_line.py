@@ -90,8 +90,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         prog=program,
         usage=f"{program} --ps N --workers N [options] SCRIPT [ARGUMENT …]",
         description="Run SCRIPT as the coordinator of a cluster on this machine, with parameter servers and workers "
-        "that are started again when they end. Everything ends with SCRIPT, whose exit status is the launcher's. A SCRIPT "
-        "that exits with 75 is run again. SIGTERM and the like go to SCRIPT alone.",
+        "that are started again when they end. Everything ends with SCRIPT, whose exit status is the launcher's. A "
+        "SCRIPT that exits with 75 is run again. SIGTERM and the like go to SCRIPT alone.",
         epilog="SCRIPT is a Python file or a program; -- may stand before it: "
         f"{program} --ps 1 --workers 2 -- python -m package.train --epochs 3",
         allow_abbrev=False,
