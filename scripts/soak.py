@@ -1,7 +1,7 @@
 """Repeat tests and count failures; called by ``./scripts/soak``, which sets the environment up.
 
-Each round is a pytest of its own, so that a round that hangs or dies takes no other along. Exits non-zero if any test
-failed in any round.
+Each round is a pytest of its own, so that a round that hangs or dies takes no other along. Tests that are marked as
+soak are part of it. Exits non-zero if any test failed in any round.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def run_round(pytest_arguments: list[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.xml"
         pytest = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", f"--junit-xml={file}", *pytest_arguments],
+            [sys.executable, "-m", "pytest", "-q", "-m", "", f"--junit-xml={file}", *pytest_arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -352,6 +352,7 @@ def test_a_small_chaos() -> None:
     assert all(re.search(rf"{phase} 2\b", ended.stdout) for phase in phases.PHASES)
 
 
+@pytest.mark.soak
 def test_the_same_chaos_without_the_servers_records_counts_twice() -> None:
     ended = chaos("--kills", "12", "--seed", "3", "--workers", "2", "--without-exactly-once")
     assert ended.returncode == 1, ended.stdout + ended.stderr

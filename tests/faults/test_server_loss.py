@@ -98,7 +98,14 @@ def kill_at(cluster: LocalCluster, kills: dict[int, tuple[int, ...]]) -> tuple[C
     return after_lease, killed
 
 
-@pytest.mark.parametrize("kills", [{13: (1,)}, {13: (0, 1)}, {5: (0,), 40: (1,)}], ids=["one", "two at once", "two"])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param({13: (1,)}, id="one"),
+        pytest.param({13: (0, 1)}, id="two at once", marks=pytest.mark.soak),
+        pytest.param({5: (0,), 40: (1,)}, id="two", marks=pytest.mark.soak),
+    ],
+)
 def test_every_row_counts_once(cluster: LocalCluster, kills: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
     training = Training(cluster, tmp_path)
     workers = [cluster.process("worker", index).pid for index in range(2)]
@@ -139,6 +146,7 @@ def test_another_server_dies_during_the_restore(
         training.close()
 
 
+@pytest.mark.soak  # with threads for processes: tests/unit/test_server_loss.py
 def test_with_raise_the_same_program_ends_with_the_error(cluster: LocalCluster, tmp_path: Path) -> None:
     """The control."""
     training = Training(cluster, tmp_path, on_server_loss="raise")
@@ -149,6 +157,7 @@ def test_with_raise_the_same_program_ends_with_the_error(cluster: LocalCluster, 
         training.close()
 
 
+@pytest.mark.soak
 def test_without_the_position_of_the_rows_counts_are_wrong(cluster: LocalCluster, tmp_path: Path) -> None:
     """The control."""
     training = Training(cluster, tmp_path)

@@ -39,6 +39,7 @@ def rows_of(table: str) -> dict[str, list[float]]:
     return {name: [float(cell.rstrip("%")) for cell in cells.split()] for name, cells in found}
 
 
+@pytest.mark.soak
 @pytest.mark.deadline(840)
 def test_one_round_prints_a_table_per_workload_and_does_not_count():
     status, output, complaints = bench("A-sgd", "C", "--small", "--rounds", "1")
