@@ -292,6 +292,7 @@ def test_it_is_started_again_when_it_is_killed_and_ends_with_the_training(
     assert "did not end" not in said
 
 
+@pytest.mark.soak
 def test_after_a_training_that_failed_it_evaluates_what_is_left(
     launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
@@ -310,6 +311,7 @@ def test_one_that_has_nothing_more_to_do_is_not_started_again(launch: Callable[.
     assert "evaluator 0 (pid" not in launched.said()
 
 
+@pytest.mark.soak
 def test_one_that_does_not_end_is_killed(launch: Callable[..., Launched]) -> None:
     launched = launch("stubborn", "--evaluator-seconds", "0.2")
     assert launched.wait() == 0, launched.said()

@@ -84,6 +84,7 @@ def test_torchrun_restarts_after_kill_9(tmp_path: Path, undisturbed: Path) -> No
     assert_the_same_run(the_run(tmp_path), undisturbed)
 
 
+@pytest.mark.soak
 def test_torchrun_itself_is_told_to_end(tmp_path: Path, undisturbed: Path) -> None:
     """As a scheduler tells it. It hands the signal on, and waits for the save; the next job goes on, here on other
     processes than before: in one."""
@@ -126,6 +127,7 @@ def undisturbed_on_servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.soak
 def test_the_launcher_starts_a_coordinator_again_that_asks_for_it(tmp_path: Path, undisturbed_on_servers: Path) -> None:
     """On the same servers and workers, which have not ended."""
     happens = {"step": 30, "event": "SIGTERM"}
