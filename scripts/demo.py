@@ -50,8 +50,9 @@ SNAPSHOT_STEPS = 20
 REPLICAS = 2
 RUN_DEADLINE_SECONDS = 300
 SEAM = 0.1
-SEAM_STEPS = 20
-"""On either side of the end, over which the loss is averaged."""
+SEAM_STEPS = 5
+"""On either side of the end, over which the loss is averaged. Few: asynchronous training now and then has twenty bad
+steps, and those before the end are no seam."""
 
 TPU_ENVIRONMENT = ROOT / ".venv-tpu"
 """Made by scripts/_environment.sh, which leaves its stamp when all is there."""
