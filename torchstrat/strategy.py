@@ -286,6 +286,11 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """A new strategy made with the same arguments."""
         return type(self)(*copy.copy(self._made_with[0]), **self._made_with[1])  # type: ignore[attr-defined]
 
+    @property
+    def _communication(self) -> str:
+        """See `ReplicaEngine.communication`."""
+        return self._engine.communication
+
     def __repr__(self) -> str:
         devices = ", ".join(self.extended.worker_devices)
         return f"<{type(self).__name__} with {self.num_replicas_in_sync} replicas on {devices}>"

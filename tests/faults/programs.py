@@ -127,8 +127,8 @@ def _do(act: str) -> None:
 
 
 def _act_at_the_next_exchange(strategy: Any, act: Callable[[], None]) -> None:
-    exchange = strategy._engine._world.all_gather
-    strategy._engine._world.all_gather = lambda *args: (act(), exchange(*args))[1]
+    exchange = strategy._engine._world.all_gather_numbers
+    strategy._engine._world.all_gather_numbers = lambda *args: (act(), exchange(*args))[1]
 
 
 def _make_strategy(fault: Fault, me: int, timeout: timedelta, port: int) -> Any:

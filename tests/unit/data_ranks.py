@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -58,6 +58,9 @@ class InMemoryCommunicator:
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return self._group.exchange(self.rank, value, what)
+
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        return [list(row) for row in self.all_gather_object(numbers, what)]
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         return self._group.exchange(self.rank, value, what)[source]

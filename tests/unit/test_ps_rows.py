@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.ps_server_helpers import add_optimizer, make_spec, make_store, options_of, push_of, split_rows, whole
+from torchstrat import host_memory
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.ftrl import Ftrl
 from torchstrat.parameter_server.messages import OptimizerStep, StateOfShard
-from torchstrat.parameter_server.server import host_memory
 from torchstrat.parameter_server.server.store import VariableStore
 
 ROWS, WIDTH, STEPS = 17, 3, 8

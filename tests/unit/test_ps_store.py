@@ -22,7 +22,9 @@ from tests.unit.ps_server_helpers import (
     push_of,
     whole,
 )
+from torchstrat import host_memory
 from torchstrat.errors import FencedError, InvalidArgumentError, NotSendableError, TorchstratError, UnsupportedError
+from torchstrat.host_memory import available_bytes
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     NewShard,
@@ -33,8 +35,6 @@ from torchstrat.parameter_server.messages import (
     Snapshot,
     VariableSpec,
 )
-from torchstrat.parameter_server.server import host_memory
-from torchstrat.parameter_server.server.host_memory import available_bytes
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.server.store import VariableStore

@@ -25,7 +25,7 @@ from torchstrat.checkpoint.processes import Processes
 from torchstrat.checkpoint.sharing import offers_of, refuse_twice, selected, share
 from torchstrat.checkpoint.stored import INDEX
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.server.host_memory import check_fits
+from torchstrat.host_memory import check_fits
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServerCut, ServersWritten
@@ -78,7 +78,11 @@ def _joined(items: Iterable[Any], *, copies: bool) -> Writes:
 
 
 def _copied(writes: Writes) -> Writes:
-    check_fits(sum(tensor.nbytes for _, tensor in writes.tensors), "a copy of what is saved while the program goes on")
+    check_fits(
+        sum(tensor.nbytes for _, tensor in writes.tensors),
+        "a copy of what is saved while the program goes on",
+        "Save without asynchronous=True.",
+    )
     tensors = [(piece, tensor.detach().to("cpu", copy=True)) for piece, tensor in writes.tensors]
     return Writes(tensors, [(path, _copy(value)) for path, value in writes.values], writes.replicated)
 

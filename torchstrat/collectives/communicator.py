@@ -9,8 +9,9 @@ this communicator, its subgroups and its other channels raises at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -48,6 +49,9 @@ class Communicator(Protocol):
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Shapes and dtypes must be equal; see `all_gather_object`."""
 
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        """A few numbers of every rank, equally many, as float64, in rank order."""
+
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Any picklable value of every rank, in rank order."""
 
@@ -73,3 +77,12 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Leave the group; destroys a process group that this object made."""
+
+
+@runtime_checkable
+class SumsInPlace(Protocol):
+    """A `Communicator` that adds gradients up where they lie: collecting them in buckets would only cost copies."""
+
+    def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
+        """Replace each tensor (contiguous, in host memory, without a graph) by ``factor`` times its sum over all ranks.
+        All ranks pass tensors of equal lengths and dtypes in one order, and get the same bits."""

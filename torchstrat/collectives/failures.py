@@ -43,13 +43,14 @@ class FailureBoard:
             self._wrote = False
             self._visit(lambda: self._store.delete_key(self._key(self._rank)), None)
 
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The notes of ``ranks``; waits a little for all of them to write one."""
+    def read(self, ranks: Sequence[int], seconds: float | None = None) -> dict[int, str]:
+        """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one."""
+        patience = _PATIENCE_SECONDS if seconds is None else seconds
         said: dict[int, str] = {}
 
         def collect() -> None:
             missing = list(ranks)
-            deadline = time.monotonic() + _PATIENCE_SECONDS
+            deadline = time.monotonic() + patience
             while missing and time.monotonic() < deadline:
                 for rank in list(missing):
                     if self._store.check([self._key(rank)]):
@@ -57,14 +58,14 @@ class FailureBoard:
                         missing.remove(rank)
                 time.sleep(0.05)
 
-        self._visit(collect, None)
+        self._visit(collect, None, 2 * patience)
         return dict(said)
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"failures/{rank}"
 
-    def _visit(self, call: Callable[[], T], otherwise: T) -> T:
+    def _visit(self, call: Callable[[], T], otherwise: T, seconds: float = 2 * _PATIENCE_SECONDS) -> T:
         if self.is_gone:
             return otherwise
         results: list[T] = []
@@ -77,7 +78,7 @@ class FailureBoard:
 
         thread = threading.Thread(target=visit, name="torchstrat-failure-note", daemon=True)
         thread.start()
-        thread.join(2 * _PATIENCE_SECONDS)
+        thread.join(seconds)
         # A thread that still waits holds the store's only connection: nobody else may use it any more.
         self.is_gone = thread.is_alive()
         return results[0] if results else otherwise

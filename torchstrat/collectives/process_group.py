@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.default_group import DefaultGroup
 from torchstrat.collectives.failures import FailureBoard
+from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 
 T = TypeVar("T")
 
 _generations = itertools.count()
 
-_SUMMED_AS: dict[torch.dtype, torch.dtype] = {
+_BRIEF_SECONDS = 0.3  # for a note of a process that has ended: it was written before, or not at all
+
+SUMMED_AS: dict[torch.dtype, torch.dtype] = {
     dtype: wider
     for wider, names in {
         torch.int64: ("int16", "uint16", "uint32", "uint64"),
@@ -40,7 +43,7 @@ class _Work:
         self._communicator, self._work, self._what = communicator, work, what
 
     def wait(self) -> None:
-        self._communicator._guard(self._what, self._work.wait)
+        self._communicator.guard(self._what, self._work.wait)
 
 
 class _Done:
@@ -102,10 +105,10 @@ class ProcessGroupCommunicator:
         # All processes of the job make every group: with use_local_synchronization torch names a group after the number
         # of groups that each member has, and members that had different ones before never find each other.
         call = f"the start of a group of replicas {list(self.ranks)}"
-        group = self._guard(call, partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend))
+        group = self.guard(call, partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend))
         if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
             # A process is connected before the others are. One that went on, and closed, would break their start.
-            self._guard(call, partial(dist.barrier, group=group))
+            self.guard(call, partial(dist.barrier, group=group))
         return group
 
     def subgroup(self, ranks: tuple[int, ...]) -> ProcessGroupCommunicator:
@@ -150,7 +153,7 @@ class ProcessGroupCommunicator:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def _guard(self, what: str, call: Callable[[], T]) -> T:
+    def guard(self, what: str, call: Callable[[], T]) -> T:
         """Run one collective; a failure becomes an error that says who was waited for, and in what."""
         if self._family.closed:
             raise ContextError(f"{what} was called after the strategy had been closed; make a new strategy.")
@@ -176,23 +179,52 @@ class ProcessGroupCommunicator:
                 "before calling torch.distributed.destroy_process_group."
             )
         self._family.board.post(f"gave up waiting in {what}")
+        if isinstance(error, PeersMissingError):
+            return self._explain_missing(what, error, waited)
         others = [rank for rank in self.ranks if rank != me]
         said = self._family.board.read(others)
         timed_out = waited >= 0.9 * self.timeout.total_seconds()
-        kind = CommunicationTimeoutError if timed_out else CommunicationError
-        parts = [f"replica {rank} {said[rank]}" for rank in others if rank in said]
-        if silent := [rank for rank in others if rank not in said]:
-            names = ", ".join(f"replica {rank}" for rank in silent)
-            parts.insert(
-                0, f"{names} did not come" if timed_out else f"lost the connection; nothing was heard from {names}"
-            )
+        silent = [rank for rank in others if rank not in said]
+        parts = []
+        if silent and timed_out:
+            parts.append(f"{_names(silent)} did not come")
+        elif silent:
+            parts.append(f"lost the connection; nothing was heard from {_names(silent)}")
+        told = f"(torch.distributed: {(str(error).splitlines() or [''])[0][:200]})"
+        return self._error(what, waited, parts, said, told, timed_out=timed_out)
+
+    def _explain_missing(self, what: str, error: PeersMissingError, waited: float) -> CommunicationError:
+        """Who is missing is known; what is not is whether they have left a note."""
+        ended, closed, late = (
+            [self.ranks[place] for place in places] for places in (error.ended, error.closed, error.late)
+        )
+        is_over = bool(ended or closed)
+        said = self._family.board.read([*ended, *closed, *late], _BRIEF_SECONDS if is_over else None)
+        parts = []
+        if silent := [rank for rank in ended if rank not in said]:
+            parts.append(f"the process has ended, and nothing was heard from {_names(silent)}")
+        if silent := [rank for rank in closed if rank not in said]:
+            parts.append(f"{_names(silent)} closed its strategy")
+        if silent := [rank for rank in late if rank not in said and not is_over]:
+            parts.append(f"{_names(silent)} did not come")
+        return self._error(what, waited, parts, said, "", timed_out=not is_over)
+
+    def _error(
+        self, what: str, waited: float, parts: list[str], said: dict[int, str], told: str, *, timed_out: bool
+    ) -> CommunicationError:
+        parts += [f"replica {rank} {said[rank]}" for rank in sorted(said)]
         if self._family.board.is_gone:
             parts.append("the store at which all met (hosted by the launcher, or by replica 0) does not answer either")
-        return kind(
-            f"replica {me} waited {waited:.1f} s in {what} for the other {self.size - 1}: {'; '.join(parts)}. "
-            "Every replica has to make the same calls in the same order; look at that process's output. "
-            f"(torch.distributed: {(str(error).splitlines() or [''])[0][:200]})"
+        return (CommunicationTimeoutError if timed_out else CommunicationError)(
+            f"replica {self._global_rank} waited {waited:.1f} s in {what} for the other {self.size - 1}: "
+            f"{'; '.join(parts)}. Every replica has to make the same calls in the same order; look at that process's "
+            f"output. {told}".rstrip()
         )
+
+    def give_up(self, what: str, interruption: BaseException) -> None:
+        """A collective was left half-way, by Ctrl-C for example: the ranks no longer stand at the same place."""
+        if self._family.failure is None:
+            self._family.failure = CommunicationError(f"{what} was interrupted by {type(interruption).__name__}")
 
     def report_failure(self, message: str) -> None:
         self._family.board.post(message)
@@ -208,47 +240,55 @@ class ProcessGroupCommunicator:
     def all_reduce(self, tensor: torch.Tensor, what: str) -> _Work | _Done:
         if tensor.numel() == 0:
             return _Done()
-        if tensor.dtype in _SUMMED_AS:
+        if tensor.dtype in SUMMED_AS:
             parts = self.all_gather(tensor, what)
-            wide = [part.to(_SUMMED_AS[tensor.dtype]) for part in parts]
+            wide = [part.to(SUMMED_AS[tensor.dtype]) for part in parts]
             tensor.copy_(sum(wide[1:], start=wide[0]).to(tensor.dtype))
             return _Done()
-        work = self._guard(what, lambda: dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True))
+        work = self.guard(what, lambda: dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True))
         return _Work(self, work, what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         if tensor.numel():
             group = self._group_for(tensor)
-            self._guard(what, lambda: dist.broadcast(_bytes(tensor), self.ranks[source], group=group))
+            self.guard(what, lambda: dist.broadcast(_bytes(tensor), self.ranks[source], group=group))
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
             parts = [_bytes(one) for one in received]
-            self._guard(what, lambda: dist.all_gather(parts, _bytes(tensor), group=self._group_for(tensor)))
+            self.guard(what, lambda: dist.all_gather(parts, _bytes(tensor), group=self._group_for(tensor)))
         return received
+
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        row = torch.tensor(numbers, dtype=torch.float64)
+        return [received.tolist() for received in self.all_gather(row, what)]
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         received: list[Any] = [None] * self.size
-        self._guard(what, lambda: dist.all_gather_object(received, value, group=self._group))
+        self.guard(what, lambda: dist.all_gather_object(received, value, group=self._group))
         return received
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         box = [value if self.rank == source else None]
-        self._guard(
+        self.guard(
             what,
             lambda: dist.broadcast_object_list(box, self.ranks[source], group=self._group, device=torch.device("cpu")),
         )
         return box[0]
 
     def barrier(self, what: str) -> None:
-        self._guard(what, lambda: dist.barrier(group=self._group))
+        self.guard(what, lambda: dist.barrier(group=self._group))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as what it is in memory: gloo and NCCL know only some dtypes, and copying needs none."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(f"replica {rank}" for rank in ranks)
 
 
 def _destroy(group: Any) -> None:

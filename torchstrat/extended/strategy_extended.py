@@ -246,6 +246,18 @@ class StrategyExtended:
             return self._parameter_devices[0]
         return self._strategy._engine.device_of_replica(replica)
 
+    def describe(self) -> str:
+        """What this strategy runs on, in words: replicas, devices, and how replicas talk to each other and why so.
+
+        Local: any process may call it alone.
+        """
+        engine = self._strategy._engine
+        return (
+            f"{type(self._strategy).__name__}: {engine.num_replicas} replicas, {len(engine.local_replicas)} of them in "
+            f"this process on {', '.join(self.worker_devices)}; variables on {', '.join(self.parameter_devices)}; "
+            f"communication: {self._strategy._communication}"
+        )
+
     def estimate(self, model: nn.Module, optimizer: Optimizer | None = None) -> MemoryEstimate:
         """Bytes that parameters, buffers, gradients and optimizer state will take, by device and on the host.
 

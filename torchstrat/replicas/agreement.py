@@ -6,6 +6,7 @@ processes would die: gloo ends one that receives a message of another size than 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Iterable
@@ -17,8 +18,10 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
 
 _WIDTH = 8
+_PADDING = (0.0,) * (_WIDTH - 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def code(text: str) -> float:
     """A number for a text that a float64 holds exactly, the same in every process."""
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
@@ -49,12 +52,10 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
     `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.
     """
     assert len(numbers) < _WIDTH
-    header = torch.zeros(_WIDTH, dtype=torch.float64)
-    header[0] = code(call)
-    for index, number in enumerate(numbers, start=1):
-        header[index] = number
-    headers = [row.tolist() for row in communicator.all_gather(header, call)]
-    if any(other[0] != headers[communicator.rank][0] for other in headers):
+    own = code(call)
+    # All calls send equally many: gloo would end a process that receives more than it expects.
+    headers = communicator.all_gather_numbers((own, *numbers, *_PADDING[len(numbers) :]), call)
+    if any(other[0] != own for other in headers):
         calls = communicator.all_gather_object(call, call)
         doing = ", ".join(
             f"replica {rank} called {other}" for rank, other in zip(communicator.ranks, calls, strict=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import torch
 
 from torchstrat._torch_private import queue_backward_callback
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.gradients import CombinedGradient, is_left_over, is_plain, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree
@@ -64,6 +64,7 @@ class BucketedGradients:
         """``everyone`` counts the ranks of the job, of which those of ``communicator`` take part."""
         self._everyone = everyone
         self._communicator, self._weight = communicator, weight
+        self._summing = communicator if isinstance(communicator, SumsInPlace) else None
         self._works_by_parts = self._op is ReduceOp.SUM or self.no_sync or self.pending
         self._scaled = self._op is ReduceOp.MEAN and self._works_by_parts
         self._pass = 0
@@ -263,6 +264,8 @@ class BucketedGradients:
 
     def _remake_plan(self, places: torch.Tensor, dense: set[int]) -> None:
         """The next plan of this pass: the first rank's order, then what only others had. Kept while it foresees all."""
+        if self._summing is not None:
+            return  # nothing is collected
         if self._communicator.size < self._everyone or dense <= self._plan.bucket_of.keys():
             return
         first = places[0]
@@ -271,6 +274,9 @@ class BucketedGradients:
 
     def _combine_dense(self, indices: Sequence[int], ready: Container[int]) -> None:
         """Combine the gradients of these tensors at once; ranks without one contribute nothing."""
+        if self._summing is not None:
+            self._combine_in_place(self._summing, indices, ready)
+            return
         for bucket in make_buckets(indices, self._tensors):
             bucket.reset()
             for index in bucket.indices:
@@ -281,6 +287,45 @@ class BucketedGradients:
             bucket.work.wait()
             for index in bucket.indices:
                 self._write_back(index, bucket.views[index])
+
+    def _combine_in_place(self, communicator: SumsInPlace, indices: Sequence[int], ready: Container[int]) -> None:
+        """The same without buckets: gradients are added up where they lie."""
+        groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
+        with torch.no_grad():
+            for index in indices:
+                after = self._factors_of(self._tensors[index])[1]
+                groups.setdefault(after, []).append((index, self._own_part(index, ready)))
+            for after, members in groups.items():
+                communicator.sum_in_place([part for _, part in members], after, self._call)
+                for index, combined in members:
+                    self._put(index, combined)
+
+    def _own_part(self, index: int, ready: Container[int]) -> torch.Tensor:
+        """What this rank contributes, where it may be overwritten: its gradient itself, if that can be."""
+        tensor = self._tensors[index]
+        if not self._contributes(index, ready):
+            return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        assert tensor.grad is not None
+        self._contributed.add(index)
+        state, part = self._states[id(tensor)], tensor.grad
+        if not is_plain(part) or not part.is_contiguous():
+            part = _dense(part).detach().clone(memory_format=torch.contiguous_format)
+        if self._works_by_parts and state.accumulated and state.base is not None:
+            part.sub_(_dense(state.base))
+        before, _ = self._factors_of(tensor)
+        return part if before == 1.0 else part.mul_(before)
+
+    def _put(self, index: int, combined: torch.Tensor) -> None:
+        """Make the combined gradient this rank's own, if it is not already."""
+        tensor = self._tensors[index]
+        earlier = self._earlier(index)
+        if earlier is not None:
+            combined.add_(_dense(earlier))
+        if tensor.grad is None or not is_plain(tensor.grad) or not _is_dense_in_memory(tensor.grad):
+            tensor.grad = torch.empty_like(tensor, requires_grad=False)
+        if tensor.grad is not combined:
+            tensor.grad.copy_(combined)
+        self._record(tensor)
 
     def _earlier(self, index: int) -> torch.Tensor | None:
         """What the combined gradient is to be added to: what this rank has and did not contribute."""
@@ -299,13 +344,7 @@ class BucketedGradients:
             _, factor = self._factors_of(tensor)
             if factor != 1.0:
                 combined.mul_(factor)
-            earlier = self._earlier(index)
-            if earlier is not None:
-                combined.add_(_dense(earlier))
-            if tensor.grad is None or not is_plain(tensor.grad) or not _is_dense_in_memory(tensor.grad):
-                tensor.grad = torch.empty_like(tensor, requires_grad=False)
-            tensor.grad.copy_(combined)
-        self._record(tensor)
+            self._put(index, combined)
 
     def _combine_sparse(self, indices: Sequence[int], ready: Container[int]) -> None:
         for index in indices:

@@ -50,6 +50,10 @@ class ReplicaEngine(Protocol):
     @property
     def layout(self) -> InputLayout: ...
 
+    @property
+    def communication(self) -> str:
+        """How the replicas talk to each other, and why so, in words."""
+
     def device_of_replica(self, replica: int) -> str: ...
 
     @property

@@ -83,6 +83,10 @@ class InProcessReplicas:
         return True
 
     @property
+    def communication(self) -> str:
+        return "within this process"
+
+    @property
     def layout(self) -> InputLayout:
         return InputLayout(
             num_replicas=self.num_replicas,

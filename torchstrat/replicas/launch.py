@@ -8,9 +8,20 @@ from typing import Any
 
 from torchstrat.cluster import ProcessPlan
 from torchstrat.devices import local_devices, require_present
-from torchstrat.errors import DeviceError
+from torchstrat.errors import DeviceError, InvalidArgumentError
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.engine import ReplicaEngine
+
+COLLECTIVES = ("auto", "shared_memory", "process_group")
+"""How processes may talk: what is there, memory that they share on one host, or torch.distributed's process group."""
+
+
+def check_collectives(collectives: str) -> str:
+    if collectives not in COLLECTIVES:
+        raise InvalidArgumentError(
+            f"collectives={collectives!r} is not known; choose one of {', '.join(map(repr, COLLECTIVES))}."
+        )
+    return collectives
 
 
 def own_device(devices: Sequence[Any] | None, plan: ProcessPlan) -> str:
@@ -34,11 +45,19 @@ def own_device(devices: Sequence[Any] | None, plan: ProcessPlan) -> str:
 
 
 def one_replica_per_process(
-    strategy: Any, plan: ProcessPlan, device: str, op: ReduceOp, timeout: timedelta, *, central: bool
+    strategy: Any,
+    plan: ProcessPlan,
+    device: str,
+    op: ReduceOp,
+    timeout: timedelta,
+    *,
+    central: bool,
+    collectives: str,
 ) -> ReplicaEngine:
+
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
-    from torchstrat.collectives.process_group import ProcessGroupCommunicator
+    from torchstrat.collectives.choose import choose_communicator
     from torchstrat.replicas.per_process import PerProcessReplica
 
-    communicator = ProcessGroupCommunicator(plan, device, timeout)
-    return PerProcessReplica(strategy, communicator, device, op, central=central)
+    communicator, why = choose_communicator(plan, device, timeout, collectives)
+    return PerProcessReplica(strategy, communicator, device, op, central=central, communication=why)

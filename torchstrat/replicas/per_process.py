@@ -57,13 +57,21 @@ class PerProcessReplica:
     """
 
     def __init__(
-        self, strategy: Any, communicator: Communicator, device: str, gradient_op: ReduceOp, *, central: bool
+        self,
+        strategy: Any,
+        communicator: Communicator,
+        device: str,
+        gradient_op: ReduceOp,
+        *,
+        central: bool,
+        communication: str,
     ) -> None:
         self._strategy = strategy
         self._world = communicator
         self._communicator = communicator  # of the replicas that take part in the current run
         self._device = device
         self._central = central
+        self._communication = communication
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
         self._gradients = BucketedGradients(gradient_op)
@@ -91,6 +99,10 @@ class PerProcessReplica:
     @property
     def is_chief(self) -> bool:
         return self._world.rank == 0
+
+    @property
+    def communication(self) -> str:
+        return self._communication
 
     @property
     def layout(self) -> InputLayout:

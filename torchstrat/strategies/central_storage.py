@@ -11,7 +11,7 @@ from torchstrat.devices import resolve_compute_devices, resolve_parameter_device
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
-from torchstrat.replicas.launch import one_replica_per_process, own_device
+from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 from torchstrat.variable.storage import VariablePlacement
 
@@ -29,6 +29,9 @@ class CentralStorageStrategy(Strategy):
         parameter_device: where the variables live. None: the only compute device, else ``"cpu:0"``.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
+        collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
+            else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
+            had. `extended.describe` says which one is in use, and why.
 
     Raises `DeviceError` for devices that are repeated, unparsable or absent, when the strategy is built.
     """
@@ -44,17 +47,21 @@ class CentralStorageStrategy(Strategy):
         *,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
+        collectives: str = "auto",
     ) -> None:
         self._made_with = (
             (compute_devices, parameter_device),
-            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout},
+            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout, "collectives": collectives},
         )
         op = ReduceOp.parse(gradient_reduce_op)
+        check_collectives(collectives)
         plan = process_plan_from_torchrun()
         if plan is not None and plan.size > 1:
             device = own_device(compute_devices, plan)
             home = resolve_parameter_device(parameter_device, (device,))
-            self._engine = one_replica_per_process(self, plan, device, op, timeout, central=True)
+            self._engine = one_replica_per_process(
+                self, plan, device, op, timeout, central=True, collectives=collectives
+            )
             self.extended = StrategyExtended(self, (device,), (home,))
             return
         devices = resolve_compute_devices(compute_devices, argument="compute_devices")

@@ -12,7 +12,7 @@ from torchstrat.errors import UnsupportedError
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
-from torchstrat.replicas.launch import one_replica_per_process, own_device
+from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 
 
@@ -25,6 +25,9 @@ class MirroredStrategy(Strategy):
             None: every GPU of the machine, or one CPU replica. Under torchrun at most one: this process's device.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
+        collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
+            else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
+            had. `extended.describe` says which one is in use, and why.
         allow_several_hosts: `MirroredStrategy` refuses processes on several machines unless told otherwise; there
             `MultiWorkerMirroredStrategy` says what is meant.
 
@@ -37,6 +40,7 @@ class MirroredStrategy(Strategy):
         *,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
+        collectives: str = "auto",
         allow_several_hosts: bool = False,
     ) -> None:
         self._made_with = (
@@ -44,10 +48,12 @@ class MirroredStrategy(Strategy):
             {
                 "gradient_reduce_op": gradient_reduce_op,
                 "timeout": timeout,
+                "collectives": collectives,
                 "allow_several_hosts": allow_several_hosts,
             },
         )
         op = ReduceOp.parse(gradient_reduce_op)
+        check_collectives(collectives)
         plan = process_plan_from_torchrun()
         if plan is not None and plan.size > 1:
             if plan.spans_hosts and not allow_several_hosts:
@@ -57,7 +63,9 @@ class MirroredStrategy(Strategy):
                     "torchrun), or pass allow_several_hosts=True."
                 )
             device = own_device(devices, plan)
-            self._engine = one_replica_per_process(self, plan, device, op, timeout, central=False)
+            self._engine = one_replica_per_process(
+                self, plan, device, op, timeout, central=False, collectives=collectives
+            )
             self.extended = StrategyExtended(self, (device,), (device,))
             return
         resolved = resolve_compute_devices(devices)

@@ -11,7 +11,7 @@ from torchstrat.devices import resolve_compute_devices
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
-from torchstrat.replicas.launch import one_replica_per_process, own_device
+from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 
 
@@ -23,6 +23,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: who takes part. None: torchrun's environment, else ``TF_CONFIG``, else a cluster of one.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
+        collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
+            else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
+            had. `extended.describe` says which one is in use, and why.
 
     Raises `ClusterConfigError` for a malformed cluster description, before any communication.
     """
@@ -33,9 +36,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
+        collectives: str = "auto",
     ) -> None:
-        self._made_with = ((cluster_resolver,), {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout})
+        self._made_with = (
+            (cluster_resolver,),
+            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout, "collectives": collectives},
+        )
         op = ReduceOp.parse(gradient_reduce_op)
+        check_collectives(collectives)
         plan = process_plan_from_torchrun() if cluster_resolver is None else None
         if plan is not None:
             cluster_resolver = TorchrunClusterResolver()
@@ -48,5 +56,5 @@ class MultiWorkerMirroredStrategy(Strategy):
             self.extended = StrategyExtended(self, devices, devices, cluster_resolver)
             return
         device = own_device(None, plan)
-        self._engine = one_replica_per_process(self, plan, device, op, timeout, central=False)
+        self._engine = one_replica_per_process(self, plan, device, op, timeout, central=False, collectives=collectives)
         self.extended = StrategyExtended(self, (device,), (device,), cluster_resolver)

@@ -133,6 +133,10 @@ class ParameterServerStrategy(Strategy):
         strategy._set_up_engine(device, ReduceOp.MEAN, None)
         return strategy
 
+    @property
+    def _communication(self) -> str:
+        return "torch.distributed.rpc between coordinator, workers and servers"
+
     def _set_up_engine(self, device: str, op: ReduceOp, resolver: ClusterResolver | None) -> None:
         devices = resolve_compute_devices([device], argument="device")
         self._engine = InProcessReplicas(self, devices, gradient_op=op)

@@ -96,6 +96,8 @@ TORCHRUN: Mapping[str, Row] = dict(
         _row("mirrored", 2, "MirroredStrategy"),
         _row("multi_worker_mirrored", 2, "MultiWorkerMirroredStrategy"),
         _row("central_storage", 2, "CentralStorageStrategy"),
+        _row("mirrored on sockets", 2, "MirroredStrategy", collectives="process_group"),
+        _row("central_storage on sockets", 2, "CentralStorageStrategy", collectives="process_group"),
     ]
 )
 """One replica per process; ``replicas`` is the number of processes the tests start."""

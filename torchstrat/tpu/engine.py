@@ -83,6 +83,10 @@ class SpmdReplicas:
         return tuple(range(self._num_replicas))
 
     @property
+    def communication(self) -> str:
+        return "collectives that XLA compiles into the step"
+
+    @property
     def is_chief(self) -> bool:
         return True
 

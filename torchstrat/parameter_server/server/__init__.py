@@ -2,7 +2,7 @@
 
 From the inside out::
 
-    host_memory.py      how much this machine can still give
+    advice.py           what errors say about machines that are too small
     applied.py          which pushes were applied: exactly once, fencing
     shard_optimizer.py  the user's own optimizer class, stepping tensors that are handed to it
     row_optimizer.py    the same on a few rows of a table

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError
+from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.messages import AppliedPushes, CutReport, StateOfShard
-from torchstrat.parameter_server.server.host_memory import check_fits
+from torchstrat.parameter_server.server.advice import MORE_SERVERS
 
 _CHECKED_BYTES = 16 << 20
 """Copies of this size and more are made after a look at what memory is left."""
@@ -57,7 +58,8 @@ class FrozenRows:
         if rows is None:
             needed = self._live[self._taken :].nbytes
             if needed >= _CHECKED_BYTES:
-                check_fits(needed, f"a copy of {self.name}, made because it changes while a checkpoint is written,")
+                what = f"a copy of {self.name}, made because it changes while a checkpoint is written,"
+                check_fits(needed, what, MORE_SERVERS)
             self._rest = self._copy(self._taken, self.shape[0])
             self._rest_start = self._taken
             self._live, self._is_saved = None, None

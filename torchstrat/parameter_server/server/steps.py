@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
+from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.catalog import describe_optimizer
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
-from torchstrat.parameter_server.server.host_memory import check_fits
 from torchstrat.parameter_server.server.row_optimizer import gather_state, learn_state, scatter_state
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, sparse_rows
 from torchstrat.parameter_server.variables.elementwise import steps_rows_alone
@@ -137,7 +138,7 @@ class HeldOptimizer:
                 )
         if state is None:
             needed = sum(entry.bytes_for(table.shape[0]) for entry in learned.values())
-            check_fits(needed, f"the state of {self.optimizer.name} for {shards.name(key)}")
+            check_fits(needed, f"the state of {self.optimizer.name} for {shards.name(key)}", MORE_SERVERS)
 
     def _whole(self, key: ShardKey, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards) -> _Part:
         parameter = torch.nn.Parameter(shards.changing(key))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
+from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.messages import (
     AppliedPushes,
     NewOptimizer,
@@ -26,12 +27,12 @@ from torchstrat.parameter_server.messages import (
     Snapshot,
     StateOfShard,
 )
+from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.applied import AppliedRecords
 from torchstrat.parameter_server.server.catalog import describe_variable, make_catalog
 from torchstrat.parameter_server.server.cut import Cut, FrozenRows, VariableCut
 from torchstrat.parameter_server.server.edits import apply_edit, check_edit
 from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
-from torchstrat.parameter_server.server.host_memory import check_fits
 from torchstrat.parameter_server.server.row_optimizer import RowState, learn_state
 from torchstrat.parameter_server.server.steps import HeldOptimizer
 from torchstrat.parameter_server.variables.initial_values import replay
@@ -248,7 +249,7 @@ class VariableStore:
         Pushes wait while the copies are made. Raises, before it copies, where they would not fit in memory.
         """
         with self._locked(self._numbers()) as shards:
-            check_fits(shards.total_bytes, f"a snapshot of what {self.owner} holds")
+            check_fits(shards.total_bytes, f"a snapshot of what {self.owner} holds", MORE_SERVERS)
             with self._structure:
                 optimizers = list(self._optimizers)
             return Snapshot(
@@ -429,7 +430,8 @@ class VariableStore:
             size = torch.Size(one.spec.shard_shape(one.shard)).numel() * one.spec.dtype.itemsize
             needed += size
             before = f" after {needed - size:,} bytes for others" if needed > size else ""
-            check_fits(needed, f"{one.spec.name!r} (shard {one.shard} on {self.owner}: {size:,} bytes{before})")
+            what = f"{one.spec.name!r} (shard {one.shard} on {self.owner}: {size:,} bytes{before})"
+            check_fits(needed, what, MORE_SERVERS)
 
     def _initial_value(self, new: NewShard) -> torch.Tensor:
         spec, shape = new.spec, new.spec.shard_shape(new.shard)

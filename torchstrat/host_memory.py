@@ -18,15 +18,14 @@ def available_bytes(proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) ->
     return max(0, min(known)) if known else None
 
 
-def check_fits(needed_bytes: int, what: str) -> None:
+def check_fits(needed_bytes: int, what: str, advice: str) -> None:
     """Raise `InvalidArgumentError` before an allocation that this machine cannot serve, and that would end in a kill
-    without a message. ``what`` names what it is for."""
+    without a message. ``what`` names what it is for, ``advice`` what to change (a sentence)."""
     free = available_bytes()
     if free is not None and needed_bytes > free:
         raise InvalidArgumentError(
             f"{what} needs {needed_bytes:,} bytes ({_gib(needed_bytes)}), and this machine has {free:,} ({_gib(free)}) "
-            "left. Use more parameter servers with a variable_partitioner, or machines with more memory; nothing was "
-            "allocated."
+            f"left. {advice} Nothing was allocated."
         )
 
 

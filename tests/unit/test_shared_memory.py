@@ -1,0 +1,264 @@
+"""Shared memory among threads that stand for processes: the same code over the same memory, without any sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchstrat.collectives.shared_memory import blocks as blocks_module
+from torchstrat.collectives.shared_memory import futex, in_place_sum, segment
+from torchstrat.collectives.shared_memory.blocks import Blocks
+from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, make_chunks
+from torchstrat.collectives.shared_memory.lockstep import Lockstep, PeersMissingError
+from torchstrat.collectives.shared_memory.segment import NoRoomError, Segment
+
+pytestmark = pytest.mark.skipif(futex.why_not() is not None, reason=str(futex.why_not()))
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def pidfds() -> Iterator[list[int]]:
+    """Descriptors of three processes that live: this one."""
+    found = [os.pidfd_open(os.getpid()) for _ in range(3)]
+    yield found
+    for descriptor in found:
+        os.close(descriptor)
+
+
+class Threads:
+    """What `Blocks` asks of `Neighbours`, for ranks that are threads of this process."""
+
+    def __init__(self, descriptor: int, pidfds: list[int]) -> None:
+        self._descriptor, self.processes = descriptor, tuple(pidfds)
+
+    def share(self, size: int, **_: Any) -> Segment:
+        return Segment(os.dup(self._descriptor), size)
+
+
+def on_ranks(size: int, pidfds: list[int], work: Callable[[Blocks], Any]) -> list[Any]:
+    memory = Segment.allocate(1 << 22)
+
+    def run(rank: int) -> Any:
+        return work(Blocks(Threads(memory.descriptor, pidfds[:size]), rank, size))  # type: ignore[arg-type]
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(run, range(size)))
+    finally:
+        memory.close()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_segment_is_zero_and_seen_through_every_mapping() -> None:
+    one = Segment.allocate(8192)
+    other = Segment(os.dup(one.descriptor), 8192)
+    assert not one.tensor(torch.uint8, 0, 8192).any()
+    one.tensor(torch.float32, 4096, 2).copy_(torch.tensor([1.5, 2.5]))
+    assert other.tensor(torch.float32, 4096, 2).tolist() == [1.5, 2.5]
+    one.close()
+    other.close()
+
+
+def test_nobody_can_cut_a_segment_short() -> None:
+    memory = Segment.allocate(8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 4096)
+    memory.close()
+
+
+def test_too_little_memory_is_said_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "available_bytes", lambda: 100 << 20)
+    with pytest.raises(NoRoomError, match=r"209,715,200 bytes of shared memory are needed, and 104,857,600 are left"):
+        Segment.allocate(200 << 20)
+
+
+def test_a_full_device_is_an_error_and_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch("os.posix_fallocate", side_effect=full),
+        pytest.raises(NoRoomError, match="4,096 bytes of shared memory are needed: No space left"),
+    ):
+        Segment.allocate(4096)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- meeting -----------------------------------------------------------------------------------------------------------
+
+
+def locksteps(size: int, pidfds: list[int]) -> list[Lockstep]:
+    memory = Segment.allocate(4096)
+    memory.close()
+    return [Lockstep(memory, rank, size, pidfds[:size]) for rank in range(size)]
+
+
+@pytest.mark.parametrize("looks", [0, 1000])
+def test_nobody_is_ahead_by_more_than_a_step(pidfds: list[int], looks: int) -> None:
+    ranks = locksteps(3, pidfds)
+    steps = [0, 0, 0]
+
+    def go(rank: int) -> None:
+        ranks[rank]._looks = looks
+        for step in range(1, 201):
+            ranks[rank].meet(SECONDS)
+            steps[rank] = step
+            assert min(steps) >= step - 1
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(go, range(3)))
+
+
+def test_counts_wrap_around(pidfds: list[int]) -> None:
+    ranks = locksteps(2, pidfds)
+    for one in ranks:
+        one._count = 0xFFFFFFFD
+        one._words[one._mine] = one._count
+
+    def go(one: Lockstep) -> None:
+        for _ in range(8):
+            one.meet(SECONDS)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(go, ranks))
+    assert [one._count for one in ranks] == [5, 5]
+
+
+def test_who_is_late_is_named(pidfds: list[int]) -> None:
+    first, second, _ = locksteps(3, pidfds)
+
+    def come() -> None:
+        with contextlib.suppress(PeersMissingError):
+            second.meet(0.3)
+
+    helper = threading.Thread(target=come)
+    helper.start()
+    with pytest.raises(PeersMissingError) as raised:
+        first.meet(0.3)
+    helper.join()
+    assert (raised.value.late, raised.value.ended, raised.value.closed) == ((2,), (), ())
+
+
+def test_who_has_left_is_not_waited_for(pidfds: list[int]) -> None:
+    first, second = locksteps(2, pidfds)
+    second.leave()
+    with pytest.raises(PeersMissingError) as raised:
+        first.meet(SECONDS)
+    assert raised.value.closed == (1,)
+
+
+def test_who_has_died_is_not_waited_for(pidfds: list[int]) -> None:
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    dead = os.pidfd_open(child)
+    first, _ = locksteps(2, [pidfds[0], dead])
+    with pytest.raises(PeersMissingError) as raised:
+        first.meet(SECONDS)
+    assert raised.value.ended == (1,)
+    os.waitpid(child, 0)
+    os.close(dead)
+
+
+def test_who_dies_after_it_has_come_has_done_its_part(pidfds: list[int]) -> None:
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    dead = os.pidfd_open(child)
+    first, second = locksteps(2, [pidfds[0], dead])
+    second._words[second._mine] = 1
+    first.meet(SECONDS)
+    os.waitpid(child, 0)
+    os.close(dead)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    numels=st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    size=st.integers(2, 8),
+    block_bytes=st.sampled_from([1024, 2048, 8192]),
+)
+def test_every_element_is_in_one_portion(numels: list[int], itemsize: int, size: int, block_bytes: int) -> None:
+    with mock.patch.object(in_place_sum, "BLOCK_BYTES", block_bytes):
+        chunks = make_chunks.__wrapped__(tuple(numels), itemsize, size)
+    covered = [[0] * numel for numel in numels]
+    for chunk in chunks:
+        assert len(chunk) == size
+        for rank, portion in enumerate(chunk):
+            assert portion.stop - portion.start == sum(portion.sizes)
+            # One place per rank in all chunks: what is read of a chunk is not where the next but one is written.
+            room = block_bytes // size
+            assert rank * room - 64 * size <= portion.start * itemsize
+            assert portion.start == chunks[0][rank].start
+            assert portion.stop * itemsize <= block_bytes
+            if rank:
+                assert chunk[rank - 1].stop <= portion.start
+            for index, start, stop in portion.pieces:
+                for element in range(start, stop):
+                    covered[index][element] += 1
+    assert all(count == 1 for tensor in covered for count in tensor)
+
+
+SHAPES = {
+    "small": [(5,), (3, 4)],
+    "one chunk": [(20_000,)],
+    "many chunks": [(300_000,), (7,), (1,), (250_000,), (3, 70_000)],
+    "many pieces": [(100,)] * 300,
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_sums_are_those_of_a_loop_in_the_order_of_ranks(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, size: int, pidfds: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [
+        [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+        for _ in range(size)
+    ]
+
+    def work(blocks: Blocks) -> list[list[torch.Tensor]]:
+        add_up = InPlaceSum(blocks, lambda: blocks.lockstep.meet(SECONDS))
+        results = []
+        for factor in (1.0, 0.5, 1.0):  # several in a row take turns with the same blocks
+            mine = [part.clone() for part in parts[blocks.rank]]
+            add_up(mine, factor)
+            results.append(mine)
+        return results
+
+    expected = []
+    for each in zip(*parts, strict=True):
+        total = each[0].clone()
+        for other in each[1:]:
+            total += other
+        expected.append(total)
+    for results in on_ranks(size, pidfds, work):
+        for factor, found in zip((1.0, 0.5, 1.0), results, strict=True):
+            for one, total in zip(found, expected, strict=True):
+                assert torch.equal(one, total * factor)
+
+
+def test_control_portions_that_move_are_overwritten_while_they_are_read() -> None:
+    """Why portions have one place: chunks of another length would have others, where the next but one is written."""
+    numels, size = (2 * blocks_module.BLOCK_BYTES // 4 + 40_000,), 2
+    first, _, third = make_chunks(numels, 4, size)
+    assert first[0].stop == third[0].start + first[0].stop  # both begin at 0
+    moved = third[0].stop  # where the last chunk's second portion would begin if portions were packed
+    assert first[0].start <= moved < first[0].stop
+    assert third[1].start == first[1].start

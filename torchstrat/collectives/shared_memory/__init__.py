@@ -1,0 +1,13 @@
+"""Memory that the processes of one host share, and how they take turns in it. Linux on x86-64.
+
+From the inside out::
+
+    futex.py          sleep until a number in shared memory changes
+    segment.py        memory without a name, whose size is certain before it is touched
+    neighbours.py     processes find each other, prove who they are, and pass descriptors
+    lockstep.py       a sequence number per rank: publish, wait for the others, notice who died
+    blocks.py         where each rank may write, and which of two turns it is
+    in_place_sum.py   sum lists of tensors where they lie, in pieces that stay in the cache
+
+`torchstrat.collectives.shm` makes a `Communicator` of them.
+"""

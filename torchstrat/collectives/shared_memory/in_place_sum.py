@@ -1,0 +1,179 @@
+"""The sum of every rank's tensors, made where they lie.
+
+Tensors of one dtype are read as one long row, which is cut into chunks of a block. Of each chunk every rank owns a
+portion: the others publish theirs of it, the owner adds them up in the order of ranks, multiplies, and publishes the
+sum. So each rank adds up an equal part, and every one has the same bits. Chunks overlap: one is published while the one
+before is added up, and both with one meeting. What is small is published whole and added up by everybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchstrat._torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
+
+SMALL_BYTES = 64 << 10
+"""Up to this size together, adding up everything on every rank beats meeting more often."""
+
+_ALIGNMENT_BYTES = 64  # of portions: ranks that write one cache line in turns slow each other down
+
+
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of tensor number ``tensor``."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Portion(NamedTuple):
+    """What one rank owns of a chunk: elements ``[start, stop)`` of a block, and which of the tensors."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    sizes: tuple[int, ...]
+
+
+Chunk = tuple[Portion, ...]
+
+
+@functools.lru_cache(maxsize=32)
+def make_chunks(numels: tuple[int, ...], itemsize: int, size: int) -> tuple[Chunk, ...]:
+    """Tensors of these lengths, one after the other, as chunks; a portion per rank in each. Every element is in one.
+
+    The portions of a rank have one place in all chunks: of two chunks that use the same blocks, the earlier may still
+    be read while the later is written.
+    """
+    step = max(1, _ALIGNMENT_BYTES // itemsize)
+    room = BLOCK_BYTES // itemsize // size // step * step
+    total = sum(numels)
+    chunks = []
+    for begin in range(0, total, room * size):
+        count = min(room * size, total - begin)
+        share = -(-count // (size * step)) * step
+        bounds = [min(rank * share, count) for rank in range(size)] + [count]
+        portions = enumerate(itertools.pairwise(bounds))
+        chunks.append(tuple(_portion(numels, begin + low, begin + high, rank * room) for rank, (low, high) in portions))
+    return tuple(chunks)
+
+
+def _portion(numels: tuple[int, ...], low: int, high: int, place: int) -> Portion:
+    """Elements ``[low, high)`` of all tensors together."""
+    pieces = []
+    offset = 0
+    for index, numel in enumerate(numels):
+        start, stop = max(low - offset, 0), min(high - offset, numel)
+        if start < stop:
+            pieces.append(Piece(index, start, stop))
+        offset += numel
+    return Portion(place, place + high - low, tuple(pieces), tuple(piece.stop - piece.start for piece in pieces))
+
+
+class InPlaceSum:
+    """Sums over the ranks of ``blocks``. ``meet()`` returns once all ranks have called it as often."""
+
+    def __init__(self, blocks: Blocks, meet: Callable[[], None]) -> None:
+        self._blocks, self._meet = blocks, meet
+
+    @torch.no_grad()
+    def __call__(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
+        """Replace each tensor (contiguous, in host memory, without a graph) by ``factor`` times its sum over all
+        ranks, which pass tensors of equal lengths and dtypes in one order."""
+        rows: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                rows.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
+        for dtype, row in rows.items():
+            numels = tuple(flat.numel() for flat in row)
+            if sum(numels) * dtype.itemsize <= SMALL_BYTES:
+                self._sum_small(row, numels, factor)
+            else:
+                self._sum_in_chunks(row, make_chunks(numels, dtype.itemsize, self._blocks.size), factor)
+
+    def _sum_small(self, row: list[torch.Tensor], numels: tuple[int, ...], factor: float) -> None:
+        blocks = [block[: sum(numels)] for block in self._blocks.take_turn_of(row[0].dtype)]
+        _join(row, blocks[self._blocks.rank])
+        self._meet()
+        total = blocks[0] + blocks[1]
+        for block in blocks[2:]:
+            total.add_(block)
+        if factor != 1.0:
+            total.mul_(factor)
+        _spread(total, row, numels)
+
+    def _sum_in_chunks(self, row: list[torch.Tensor], chunks: tuple[Chunk, ...], factor: float) -> None:
+        turns = self._blocks.both_turns_of(row[0].dtype)
+        first = self._blocks.take_turns(len(chunks))
+        for step in range(len(chunks) + 1):
+            if step < len(chunks):
+                self._publish(row, chunks[step], turns[(first + step) & 1])
+            if step > 0:
+                self._add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
+            self._meet()
+            if step > 0:
+                self._read_back(row, chunks[step - 1], turns[(first + step - 1) & 1])
+
+    def _publish(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor]) -> None:
+        mine = blocks[self._blocks.rank]
+        for rank, portion in enumerate(chunk):
+            if rank != self._blocks.rank and portion.pieces:
+                _join(_views(row, portion), mine[portion.start : portion.stop])
+
+    def _add_up(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
+        me = self._blocks.rank
+        portion = chunk[me]
+        if not portion.pieces:
+            return
+        views = _views(row, portion)
+        parts = [block[portion.start : portion.stop] for block in blocks]
+        if len(parts) == 2:  # the order of two does not matter, and the sum can be made where it is kept
+            _add(views, parts[1 - me], portion.sizes)
+            if factor != 1.0:
+                foreach_mul_(views, factor)
+            _join(views, parts[me])
+            return
+        _join(views, parts[me])
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total.add_(part)
+        if factor != 1.0:
+            total.mul_(factor)
+        parts[me].copy_(total)
+        _spread(total, views, portion.sizes)
+
+    def _read_back(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor]) -> None:
+        for rank, portion in enumerate(chunk):
+            if rank != self._blocks.rank and portion.pieces:
+                _spread(blocks[rank][portion.start : portion.stop], _views(row, portion), portion.sizes)
+
+
+def _views(row: list[torch.Tensor], portion: Portion) -> list[torch.Tensor]:
+    return [row[piece.tensor][piece.start : piece.stop] for piece in portion.pieces]
+
+
+def _join(pieces: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    if len(pieces) == 1:
+        target.copy_(pieces[0])
+    else:
+        torch.cat(list(pieces), out=target)
+
+
+def _add(pieces: Sequence[torch.Tensor], other: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    if len(pieces) == 1:
+        pieces[0].add_(other)
+    else:
+        foreach_add_(pieces, other.split(sizes))
+
+
+def _spread(source: torch.Tensor, pieces: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> None:
+    if len(pieces) == 1:
+        pieces[0].copy_(source)
+    else:
+        foreach_copy_(pieces, source.split(sizes))

@@ -1,0 +1,185 @@
+"""Collectives in memory that the processes of one host share: no byte crosses a socket.
+
+Everything else (other channels, subgroups, tensors on GPUs, notes about failures) is left to the process group.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from torchstrat.collectives.communicator import Communicator, Work
+from torchstrat.collectives.process_group import SUMMED_AS, ProcessGroupCommunicator
+from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
+from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum
+from torchstrat.collectives.shared_memory.neighbours import Neighbours
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<Q")
+
+
+class SharedMemoryCommunicator:
+    """One process's end. See `Communicator` for what the methods promise.
+
+    Args:
+        sockets: the same processes' process group; closed together with this.
+
+    Raises `NotNeighboursError`, on every rank, where the processes cannot share memory.
+    """
+
+    def __init__(self, sockets: ProcessGroupCommunicator) -> None:
+        self._sockets = sockets
+        self.rank, self.size, self.ranks = sockets.rank, sockets.size, sockets.ranks
+        self._seconds = sockets.timeout.total_seconds()
+        self._neighbours = Neighbours(sockets)
+        try:
+            self._blocks = Blocks(self._neighbours, self.rank, self.size)
+        except BaseException:
+            self._neighbours.close()
+            raise
+        self._in_place_sum = InPlaceSum(self._blocks, self._meet)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._sockets.timeout
+
+    def _meet(self) -> None:
+        self._blocks.lockstep.meet(self._seconds)
+
+    def _guard(self, what: str, call: Callable[[], T]) -> T:
+        """Run one collective. One that is left half-way, by whatever, is the last."""
+        try:
+            return self._sockets.guard(what, call)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self._sockets.give_up(what, interruption)
+            raise
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        layout = f"<{len(numbers)}d"
+        message = struct.pack(layout, *numbers)
+
+        def exchange() -> list[list[float]]:
+            rows = self._blocks.take_turn()
+            rows[self.rank][: len(message)] = message
+            self._meet()
+            return [list(struct.unpack_from(layout, row)) for row in rows]
+
+        return self._guard(what, exchange)
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
+        if tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor.dtype in SUMMED_AS:
+            return self._sockets.all_reduce(tensor, what)
+        self.sum_in_place([tensor], 1.0, what)
+        return _Done()
+
+    def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
+        self._guard(what, lambda: self._in_place_sum(tensors, factor))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        if tensor.device.type != "cpu":
+            self._sockets.broadcast(tensor, source, what)
+        elif tensor.numel():
+            content = _bytes(tensor)
+            self._guard(what, lambda: self._broadcast(content, source))
+
+    def _broadcast(self, content: torch.Tensor, source: int) -> None:
+        for start in range(0, content.numel(), BLOCK_BYTES):
+            piece = content[start : start + BLOCK_BYTES]
+            block = self._blocks.take_turn_of(torch.uint8)[source][: piece.numel()]
+            if self.rank == source:
+                block.copy_(piece)
+            self._meet()
+            if self.rank != source:
+                piece.copy_(block)
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        if tensor.device.type != "cpu":
+            return self._sockets.all_gather(tensor, what)
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        received = [torch.empty_like(tensor) for _ in range(self.size)]
+        if tensor.numel():
+            self._guard(what, lambda: self._all_gather(_bytes(tensor), [_bytes(one) for one in received]))
+        return received
+
+    def _all_gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> None:
+        for start in range(0, own.numel(), BLOCK_BYTES):
+            piece = own[start : start + BLOCK_BYTES]
+            blocks = [block[: piece.numel()] for block in self._blocks.take_turn_of(torch.uint8)]
+            blocks[self.rank].copy_(piece)
+            self._meet()
+            for target, block in zip(received, blocks, strict=True):
+                target[start : start + BLOCK_BYTES].copy_(block)
+
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
+        message = pickle.dumps(value)
+        return [pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message))]
+
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        """Messages of any lengths. What does not fit into the first round follows in as many as the longest takes."""
+        room = BLOCK_BYTES - _LENGTH.size
+        rows = self._blocks.take_turn()
+        _LENGTH.pack_into(rows[self.rank], 0, len(message))
+        first = message[:room]
+        rows[self.rank][_LENGTH.size : _LENGTH.size + len(first)] = first
+        self._meet()
+        lengths = [_LENGTH.unpack_from(row)[0] for row in rows]
+        received = [
+            bytearray(row[_LENGTH.size : _LENGTH.size + min(length, room)])
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        for start in range(room, max(lengths), BLOCK_BYTES):
+            rows = self._blocks.take_turn()
+            part = message[start : start + BLOCK_BYTES]
+            rows[self.rank][: len(part)] = part
+            self._meet()
+            for collected, row, length in zip(received, rows, lengths, strict=True):
+                collected += row[: max(0, min(length - start, BLOCK_BYTES))]
+        return [bytes(collected) for collected in received]
+
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
+        message = pickle.dumps(value) if self.rank == source else b""
+        told = self._guard(what, lambda: self._gather_bytes(message))[source]
+        return value if self.rank == source else pickle.loads(told)
+
+    def barrier(self, what: str) -> None:
+        self._guard(what, self._meet)
+
+    # -- left to the process group ----------------------------------------------------------------------------------
+
+    def subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        return self._sockets.subgroup(ranks)
+
+    def split(self) -> Communicator:
+        return self._sockets.split()
+
+    def report_failure(self, message: str) -> None:
+        self._sockets.report_failure(message)
+
+    def forget_failure(self) -> None:
+        self._sockets.forget_failure()
+
+    def close(self) -> None:
+        self._blocks.lockstep.leave()
+        self._sockets.close()
+        self._neighbours.close()
+
+
+class _Done:
+    """A collective that is over."""
+
+    def wait(self) -> None:
+        return None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
