@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ from torchstrat.parameter_server.transport import RpcEndpoint
 SECRET = b"the secret of the clusters in these tests"
 PATIENCE_SECONDS = 60.0
 """For what takes milliseconds, on a machine that may be busy with anything."""
+
+
+def _state_of(thread: Path) -> str:
+    """The letter in proc(5): "T" for one that is stopped."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 class Odd(Exception):  # noqa: N818
@@ -132,6 +138,16 @@ class Node:
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            self._wait_until_stopped(self.process.pid)
+
+    @staticmethod
+    def _wait_until_stopped(pid: int) -> None:
+        """kill(2) returns before the process's threads stand still: one may yet answer a call."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while any(_state_of(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
+            assert time.monotonic() < deadline, f"process {pid} was told to stop and goes on"
+            time.sleep(0.001)
 
     def leave(self) -> int | None:
         """Let the process end by itself; its exit code."""

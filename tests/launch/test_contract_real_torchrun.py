@@ -18,9 +18,15 @@ pytestmark = pytest.mark.launch
 PROCESSES = 2
 ROOT = Path(__file__).parents[2]
 
+ROWS = [
+    # tests/multiprocess has every case under every row; what is new here is torchrun and one case after another.
+    pytest.param(row, marks=[] if row in ("mirrored", "central_storage") else pytest.mark.soak)
+    for row in contract.TORCHRUN
+]
+
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("row", contract.TORCHRUN)
+@pytest.mark.parametrize("row", ROWS)
 def test_numbers_of_one_device(row: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
     command = [*torchrun, "-m", "torchstrat.testing.record", row, str(tmp_path)]

@@ -287,8 +287,8 @@ class FakeEndpoint:
             packed = pack_request(payload, method)
             receiver = self._reach(to)
         except TorchstratError as error:
-            self._waiting.claim(to.incarnation, future)
-            future.set_exception(error)
+            if self._waiting.claim(to.incarnation, future):  # else the peer's end has settled it in the meantime
+                future.set_exception(error)
             return future
         self._network._begin(_Call(self, receiver, to, method, packed, seconds, future))
         return future
