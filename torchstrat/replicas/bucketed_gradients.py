@@ -1,9 +1,15 @@
-"""Gradients of one replica per process: combined while backward runs, complete when ``backward()`` returns."""
+"""Gradients of one replica per process: complete, and alike on all ranks, when ``backward()`` returns.
+
+Between hosts they travel in buckets while backward runs. Where processes share memory they are added up in place when
+it ends: both cores of a busy machine have nothing to overlap.
+"""
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +17,7 @@ from torchstrat._torch_private import queue_backward_callback
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.gradients import CombinedGradient, is_left_over, is_plain, shares
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree
+from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
@@ -23,6 +29,8 @@ CATCH_UP = "optimizer step (combining gradients that no backward pass combined)"
 # Added to a gradient's place in the ready order:
 _SPARSE = 1 << 20  # it is sparse
 _AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
+
+_NOTHING, _DENSE, _SPARSE_TOO = range(3)  # what a rank contributes to a gradient
 
 _EMPTY = Roster({})
 
@@ -57,14 +65,18 @@ class BucketedGradients:
         self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
         self._roster, self._index = _EMPTY, dict[int, int]()
         self._active = False
+        self._communicator: Any = None  # a `Communicator` from the first run on
+        self._summing: SumsInPlace | None = None
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def begin(self, roster: Roster, communicator: Communicator, everyone: int, weight: Callable[[], float]) -> None:
         """``everyone`` counts the ranks of the job, of which those of ``communicator`` take part."""
         self._everyone = everyone
-        self._communicator, self._weight = communicator, weight
-        self._summing = communicator if isinstance(communicator, SumsInPlace) else None
+        if communicator is not self._communicator:
+            self._communicator = communicator
+            self._summing = communicator if isinstance(communicator, SumsInPlace) else None
+        self._weight = weight
         self._works_by_parts = self._op is ReduceOp.SUM or self.no_sync or self.pending
         self._scaled = self._op is ReduceOp.MEAN and self._works_by_parts
         self._pass = 0
@@ -135,6 +147,9 @@ class BucketedGradients:
         index = self._index.get(id(tensor))
         if index is None:
             return  # no other rank has it
+        if self._summing is not None:
+            self._ready[index] = None
+            return
         if index in self._contributed:
             # A reentrant backward pass (checkpointing) and the one around it both use the tensor.
             self._again.add(index)
@@ -145,11 +160,12 @@ class BucketedGradients:
             self._plan.start_complete(self._communicator, BACKWARD)
 
     def _open_pass(self) -> None:
-        self._begin_pass(BACKWARD)
         self._ready = {}
-        self._plan = self._plan_of_pass()
-        self._plan.reset()
-        queue_backward_callback(self._flush)
+        if self._summing is None:
+            self._begin_pass(BACKWARD)
+            self._plan = self._plan_of_pass()
+            self._plan.reset()
+        queue_backward_callback(self._flush if self._summing is None else self._flush_in_place)
 
     def _plan_of_pass(self) -> Plan:
         if self._communicator.size < self._everyone:
@@ -165,16 +181,24 @@ class BucketedGradients:
     def _exchange_weights(self, call: str) -> list[float]:
         """The share of each rank; makes sure on the way that all ranks count with the same variables."""
         rows = agree(self._communicator, call, (self._weight(), self._roster.digest))
-        if any(row[1] != rows[0][1] for row in rows):
+        self._use_what_all_have([row[1] for row in rows], call)
+        return self._shares_of([row[0] for row in rows])
+
+    def _use_what_all_have(self, digests: list[float], call: str) -> None:
+        if any(digest != digests[0] for digest in digests):
             self.use(self._roster.in_common(self._communicator, call))
-        weights = [row[0] for row in rows]
+
+    def _shares_of(self, weights: list[float]) -> list[float]:
         return shares(self._op, weights if any(weights) else [1.0] * len(weights))
 
     # -- combining --------------------------------------------------------------------------------------------------
 
     def _begin_pass(self, call: str) -> None:
+        self._set_shares(call, self._exchange_weights(call))
+
+    def _set_shares(self, call: str, shares: list[float]) -> None:
         self._call = call
-        self._shares = self._exchange_weights(call)
+        self._shares = shares
         self._contributed: set[int] = set()
         self._again: set[int] = set()
         self._factor_after = 1.0  # of what all ranks bring
@@ -239,6 +263,40 @@ class BucketedGradients:
         self._pass += 1
         self.pending = False
 
+    def _flush_in_place(self) -> None:
+        """The same where gradients are added up in place, with a single exchange if all ranks have the same ones."""
+        assert self._ready is not None
+        ready, self._ready = self._ready, None
+        self._forget_zeroed(ready)
+        kinds = self._kinds_here(ready)
+        found = [self._tensors[index] for index in ready]
+        rows = agree(self._communicator, BACKWARD, (self._weight(), self._roster.digest, float(zlib.crc32(kinds))))
+        self._use_what_all_have([row[1] for row in rows], BACKWARD)
+        self._set_shares(BACKWARD, self._shares_of([row[0] for row in rows]))
+        ready = {self._index[id(tensor)]: None for tensor in found if id(tensor) in self._index}
+        if all_equal([row[1:] for row in rows]):
+            dense = {index for index, kind in enumerate(kinds) if kind == _DENSE}
+            sparse = {index for index, kind in enumerate(kinds) if kind == _SPARSE_TOO}
+        else:
+            dense, sparse, _ = _kinds(self._exchange_places(ready))
+        self._combine_dense(sorted(dense), ready)
+        self._combine_sparse(sorted(sparse - dense), ready)
+        self._pass += 1
+        self.pending = False
+
+    def _kinds_here(self, ready: Container[int]) -> bytes:
+        """Per tensor: what this rank has to contribute."""
+        return bytes(
+            (_DENSE if tensor.grad.layout == torch.strided else _SPARSE_TOO)
+            if tensor.grad is not None and (index in ready or self._has_part(tensor))
+            else _NOTHING
+            for index, tensor in enumerate(self._tensors)
+        )
+
+    def _has_part(self, tensor: torch.Tensor) -> bool:
+        """Whether something was accumulated under ``no_sync`` and is still there."""
+        return self._works_by_parts and self._states[id(tensor)].accumulated
+
     def _forget_zeroed(self, ready: Container[int]) -> None:
         """Gradients that were accumulated under ``no_sync`` and have been zeroed or removed since."""
         for index, tensor in enumerate(self._tensors if self._works_by_parts else ()):
@@ -264,8 +322,6 @@ class BucketedGradients:
 
     def _remake_plan(self, places: torch.Tensor, dense: set[int]) -> None:
         """The next plan of this pass: the first rank's order, then what only others had. Kept while it foresees all."""
-        if self._summing is not None:
-            return  # nothing is collected
         if self._communicator.size < self._everyone or dense <= self._plan.bucket_of.keys():
             return
         first = places[0]
@@ -293,14 +349,14 @@ class BucketedGradients:
         groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
         with torch.no_grad():
             for index in indices:
-                after = self._factors_of(self._tensors[index])[1]
-                groups.setdefault(after, []).append((index, self._own_part(index, ready)))
+                before, after = self._factors_of(self._tensors[index])
+                groups.setdefault(after, []).append((index, self._own_part(index, ready, before)))
             for after, members in groups.items():
                 communicator.sum_in_place([part for _, part in members], after, self._call)
                 for index, combined in members:
                     self._put(index, combined)
 
-    def _own_part(self, index: int, ready: Container[int]) -> torch.Tensor:
+    def _own_part(self, index: int, ready: Container[int], factor: float) -> torch.Tensor:
         """What this rank contributes, where it may be overwritten: its gradient itself, if that can be."""
         tensor = self._tensors[index]
         if not self._contributes(index, ready):
@@ -312,8 +368,7 @@ class BucketedGradients:
             part = _dense(part).detach().clone(memory_format=torch.contiguous_format)
         if self._works_by_parts and state.accumulated and state.base is not None:
             part.sub_(_dense(state.base))
-        before, _ = self._factors_of(tensor)
-        return part if before == 1.0 else part.mul_(before)
+        return part if factor == 1.0 else part.mul_(factor)
 
     def _put(self, index: int, combined: torch.Tensor) -> None:
         """Make the combined gradient this rank's own, if it is not already."""
@@ -321,10 +376,12 @@ class BucketedGradients:
         earlier = self._earlier(index)
         if earlier is not None:
             combined.add_(_dense(earlier))
+        if tensor.grad is combined:
+            self._record(tensor)
+            return
         if tensor.grad is None or not is_plain(tensor.grad) or not _is_dense_in_memory(tensor.grad):
             tensor.grad = torch.empty_like(tensor, requires_grad=False)
-        if tensor.grad is not combined:
-            tensor.grad.copy_(combined)
+        tensor.grad.copy_(combined)
         self._record(tensor)
 
     def _earlier(self, index: int) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
-from torchstrat.replicas.roster import roster_of
+from torchstrat.replicas.roster import Roster, roster_of
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
@@ -163,7 +163,7 @@ class PerProcessReplica:
 
     # -- variables --------------------------------------------------------------------------------------------------
 
-    def _take_over_initial_values(self) -> None:
+    def _take_over_initial_values(self) -> Roster:
         """Rank 0's values for every variable that was not there before. Every rank has created the same ones."""
         roster = roster_of(self.registry)
         slots = self.registry.named_buffer_slots()
@@ -181,6 +181,7 @@ class PerProcessReplica:
             )
             agree(self._world, call)
             broadcast_tensors(self._world, fresh, OWNER, call)
+        return roster
 
     def _is_known(self, name: str, owner: Any) -> bool:
         reference = self._known.get(name)
@@ -221,18 +222,20 @@ class PerProcessReplica:
         adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
         if adopted:
             warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
-        self._take_over_initial_values()
+        roster = self._take_over_initial_values()
         if not weights.active:
             return PerReplica((), replica_ids=())
         if len(weights.active) == self.num_replicas:
-            result = self._run_replica(fn, args, kwargs)
+            result = self._run_replica(roster, fn, args, kwargs)
         else:
-            result = self._run_without_idle(weights.active, fn, args, kwargs)
+            result = self._run_without_idle(weights.active, roster, fn, args, kwargs)
         self._gradients.pending |= self._gradients.no_sync
         self._watch_optimizers()
         return result
 
-    def _run_without_idle(self, active: list[int], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_without_idle(
+        self, active: list[int], roster: Roster, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         idle = IdleReplicas(
             self._world,
             active,
@@ -248,7 +251,7 @@ class PerProcessReplica:
         if self._world.rank in active:
             self._communicator = group
             try:
-                result = self._run_replica(fn, args, kwargs)
+                result = self._run_replica(roster, fn, args, kwargs)
             finally:
                 self._communicator = self._world
         result = idle.after_run(result)
@@ -256,10 +259,9 @@ class PerProcessReplica:
         self._edits.begin(roster_of(self.registry).tensors)
         return result
 
-    def _run_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_replica(self, roster: Roster, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         me, weights = self._world.rank, self._weights
         assert weights is not None
-        roster = roster_of(self.registry)
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)

@@ -1,9 +1,9 @@
 """The sum of every rank's tensors, made where they lie.
 
 Tensors of one dtype are read as one long row, which is cut into chunks of a block. Of each chunk every rank owns a
-portion: the others publish theirs of it, the owner adds them up in the order of ranks, multiplies, and publishes the
-sum. So each rank adds up an equal part, and every one has the same bits. Chunks overlap: one is published while the one
-before is added up, and both with one meeting. What is small is published whole and added up by everybody.
+portion: the others publish theirs of it, the owner adds them up in the order of ranks and publishes the sum. So each
+rank adds up an equal part, and every one has the same bits. Chunks overlap: one is published while the one before is
+added up, and both with one meeting. What is small is published whole and added up by everybody.
 """
 
 from __future__ import annotations
@@ -111,20 +111,40 @@ class InPlaceSum:
     def _sum_in_chunks(self, row: list[torch.Tensor], chunks: tuple[Chunk, ...], factor: float) -> None:
         turns = self._blocks.both_turns_of(row[0].dtype)
         first = self._blocks.take_turns(len(chunks))
+        add_up = self._add_up_two if self._blocks.size == 2 else self._add_up
+        # Two ranks multiply what they publish, which costs nothing on the way; with more, the sum is multiplied.
+        before = factor if self._blocks.size == 2 else 1.0
         for step in range(len(chunks) + 1):
             if step < len(chunks):
-                self._publish(row, chunks[step], turns[(first + step) & 1])
+                self._publish(row, chunks[step], turns[(first + step) & 1], before)
             if step > 0:
-                self._add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
+                add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
             self._meet()
             if step > 0:
                 self._read_back(row, chunks[step - 1], turns[(first + step - 1) & 1])
 
-    def _publish(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor]) -> None:
+    def _publish(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
         mine = blocks[self._blocks.rank]
         for rank, portion in enumerate(chunk):
             if rank != self._blocks.rank and portion.pieces:
-                _join(_views(row, portion), mine[portion.start : portion.stop])
+                _join(_views(row, portion), mine[portion.start : portion.stop], factor)
+
+    def _add_up_two(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
+        """The sum of two is made where it is kept: their order does not matter."""
+        me = self._blocks.rank
+        portion = chunk[me]
+        if not portion.pieces:
+            return
+        views, other = _views(row, portion), blocks[1 - me][portion.start : portion.stop]
+        if len(views) == 1 and factor == 1.0:  # of whole numbers, perhaps
+            views[0].add_(other)
+        elif len(views) == 1:
+            torch.add(other, views[0], alpha=factor, out=views[0])
+        else:
+            if factor != 1.0:
+                foreach_mul_(views, factor)
+            foreach_add_(views, other.split(portion.sizes))
+        _join(views, blocks[me][portion.start : portion.stop])
 
     def _add_up(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
         me = self._blocks.rank
@@ -133,12 +153,6 @@ class InPlaceSum:
             return
         views = _views(row, portion)
         parts = [block[portion.start : portion.stop] for block in blocks]
-        if len(parts) == 2:  # the order of two does not matter, and the sum can be made where it is kept
-            _add(views, parts[1 - me], portion.sizes)
-            if factor != 1.0:
-                foreach_mul_(views, factor)
-            _join(views, parts[me])
-            return
         _join(views, parts[me])
         total = parts[0] + parts[1]
         for part in parts[2:]:
@@ -158,18 +172,15 @@ def _views(row: list[torch.Tensor], portion: Portion) -> list[torch.Tensor]:
     return [row[piece.tensor][piece.start : piece.stop] for piece in portion.pieces]
 
 
-def _join(pieces: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    if len(pieces) == 1:
-        target.copy_(pieces[0])
-    else:
+def _join(pieces: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 1.0) -> None:
+    if len(pieces) > 1:
         torch.cat(list(pieces), out=target)
-
-
-def _add(pieces: Sequence[torch.Tensor], other: torch.Tensor, sizes: tuple[int, ...]) -> None:
-    if len(pieces) == 1:
-        pieces[0].add_(other)
+        if factor != 1.0:
+            target.mul_(factor)
+    elif factor != 1.0:
+        torch.mul(pieces[0], factor, out=target)
     else:
-        foreach_add_(pieces, other.split(sizes))
+        target.copy_(pieces[0])
 
 
 def _spread(source: torch.Tensor, pieces: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> None:
