@@ -57,7 +57,20 @@ class OneDeviceConfig(StrategyConfig):
 
 
 @dataclass
-class MirroredConfig(StrategyConfig):
+class CollectiveConfig(StrategyConfig):
+    """What the strategies with synchronous replicas are told besides."""
+
+    collectives: str = "auto"
+    """How processes talk: ``auto`` (in memory that they share, where all are on one host and compute on CPUs),
+    ``process_group`` (gloo, NCCL) or ``shared_memory`` (an error where it cannot be had)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_one_of("strategy.collectives", self.collectives, ("auto", "process_group", "shared_memory"))
+
+
+@dataclass
+class MirroredConfig(CollectiveConfig):
     name: str = "mirrored"
     replicas: int | None = None
     """Replicas in this process: that many GPUs, or virtual replicas of the CPU (``cpu:0``, ``cpu:1``, …).
@@ -73,14 +86,14 @@ class MirroredConfig(StrategyConfig):
 
 
 @dataclass
-class MultiWorkerMirroredConfig(StrategyConfig):
+class MultiWorkerMirroredConfig(CollectiveConfig):
     """Processes are found from the launcher's environment; a process started alone is a cluster of one worker."""
 
     name: str = "multi_worker_mirrored"
 
 
 @dataclass
-class CentralStorageConfig(StrategyConfig):
+class CentralStorageConfig(CollectiveConfig):
     name: str = "central_storage"
     replicas: int | None = None
     """As for ``mirrored``."""

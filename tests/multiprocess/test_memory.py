@@ -37,9 +37,9 @@ def _train(strategy, width):
     return model, optimizer, step
 
 
-def _measure(name, replicas):
+def _measure(name, replicas, **options):
     """(bytes that training holds, bytes estimated before), in this process."""
-    options = {"timeout": timedelta(seconds=100)}
+    options["timeout"] = timedelta(seconds=100)
     devices = [f"cpu:{index}" for index in range(replicas)] if replicas > 1 else None
     strategy = ts.registry.get(name)(devices, **options)
     try:
@@ -62,9 +62,15 @@ def _measure(name, replicas):
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 
 
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
-def test_processes_hold_what_was_estimated(name):
-    results = spawn(_measure, 2, (name, 1), timeout_seconds=300)
+def _measure_on(name, collectives):
+    return _measure(name, 1, collectives=collectives)
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives"), [("mirrored", "auto"), ("central_storage", "auto"), ("mirrored", "process_group")]
+)
+def test_processes_hold_what_was_estimated(name, collectives):
+    results = spawn(_measure_on, 2, (name, collectives), timeout_seconds=300)
     held = sum(result[0] for result in results)
     estimated = results[0][1]
     assert results[1][1] == estimated

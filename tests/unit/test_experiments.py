@@ -88,7 +88,15 @@ def test_a_strategy_that_picks_its_device_cannot_be_kept_off_gpus(created, gpus)
         assert set(options_of(created, schema.MultiWorkerMirroredConfig(), accelerator="cpu")) == {
             "gradient_reduce_op",
             "timeout",
+            "collectives",
         }
+
+
+def test_how_processes_talk(created):
+    chosen = schema.CentralStorageConfig(collectives="process_group")
+    assert options_of(created, chosen)["collectives"] == "process_group"
+    with pytest.raises(InvalidArgumentError, match=r"strategy\.collectives=sockets is not known; choose one of auto"):
+        schema.MirroredConfig(collectives="sockets")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torchstrat.config import (
     AdamWConfig,
     CentralStorageConfig,
     ClusterConfig,
+    CollectiveConfig,
     ExperimentConfig,
     MirroredConfig,
     ModelConfig,
@@ -56,6 +57,8 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     }
     chosen = config.strategy
     cpu_only = config.cluster.accelerator == "cpu"
+    if isinstance(chosen, CollectiveConfig):
+        options["collectives"] = chosen.collectives
     if isinstance(chosen, OneDeviceConfig):
         if chosen.device is not None or cpu_only:
             options["device"] = chosen.device or "cpu:0"

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat import nest, reduction
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
@@ -125,9 +125,11 @@ class PerProcessReplica:
         return self._streams
 
     def copies(self) -> list[Copies]:
-        """Every rank keeps parameters, gradients and their buckets; under central storage the owner alone has state."""
+        """Every rank keeps parameters, gradients and the buckets they travel in, if they do; under central storage the
+        owner alone has state."""
+        buckets = 0 if isinstance(self._world, SumsInPlace) else 1
         return [
-            Copies(self._device, 1, 1, 1, 1 if not self._central or rank == OWNER else 0, 1)
+            Copies(self._device, 1, 1, 1, 1 if not self._central or rank == OWNER else 0, buckets)
             for rank in range(self.num_replicas)
         ]
 
