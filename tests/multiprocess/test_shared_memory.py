@@ -18,7 +18,7 @@ import torch
 import torchstrat as ts
 from torchstrat.collectives.shared_memory import futex, neighbours, segment
 from torchstrat.errors import CommunicationError, UnsupportedError
-from torchstrat.testing import Workers
+from torchstrat.testing import Workers, contract
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -144,6 +144,37 @@ def test_every_call_exchanges_what_it_promises(two_processes: Workers) -> None:
             "nothing": [(0, 3), (0, 3)],
             "booleans": [True, True],
         }
+
+
+SOME_CASES = 12
+"""Of the training cases, for a quick look; soak has all of them."""
+
+
+def run_cases(names: list[str], strategy_name: str) -> list[contract.Snapshot]:
+    row = contract.TORCHRUN[strategy_name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [contract.run_row(contract.CASES[name], row) for name in names]
+
+
+@pytest.mark.deadline(600)
+@pytest.mark.parametrize("strategy_name", ["mirrored", "central_storage"])
+@pytest.mark.parametrize(
+    ("processes", "is_whole"),
+    [(4, False), pytest.param(4, True, marks=pytest.mark.soak), pytest.param(8, True, marks=pytest.mark.soak)],
+)
+def test_training_cases_with_more_processes_than_two(processes: int, is_whole: bool, strategy_name: str) -> None:
+    names = [name for name, case in contract.CASES.items() if not case.needs_compiler]
+    names = names if is_whole else names[:: len(names) // SOME_CASES]
+    with Workers(processes, timeout_seconds=500) as workers:
+        ranks = workers.run(run_cases, names, strategy_name)
+    for number, name in enumerate(names):
+        case = contract.CASES[name]
+        snapshots = [rank[number] for rank in ranks]
+        contract.check_agreement(case, snapshots)
+        expected = contract.reference(case, processes)
+        for snapshot in snapshots:
+            contract.check(case, snapshot, expected)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

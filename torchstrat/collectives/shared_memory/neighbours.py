@@ -51,7 +51,7 @@ class Place(NamedTuple):
     def here() -> Place:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             machine = file.read().strip()
-        return Place(machine, os.stat("/proc/self/ns/net").st_ino, os.getuid())
+        return Place(machine, os.stat("/proc/self/ns/net").st_ino, os.geteuid())
 
 
 class Neighbours:
@@ -74,8 +74,9 @@ class Neighbours:
         if why_not is None:
             try:
                 place = Place.here()
+                os.close(os.pidfd_open(os.getpid()))  # a sandbox may refuse it
             except OSError as error:
-                why_not = f"this process cannot tell where it runs: {error}"
+                why_not = f"the system refuses what it needs: {error}"
         everyone = self._communicator.all_gather_object((why_not, place), MEETING)
         for rank, (reason, _) in zip(self._communicator.ranks, everyone, strict=True):
             if reason is not None:
@@ -154,7 +155,7 @@ class Neighbours:
         self._sockets = [connection]
         connection.settimeout(_PATIENCE_SECONDS)
         connection.connect(name)
-        if _user_of(connection) != os.getuid():
+        if _user_of(connection) != os.geteuid():
             raise PermissionError("another user's process answers at the socket of replica 0")
         socket.send_fds(connection, [_HELLO.pack(key, self._communicator.rank)], [own])
         _, processes, _, _ = socket.recv_fds(connection, 1, self._communicator.size)
@@ -212,7 +213,7 @@ class Neighbours:
 def _receive_hello(connection: socket.socket, key: bytes) -> tuple[int, int] | None:
     """A caller's rank and pidfd; None if it is not one of this job, or another user's."""
     try:
-        if _user_of(connection) != os.getuid():
+        if _user_of(connection) != os.geteuid():
             return None
         message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     except OSError:
