@@ -6,22 +6,24 @@ only file to change.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 
 
-def look_up(path: str) -> Any:
-    found: Any = torch
+def look_up(path: str, module: ModuleType = torch) -> Any:
+    found: Any = module
     for name in path.split("."):
         try:
             found = getattr(found, name)
         except AttributeError:
             raise ImportError(
-                f"torchstrat needs torch.{path}, which torch {torch.__version__} does not have. "
+                f"torchstrat needs {module.__name__}.{path}, which torch {torch.__version__} does not have. "
                 "torchstrat supports torch 2.9 and later; please report the version above."
             ) from None
     return found
@@ -48,9 +50,15 @@ push_function_mode: Callable[[Any], None] = look_up("overrides._push_mode")
 pop_function_mode: Callable[[], Any] = look_up("overrides._pop_mode")
 push_dispatch_mode: Callable[[Any], None] = look_up("utils._python_dispatch._push_mode")
 pop_dispatch_mode: Callable[[], Any] = look_up("utils._python_dispatch._pop_mode")
+count_function_modes: Callable[[], int] = look_up("_C._len_torch_function_stack")
 count_dispatch_modes: Callable[[], int] = look_up("_C._len_torch_dispatch_stack")
 DisableTorchFunction: Callable[[], Any] = look_up("_C.DisableTorchFunction")
 """``with DisableTorchFunction():`` neither modes nor tensor subclasses see what is done in the block."""
+
+set_grad_enabled: Callable[[bool], None] = look_up("_C._set_grad_enabled")
+"""`torch.set_grad_enabled` as a plain function: without the object that a ``with`` block needs."""
+
+is_any_autocast_enabled: Callable[[], bool] = look_up("_C._is_any_autocast_enabled")
 
 _top_saved_tensor_hooks = look_up("_C._autograd._top_saved_tensors_default_hooks")
 
@@ -68,6 +76,22 @@ set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = 
 
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._swap_tensor_impl")
 """Exchanges what two tensor objects stand for, on whichever devices; whoever holds the objects sees it."""
+
+# Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all
+# the rest of entering and leaving an empty run.
+registration_hooks: tuple[dict[int, Any], ...] = tuple(
+    look_up(f"nn.modules.module._global_{kind}_registration_hooks") for kind in ("parameter", "buffer", "module")
+)
+_optimizer_module = importlib.import_module("torch.optim.optimizer")  # not to be had as an attribute of torch.optim
+optimizer_pre_hooks: dict[int, Any] = look_up("_global_optimizer_pre_hooks", _optimizer_module)
+optimizer_post_hooks: dict[int, Any] = look_up("_global_optimizer_post_hooks", _optimizer_module)
+
+
+def new_hook_key() -> int:
+    """One that no other hook has, in whichever of the dictionaries above."""
+    key: int = torch.utils.hooks.RemovableHandle(optimizer_pre_hooks).id
+    return key
+
 
 # Fused multi-tensor arithmetic: what the optimizers themselves run on.
 foreach_add_: Callable[..., None] = look_up("_foreach_add_")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchstrat.errors import ContextError, InvalidArgumentError, StrategyMixingError
 from torchstrat.reduction import ReduceOp, parse_gather_axis
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
     from torchstrat.strategy import Strategy
 
 
-@dataclass(frozen=True)
-class _Frame:
+class _Frame(NamedTuple):
     strategy: Strategy
     replica: ReplicaContext | None  # None: cross-replica context
 
@@ -71,14 +68,24 @@ def in_cross_replica_context() -> bool:
     return frame is not None and frame.replica is None
 
 
-@contextmanager
-def enter(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None]:
-    """Push a frame on this thread for the duration of the block."""
-    _frames.stack.append(_Frame(strategy, replica))
-    try:
-        yield
-    finally:
+class _Entered:
+    """A plain class, not a generator: every replica of every run enters one."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self, frame: _Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        _frames.stack.append(self._frame)
+
+    def __exit__(self, *_: Any) -> None:
         _frames.stack.pop()
+
+
+def enter(strategy: Strategy, replica: ReplicaContext | None) -> AbstractContextManager[None]:
+    """Push a frame on this thread for the duration of the block. What it returns may be entered again, anywhere."""
+    return _Entered(_Frame(strategy, replica))
 
 
 def push_cross(strategy: Strategy) -> None:

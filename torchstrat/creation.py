@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as module_hooks
 
+from torchstrat._torch_private import new_hook_key, registration_hooks
 from torchstrat.reachable import HELPER_TYPES
 
 
@@ -32,27 +32,24 @@ class Watcher:
     """An optimizer, scheduler or gradient scaler has been made."""
 
 
-def watch(watcher: Watcher) -> Callable[[], None]:
-    """Report members; returns what ends it."""
+class MembersWatch:
+    """Reports members from `begin` to `end`."""
 
-    def on_member(module: nn.Module, name: str, member: Any) -> None:
-        if watcher.is_current():
-            watcher.on_member(module, name, member)
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._key = new_hook_key()
 
-    handles = [
-        register(on_member)
-        for register in (
-            module_hooks.register_module_parameter_registration_hook,
-            module_hooks.register_module_buffer_registration_hook,
-            module_hooks.register_module_module_registration_hook,
-        )
-    ]
+    def begin(self) -> None:
+        for hooks in registration_hooks:
+            hooks[self._key] = self._on_member
 
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
+    def end(self) -> None:
+        for hooks in registration_hooks:
+            hooks.pop(self._key, None)
 
-    return undo
+    def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+        if self._watcher.is_current():
+            self._watcher.on_member(module, name, member)
 
 
 def watch_classes(watcher: Watcher) -> Callable[[], None]:

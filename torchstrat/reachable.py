@@ -60,16 +60,26 @@ class Start:
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:
-        self._objects = [value for value in (*_from_callable(fn), *arguments) if not isinstance(value, _ATOMS)]
-        self.is_closed = all(_is_closed(value) for value in self._objects)
-        self._keys = [_key(value) for value in self._objects if not _is_data(value)]
+        self._objects: list[Any] = []
+        self._keys: list[tuple[int, weakref.ref[Any] | None]] = []
+        self.is_closed = True
+        for value in itertools.chain(_from_callable(fn), arguments):
+            if isinstance(value, _ATOMS):
+                continue
+            self._objects.append(value)
+            if not _is_data(value):
+                self._keys.append(_key(value))
+            if self.is_closed and not _is_closed(value):
+                self.is_closed = False
 
     def is_same(self, earlier: Start) -> bool:
         """Whether it starts from the very same objects as one whose objects may be gone by now."""
-        return len(self._keys) == len(earlier._keys) and all(
-            own == other and (reference is None or reference() is not None)
-            for (own, _), (other, reference) in zip(self._keys, earlier._keys, strict=True)
-        )
+        if len(self._keys) != len(earlier._keys):
+            return False
+        for (own, _), (other, reference) in zip(self._keys, earlier._keys, strict=True):
+            if own != other or (reference is not None and reference() is None):
+                return False
+        return True
 
     def walk(self, *, again: bool = False) -> Reached:
         """What is reached. The nearest first, so that a step that reaches a whole data set still shows its model.
@@ -113,6 +123,7 @@ def _is_closed(value: Any) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_library(module_name: str | None) -> bool:
     root = (module_name or "").partition(".")[0]
     return root in _LIBRARIES or root in sys.stdlib_module_names
@@ -186,8 +197,8 @@ def _from_function(fn: types.FunctionType) -> Iterator[Any]:
     yield from (fn.__kwdefaults__ or {}).values()
     if _is_library(fn.__module__):
         return
-    names = set(_names(fn.__code__))
-    for name in _names(fn.__code__):
+    names = _names(fn.__code__)
+    for name in names:
         value = fn.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             if not _is_library(value.__name__):
@@ -197,10 +208,10 @@ def _from_function(fn: types.FunctionType) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> list[str]:
-    """Global and attribute names used by a function and by the functions defined in it."""
-    names = list(code.co_names)
+def _names(code: types.CodeType) -> dict[str, None]:
+    """Global and attribute names used by a function and by the functions defined in it, in order."""
+    names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.extend(_names(constant))
+            names.update(_names(constant))
     return names

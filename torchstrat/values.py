@@ -146,15 +146,17 @@ for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge"):
     setattr(Mirrored, f"__{_name}__", _delegate(f"__{_name}__"))
 
 
+_OPENED = (PerReplica, Mirrored)
+
+
 def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
     """What one replica sees of a nest: its own component of every distributed value, all else unchanged."""
-
-    def select(leaf: Any) -> Any:
-        if isinstance(leaf, PerReplica | Mirrored):
-            return leaf.component(replica_id)
-        return leaf
-
-    return nest.map_structure(select, structure)
+    if isinstance(structure, _OPENED):
+        return structure.component(replica_id)
+    if not nest.is_nested(structure):
+        return structure
+    children = [select_replica(replica_id, child) for _, child in nest.children(structure)]
+    return nest.rebuild(structure, children)
 
 
 def find_batch_info(structure: nest.Nest) -> BatchInfo | None:

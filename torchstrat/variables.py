@@ -9,20 +9,18 @@ Everything is held weakly: a model that the user drops is forgotten.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, KeysView
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.creation import Watcher, watch, watch_classes
+from torchstrat.creation import MembersWatch, Watcher, watch_classes
 from torchstrat.reachable import Reached, Start
 
 
-@dataclass(frozen=True)
-class BufferSlot:
+class BufferSlot(NamedTuple):
     """One entry of a module's buffers. The entry, not the tensor: modules may replace the tensor by assignment."""
 
     module: nn.Module
@@ -31,6 +29,18 @@ class BufferSlot:
     @property
     def tensor(self) -> torch.Tensor | None:
         return self.module._buffers.get(self.name)
+
+
+class Members(NamedTuple):
+    """What there is at one moment, found in one walk."""
+
+    modules: list[nn.Module]
+    tensors: list[torch.Tensor]
+    """As of `VariableRegistry.tensors`."""
+    buffer_slots: list[BufferSlot]
+    helpers: list[Any]
+    changes: int
+    """`VariableRegistry.changes` of that moment."""
 
 
 class WeakOrdered:
@@ -61,6 +71,10 @@ class WeakOrdered:
     def number_of(self, value: Any) -> int:
         return self._numbers.get(id(value), -1)
 
+    def ids(self) -> KeysView[int]:
+        """What `id` gives for each of them."""
+        return self._references.keys()
+
     def numbered(self) -> Iterator[tuple[int, Any]]:
         """With the number that each got when it was added. Numbers are never used again, so they are equal on all
         processes of an SPMD program, even where one of them has not yet collected an object that another has."""
@@ -89,7 +103,8 @@ class VariableRegistry:
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
         self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
-        self._opened: list[list[Callable[[], None]]] = []
+        self._members_watch = MembersWatch(self._watcher)
+        self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
         self._walked: dict[Any, Start] = {}
         self._step: Any = None  # what the last adopted function is known by
         self._copying: set[Any] = set()  # step functions that have been seen to make deep copies
@@ -108,12 +123,18 @@ class VariableRegistry:
 
     def open(self, *, classes: bool = True) -> None:
         """Start recording what is created. Calls nest. ``classes``: deep copies and helpers too, not only members."""
-        self._opened.append([watch(self._watcher), *([watch_classes(self._watcher)] if classes else [])])
+        if not self._opened:
+            self._members_watch.begin()
+        self._opened.append(watch_classes(self._watcher) if classes else None)
 
     def close(self) -> None:
-        for undo in self._opened.pop():
-            undo()
-        if not self._opened:
+        end_classes = self._opened.pop()
+        if end_classes is not None:
+            end_classes()
+        if self._opened:
+            return
+        self._members_watch.end()
+        if self._has_unknown_children():
             for module in list(self._modules):
                 self._add_tree(module)
 
@@ -173,10 +194,22 @@ class VariableRegistry:
 
     def _grow(self) -> None:
         """Children that were put into known modules since: a new head, a parametrization."""
+        if self._has_unknown_children():
+            for module in self._modules:
+                for child in module._modules.values():
+                    if child is not None and child not in self._modules:
+                        self._add_tree(child)
+
+    def _has_unknown_children(self) -> bool:
+        """Asked at both ends of every run. A module's children are in a plain dictionary, so nothing tells."""
+        known = self._modules.ids()
+        if not known:
+            return False
         for module in self._modules:
             for child in module._modules.values():
-                if child is not None and child not in self._modules:
-                    self._add_tree(child)
+                if child is not None and id(child) not in known:
+                    return True
+        return False
 
     def _add_tree(self, module: nn.Module) -> None:
         if self._modules.add(module):
@@ -200,14 +233,25 @@ class VariableRegistry:
     def tensors(self) -> list[torch.Tensor]:
         """Parameters of the modules, leaf tensors, and what optimizers hold; each once. Looked up anew at every call,
         since parameters may be replaced (``load_state_dict(assign=True)``, ``.to()``, pruning)."""
+        return self.members().tensors
+
+    def members(self) -> Members:
+        """Modules, tensors, buffers and helpers. Looked up anew at every call, for the reason given at `tensors`."""
+        changes, modules, slots = self.changes, list(self._modules), []
         found: dict[int, torch.Tensor] = {}
-        for module in self._modules:
+        for module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     found.setdefault(id(parameter), parameter)
-        for tensor in (*self._tensors, *self._optimizer_tensors()):
+            for name in module._buffers:
+                slots.append(BufferSlot(module, name))
+        helpers = list(self._helpers)
+        for tensor in self._tensors:
             found.setdefault(id(tensor), tensor)
-        return list(found.values())
+        for helper in helpers:
+            for tensor in _tensors_of(helper):
+                found.setdefault(id(tensor), tensor)
+        return Members(modules, list(found.values()), slots, helpers, changes)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.baton import Baton, ReplicaAborted
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.variables import VariableRegistry
 
 
 def make_stand_in(optimizer: Optimizer) -> Optimizer:
@@ -61,7 +60,7 @@ def with_closure(optimizer: Optimizer, closure: Any, args: tuple[Any, ...], kwar
 
 
 class CentralStep:
-    """The step hooks of one run.
+    """The step hooks of one run, under ``hook_key`` among torch's.
 
     ``shield()`` and ``unshield()`` enclose what Ctrl-C must not leave half-done. ``is_replica_thread()``: whether the
     calling thread runs a replica of this run; the hooks see every optimizer of the process.
@@ -72,32 +71,32 @@ class CentralStep:
         components: Components,
         gradients: GradientExchange,
         baton: Baton,
-        registry: VariableRegistry,
         is_replica_thread: Callable[[], bool],
         combine_losses: Callable[[dict[int, Any]], Any],
+        hook_key: int,
     ) -> None:
         self._components = components
         self._gradients = gradients
         self._baton = baton
         self._is_replica_thread = is_replica_thread
         self._combine_losses = combine_losses
-        self._numbers = {id(optimizer): number for number, optimizer in enumerate(registry.optimizers())}
+        self._numbers: dict[int, int] = {}
         self._own: dict[int, tuple[Optimizer, int]] = {}  # optimizers that one replica made for itself, and which
         self._drivers: list[ClosureDriver] = []
         self._driver_threads: set[int] = set()
-        self._handles: list[Any] = []
+        self._hook_key = hook_key
 
-    def __enter__(self) -> CentralStep:
+    def begin(self, helpers: list[Any]) -> None:
+        """``helpers``: with the optimizers that there are before the run."""
+        optimizers = [helper for helper in helpers if isinstance(helper, Optimizer)]
+        self._numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
         self._leader = self._baton.first
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
-        return self
+        optimizer_pre_hooks[self._hook_key] = self._before
+        optimizer_post_hooks[self._hook_key] = self._after
 
-    def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def end(self) -> None:
+        optimizer_pre_hooks.pop(self._hook_key, None)
+        optimizer_post_hooks.pop(self._hook_key, None)
         for driver in self._drivers:
             driver.abandon()
 

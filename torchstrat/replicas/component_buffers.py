@@ -54,23 +54,23 @@ class ComponentBuffers:
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self._devices = dict(enumerate(devices))
-        self._states: list[_BufferState] = []
+        self.states: list[_BufferState] = []
         self._replicas: list[int] = []
         self._modules: set[int] = set()
 
     def begin(self, slots: list[BufferSlot], modules: Iterable[nn.Module], replicas: list[int]) -> None:
         self._replicas = replicas
         self._modules = {id(module) for module in modules}
-        self._states = [_BufferState(slot, slot.tensor) for slot in slots]
-        for state in self._states:
+        self.states = [_BufferState(slot, slot.tensor) for slot in slots]
+        for state in self.states:
             state.give_each(replicas, self._devices)
 
     def park(self, replica: int) -> None:
-        for state in self._states:
+        for state in self.states:
             state.park(replica)
 
     def install(self, replica: int) -> None:
-        for state in self._states:
+        for state in self.states:
             state.install(replica)
 
     def was_there(self, module: nn.Module) -> bool:
@@ -85,7 +85,7 @@ class ComponentBuffers:
             state.give_each(self._replicas, self._devices)
             state.central = copy_to(value, value.device)
             state.install(replica)
-            self._states.append(state)
+            self.states.append(state)
 
     def add_module(self, module: nn.Module, made_by: int) -> None:
         """A module made in this run, whose buffers have their first values; ``made_by`` is the replica installed."""
@@ -94,13 +94,13 @@ class ComponentBuffers:
                 state = _BufferState(BufferSlot(module, name), value, made_by)
                 state.give_each(self._replicas, self._devices)
                 state.install(made_by)
-                self._states.append(state)
+                self.states.append(state)
 
     def _knows(self, module: nn.Module, name: str) -> bool:
-        return any(state.slot.module is module and state.slot.name == name for state in self._states)
+        return any(state.slot.module is module and state.slot.name == name for state in self.states)
 
     def note_use(self, module: nn.Module, replica: int) -> None:
-        for state in self._states:
+        for state in self.states:
             if state.slot.module is module and replica != state.made_by:
                 state.is_shared = True
 
@@ -112,7 +112,7 @@ class ComponentBuffers:
         no say: a batch without rows makes nan of a running mean.
         """
         counted = [replica for replica, weight in zip(self._replicas, weights, strict=True) if weight] or self._replicas
-        for state in self._states:
+        for state in self.states:
             replicas = counted if state.made_by is None or state.is_shared else [state.made_by]
             if state.replaced:
                 self._merge_replaced(state, replicas)
@@ -135,12 +135,12 @@ class ComponentBuffers:
 
     def end(self, *, failed: bool) -> None:
         """Install the modules' own buffers; they have changed where `merge` was called."""
-        for state in self._states:
+        for state in self.states:
             if failed:
                 state.put(state.original)
             if state.original is not None and state.central is not None:
                 state.original.data = state.central
-        self._states, self._replicas, self._modules = [], [], set()
+        self.states, self._replicas, self._modules = [], [], set()
 
 
 def _merge(components: list[torch.Tensor], *, training: bool) -> torch.Tensor:

@@ -17,12 +17,12 @@ class ComponentHelpers:
     """The helpers of one run after the other. The leader works on the user's own objects, the others on copies."""
 
     def __init__(self) -> None:
-        self._helpers: list[tuple[Any, dict[int, dict[str, Any]], int]] = []  # helper, attributes, whose last
+        self.helpers: list[tuple[Any, dict[int, dict[str, Any]], int]] = []  # helper, attributes, whose last
         self._known: set[int] = set()
         self._replicas: list[int] = []
 
     def begin(self, helpers: list[Any], replicas: list[int]) -> None:
-        self._replicas, self._helpers, self._known = replicas, [], set()
+        self._replicas, self.helpers, self._known = replicas, [], set()
         self.add(helpers, replicas[0])
 
     def add(self, helpers: list[Any], owner: int) -> None:
@@ -33,28 +33,28 @@ class ComponentHelpers:
                 own = vars(helper)
                 share = not isinstance(helper, Optimizer) or _torch_steps(helper)
                 attributes = {r: own if r == owner else _private(own, share_state=share) for r in self._replicas}
-                self._helpers.append((helper, attributes, owner))
+                self.helpers.append((helper, attributes, owner))
 
     def copy_again(self) -> None:
         """Give the others copies of what their owner's attributes have become, while all replicas stand still."""
-        kept = [(helper, owner, attributes[owner]) for helper, attributes, owner in self._helpers]
-        self._helpers, self._known = [], set()
+        kept = [(helper, owner, attributes[owner]) for helper, attributes, owner in self.helpers]
+        self.helpers, self._known = [], set()
         for helper, owner, own in kept:
             helper.__dict__ = own
             self.add([helper], owner)
 
     def park(self, replica: int) -> None:
-        for helper, attributes, _ in self._helpers:
+        for helper, attributes, _ in self.helpers:
             attributes[replica] = helper.__dict__
 
     def install(self, replica: int) -> None:
-        for helper, attributes, _ in self._helpers:
+        for helper, attributes, _ in self.helpers:
             helper.__dict__ = attributes[replica]
 
     def end(self) -> None:
-        for helper, attributes, owner in self._helpers:
+        for helper, attributes, owner in self.helpers:
             helper.__dict__ = attributes[owner]
-        self._helpers, self._known, self._replicas = [], set(), []
+        self.helpers, self._known, self._replicas = [], set(), []
 
 
 def _torch_steps(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ that every replica makes takes effect once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renormed_rows import merge_renormed_rows, renormed_tables
 from torchstrat.replicas.tensor_slot import TensorSlot
-from torchstrat.variables import VariableRegistry
+from torchstrat.variables import Members, VariableRegistry
 
 CENTRAL = -1
 """The place of the central components where no replica computes on the device that holds them."""
@@ -61,23 +61,24 @@ class Components:
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
-    def begin(self, replicas: list[int]) -> None:
-        """Give every replica of this run its components, equal to the central ones. The central ones stay installed."""
-        registry, device = self._registry, self._parameter_device
+    def begin(self, replicas: list[int], members: Members) -> None:
+        """Give every replica of this run its components, equal to the central ones. The central ones stay installed.
+
+        ``members``: what the registry has now.
+        """
+        device = self._parameter_device
         self._replicas = list(replicas)
         self._leader = replicas[0]
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
         self._installed, self._is_parked, self._steps = self._home, False, 0
-        modules = list(registry.modules())
-        self._changes = registry.changes
-        self._tables = renormed_tables(modules)
-        self._take(registry.tensors())
+        self._changes = members.changes
+        self._tables = renormed_tables(members.modules)
+        self._take(members.tensors)
         self.refresh()
-        self._buffers.begin(registry.buffer_slots(), modules, self._replicas)
-        self._helpers.begin(registry.helpers(), self._replicas)
+        self._buffers.begin(members.buffer_slots, members.modules, self._replicas)
+        self._helpers.begin(members.helpers, self._replicas)
         if self._home == self._leader:
             self._install_objects(self._leader)
-        self.streams.begin(self._replicas)
 
     def end(self, weights: list[float] | None) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.
@@ -95,7 +96,6 @@ class Components:
         if weights is not None and self._home == CENTRAL:
             self._carry_to_central()
         self._install(self._home)
-        self.streams.activate(None)
         self.streams.end()
         self._buffers.end(failed=weights is None)
         self._helpers.end()
@@ -119,9 +119,21 @@ class Components:
             if keeps_unedited and version != slot.version and slot.unedited is None:
                 self._keep_unedited(slot)
         if key != CENTRAL:
-            self._buffers.park(key)
-            self._helpers.park(key)
+            if self._buffers.states:
+                self._buffers.park(key)
+            if self._helpers.helpers:
+                self._helpers.park(key)
         self._is_parked = True
+
+    def has_nothing_to_swap(self, replica: int | None) -> bool:
+        """Whether it is the turn of ``replica`` already, but for the random numbers."""
+        return (
+            replica == self._installed
+            and not self._is_parked
+            and not self._steps
+            and not self._lazy
+            and self._registry.changes == self._changes
+        )
 
     def activate(self, replica: int | None) -> None:
         """Install a replica's components in the user's objects. None: all replicas stand still, the slots hold all."""
@@ -172,8 +184,10 @@ class Components:
         self._installed, self._is_parked = key, False
 
     def _install_objects(self, replica: int) -> None:
-        self._buffers.install(replica)
-        self._helpers.install(replica)
+        if self._buffers.states:
+            self._buffers.install(replica)
+        if self._helpers.helpers:
+            self._helpers.install(replica)
 
     def _carry_to_central(self, slots: Iterable[TensorSlot] | None = None) -> None:
         """What the leader did to its components, and its gradients, as the central ones; for parked slots.
@@ -251,23 +265,30 @@ class Components:
         slots[key] = slot = TensorSlot(tensor, forget)
         return slot
 
+    @property
+    def has_lazy(self) -> bool:
+        """Whether there are parameters whose shapes are not known yet."""
+        return bool(self._lazy)
+
     def _take(self, tensors: list[torch.Tensor]) -> None:
-        self._lazy = [tensor for tensor in tensors if is_lazy(tensor)]
-        alive = set()
+        self._lazy = []
+        slots, alive = self._slots, set()
         for tensor in tensors:
+            if is_lazy(tensor):
+                self._lazy.append(tensor)
             if not _is_variable(tensor):
                 continue
-            alive.add(id(tensor))
-            slot = self._slots.get(id(tensor))
+            key = id(tensor)
+            alive.add(key)
+            slot = slots.get(key)
             if slot is None or slot.reference() is not tensor:
                 slot = self._new_slot(tensor)
             slot.take(tensor)
             self._begin_grads(slot)
-            slot.data = {key: slot.data[key] for key in self._replicas if key in slot.data and key != self._home}
-            slot.data[self._home] = tensor.data
-            slot.versions[self._home] = tensor._version
-        for key in [key for key in self._slots if key not in alive]:
-            del self._slots[key]
+            slot.keep_data_of(self._replicas)
+        if len(alive) < len(slots):
+            for key in [key for key in slots if key not in alive]:
+                del slots[key]
 
     def _begin_grads(self, slot: TensorSlot) -> None:
         """Keep the replicas' own gradients if `.grad` is as the last run left it; else everyone starts from `.grad`."""
@@ -284,12 +305,14 @@ class Components:
             if replica != self._home:
                 slot.grads[replica] = None if grad is None else grad.detach().clone().to(device)
 
-    def register_newborn(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def register_newborn(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Variables that appeared during the run: lazy parameters now materialised, modules first built in a step; and
         ``tensors``, if they are new.
 
         The replica whose turn it is, or was, made their value; it becomes everyone's.
         """
+        if self._registry.changes == self._changes and not self._lazy and not tensors:
+            return
         found = list(tensors)
         if self._registry.changes != self._changes:
             self._changes = self._registry.changes
@@ -334,6 +357,8 @@ class Components:
         or parked."""
         slots = self._slots
         chosen = list(slots.values()) if tensors is None else [slots[id(t)] for t in tensors if id(t) in slots]
+        if not chosen:
+            return
         home, is_installed = self._home, self._installed == self._home
         others = [(replica, self._devices[replica]) for replica in self._replicas if replica != home]
         into: dict[int, list[torch.Tensor]] = {replica: [] for replica, _ in others}
@@ -404,7 +429,7 @@ class Components:
 
     def register_module(self, module: nn.Module) -> None:
         """A new module's variables have their first values and are about to be used."""
-        self.register_newborn(tensor for tensor in module._parameters.values() if tensor is not None)
+        self.register_newborn([tensor for tensor in module._parameters.values() if tensor is not None])
         if not self._buffers.was_there(module):
             self._buffers.add_module(module, self._holder)
 

@@ -99,12 +99,15 @@ def regroup(results: dict[int, Any], *, is_all: bool = True) -> Any:
     return _regroup(ids, [results[one] for one in ids], is_one_of_several=len(ids) == 1 and not is_all)
 
 
+_COPIED = (list, dict)  # what replicas share is not wrapped, but these are: one replica may have changed its own
+
+
 def _regroup(ids: tuple[int, ...], values: list[Any], *, is_one_of_several: bool) -> Any:
     first = values[0]
     if is_one_of_several and not nest.is_nested(first):
         return PerReplica(values, replica_ids=ids) if _is_own(first) else first
     is_one_object = all(value is first for value in values) and not is_one_of_several
-    if is_one_object and not isinstance(first, list | dict):
+    if is_one_object and not isinstance(first, _COPIED):
         return first
     if not nest.is_nested(first):
         return PerReplica(values, replica_ids=ids)

@@ -82,6 +82,11 @@ class GradientExchange:
         return any(slot.unsynced for slot in self._components.slots())
 
     @property
+    def begins_with_early_hooks(self) -> bool:
+        """`needs_early_hooks`, as of the beginning of this run."""
+        return self._op is ReduceOp.SUM or self._scaled
+
+    @property
     def needs_early_hooks(self) -> bool:
         """Sums need to know what was in ``.grad`` before; accumulation without synchronisation scales each share."""
         return self._op is ReduceOp.SUM or self.is_no_sync or self._has_unsynced()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchstrat import context, nest, reduction
+from torchstrat._torch_private import new_hook_key
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
@@ -36,6 +38,10 @@ from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variables import VariableRegistry
+
+
+def _inputs_of(replica: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    return [select_replica(replica, value) for value in args], select_replica(replica, kwargs) if kwargs else {}
 
 
 class InProcessReplicas:
@@ -62,10 +68,11 @@ class InProcessReplicas:
         self._gradients = GradientExchange(self._components, gradient_op)
         self._hooks = GradientHooks(self._gradients)
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
+        self._hook_key = new_hook_key()
         self._entry = threading.Lock()
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
-        self._contexts = [ReplicaContext(strategy, replica) for replica in range(len(devices))]
+        self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
         self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0])
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -134,17 +141,18 @@ class InProcessReplicas:
     # -- run --------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        weights = StepWeights(range(self.num_replicas), find_batch_info((args, kwargs)))
+        leaves = [*nest.leaves(list(args)), *nest.leaves(kwargs)] if args or kwargs else []
+        weights = StepWeights(range(self.num_replicas), find_batch_info(leaves) if leaves else None)
         if self._runs_plainly:
             self._weights = weights
             return self._run_plainly(fn, args, kwargs)
         # Resolved before anything runs: a value without a component for some replica must change nothing.
-        inputs = {r: (select_replica(r, list(args)), select_replica(r, kwargs)) for r in weights.active}
+        inputs = {r: _inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
         try:
             self._weights = weights
-            adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
+            adopted = self.registry.adopt(fn, leaves)
             if adopted:
                 warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
             if not weights.active:
@@ -167,22 +175,23 @@ class InProcessReplicas:
 
     def _run_plainly(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One replica on the device of the variables: the caller's thread, the user's objects as they are."""
-        with enter(self._strategy, self._contexts[0]):
-            return fn(*select_replica(0, list(args)), **select_replica(0, kwargs))
+        with self._entering[0]:
+            own_args, own_kwargs = _inputs_of(0, args, kwargs)
+            return fn(*own_args, **own_kwargs)
 
     def _run_replicas(
         self, baton: Baton, weights: StepWeights, fn: Callable[..., Any], inputs: dict[int, Any]
     ) -> dict[int, Any]:
         state = ThreadState()
         step = CentralStep(
-            self._components, self._gradients, baton, self.registry, self._is_current, self._combine_losses
+            self._components, self._gradients, baton, self._is_current, self._combine_losses, self._hook_key
         )
         newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
 
         def body(replica: int) -> Any:
             replica_args, replica_kwargs = inputs[replica]
-            with enter(self._strategy, self._contexts[replica]):
-                return state.call(self._torch_devices[replica], lambda: fn(*replica_args, **replica_kwargs))
+            with self._entering[replica]:
+                return state.call(self._torch_devices[replica], partial(fn, *replica_args, **replica_kwargs))
 
         try:
             return baton.run(
@@ -197,31 +206,43 @@ class InProcessReplicas:
 
     def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn, step: CentralStep) -> None:
         replicas = weights.active
-        idle = [replica for replica in range(self.num_replicas) if replica not in replicas]
+        everyone = range(self.num_replicas)
+        idle = [] if len(replicas) == len(everyone) else [one for one in everyone if one not in replicas]
         with OwnSettings():
-            self._components.begin(replicas)
+            members = self.registry.members()
+            self._components.begin(replicas, members)
             self._gradients.begin(replicas, idle, baton.meet, lambda: baton.holder, weights.values)
-            self._hooks.attach(self.registry.tensors(), early=self._gradients.needs_early_hooks)
+            self._hooks.attach(members.tensors, early=self._gradients.begins_with_early_hooks)
         self.registry.on_copy = self._note_copy
-        newborn.__enter__()
-        step.__enter__()
+        newborn.begin(members.modules if self._components.has_lazy else ())
+        step.begin(members.helpers)
+        self._components.streams.begin(replicas)  # last: what fails before leaves the user's generator as it was
 
     def _end(self, weights: StepWeights, newborn: Newborn, step: CentralStep, *, failed: bool) -> None:
-        step.__exit__()
-        newborn.__exit__()
-        self.registry.on_copy = None
-        try:
-            with OwnSettings():
-                self._gradients.end()
-                self._components.end(None if failed else weights.values())
-        finally:
-            self._baton = None
+        with OwnSettings():
+            try:
+                self._components.activate(None)
+            except BaseException:
+                failed = True
+                raise
+            finally:
+                step.end()
+                newborn.end()
+                self.registry.on_copy = None
+                try:
+                    self._gradients.end()
+                    self._components.end(None if failed else weights.values())
+                finally:
+                    self._baton = None
 
     def _is_current(self) -> bool:
         """Whether the calling thread is in this strategy's scope or runs one of its replicas."""
         return context.get_strategy() is self._strategy
 
     def _switch(self, replica: int | None) -> None:
+        if self._components.has_nothing_to_swap(replica):
+            self._components.streams.activate(replica)
+            return
         with OwnSettings():
             self._components.activate(replica)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,14 +36,21 @@ class Newborn:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Newborn:
-        for module in self._registry.modules():
+        self.begin(self._registry.modules())
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.end()
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """A run begins. ``modules``: all that may have lazy parameters."""
+        for module in modules:
             if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
                 self.watch(module)
         self._registry.on_member = self._on_member
         self._registry.open(classes=self._registry.may_create)
-        return self
 
-    def __exit__(self, *_: Any) -> None:
+    def end(self) -> None:
         self._registry.close()
         self._registry.on_member = None
         for handle in self._handles:

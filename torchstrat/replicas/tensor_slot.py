@@ -72,6 +72,11 @@ class TensorSlot:
         self.tensor = tensor
         self.made_by, self.is_shared, self.is_copy = None, True, False
 
+    def keep_data_of(self, replicas: list[int]) -> None:
+        """Give up the components of all others; those of a run are overwritten when it begins."""
+        for key in [key for key in self.data if key not in replicas]:
+            del self.data[key]
+
     def release(self) -> None:
         """The run has ended. Until the next one, the tensor lives only as long as the user keeps it."""
         grad = self.tensor.grad

@@ -12,13 +12,16 @@ import torch
 from torchstrat._torch_private import (
     DisableTorchFunction,
     count_dispatch_modes,
+    count_function_modes,
     dispatch_mode_stack,
     function_mode_stack,
+    is_any_autocast_enabled,
     pop_dispatch_mode,
     pop_function_mode,
     push_dispatch_mode,
     push_function_mode,
     saved_tensor_hooks,
+    set_grad_enabled,
 )
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -32,19 +35,22 @@ class ThreadState:
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in _AUTOCAST_DEVICES
-            if torch.is_autocast_enabled(device)
-        ]
+        self._autocast = _autocast_dtypes() if is_any_autocast_enabled() else []
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._function_modes = function_mode_stack()
-        self._dispatch_modes = dispatch_mode_stack()
+        self._function_modes = function_mode_stack() if count_function_modes() else []
+        self._dispatch_modes = dispatch_mode_stack() if count_dispatch_modes() else []
         self._saved_tensor_hooks = saved_tensor_hooks()
         self._threads = torch.get_num_threads()
         self._context = contextvars.copy_context()
         has_cuda = torch.cuda.is_initialized()
         self._streams = [torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())] if has_cuda else []
+        self._is_plain = self._grad and not (
+            self._inference
+            or self._autocast
+            or self._function_modes
+            or self._dispatch_modes
+            or self._saved_tensor_hooks is not None
+        )
 
     def call(self, device: torch.device, fn: Callable[[], Any]) -> Any:
         """Run ``fn`` on this thread as if it were the other one, with ``device`` as the current CUDA device."""
@@ -53,6 +59,12 @@ class ThreadState:
     def _call(self, device: torch.device, fn: Callable[[], Any]) -> Any:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+        if self._is_plain and device.type != "cuda" and not count_function_modes() and not count_dispatch_modes():
+            try:
+                return fn()  # nothing to set
+            finally:
+                if count_function_modes() or count_dispatch_modes():
+                    _set_modes([], [])
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
@@ -68,6 +80,12 @@ class ThreadState:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensor_hooks))
             stack.enter_context(_modes(self._function_modes, self._dispatch_modes))
             return fn()
+
+
+def _autocast_dtypes() -> list[tuple[str, torch.dtype]]:
+    return [
+        (device, torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)
+    ]
 
 
 @contextlib.contextmanager
@@ -110,11 +128,11 @@ class OwnSettings:
             self._inference.__enter__()
         self._grad = torch.is_grad_enabled()
         if self._grad:
-            torch.set_grad_enabled(False)
+            set_grad_enabled(False)
 
     def __exit__(self, *_: Any) -> None:
         if self._grad:
-            torch.set_grad_enabled(True)
+            set_grad_enabled(True)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
         for mode in self._dispatch_modes:
