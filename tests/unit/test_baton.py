@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.replicas.baton import Baton, WorkerThreads
+from torchstrat.replicas.baton import Baton
+from torchstrat.replicas.worker_threads import WorkerThreads
 
 
 @pytest.fixture

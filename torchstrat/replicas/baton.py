@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.replicas.worker_threads import Gate, WorkerThreads
 
 Combine = Callable[[dict[int, Any]], dict[int, Any]]
 """From every body's payload, by id, to every body's result. Runs once, while all bodies stand still."""
@@ -31,31 +30,6 @@ class _State(enum.Enum):
     RUNNING = "holds the baton"
     WAITING = "stands at a meeting"
     ENDED = "returned or raised"
-
-
-class _Worker:
-    """A daemon thread that runs one job after the other. Threads are kept because each new one would make its own
-    OpenMP team at its first parallel operator."""
-
-    def __init__(self, name: str) -> None:
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=_work, args=(self.jobs,), name=name, daemon=True)
-        self.thread.start()
-
-
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # the last job must not keep a finished run alive
-
-
-def _dismiss(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.jobs.put(None)
-    for worker in workers:
-        if worker.thread is not threading.current_thread():
-            worker.thread.join(timeout=1.0)
-    workers.clear()
 
 
 class _Interruption:
@@ -132,40 +106,20 @@ def _set_exception(thread_id: int, exception: Any) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), exception)
 
 
-class WorkerThreads:
-    """The threads of one strategy: made on first use, ended by `close` or when the strategy is collected."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _dismiss, self._workers)
-
-    def submit(self, index: int, job: Callable[[], None]) -> None:
-        while len(self._workers) <= index:
-            self._workers.append(_Worker(f"{self._name}-{len(self._workers)}"))
-        self._workers[index].jobs.put(job)
-
-    def close(self) -> None:
-        _dismiss(self._workers)
-
-
 class Baton:
     """One run of several bodies. ``holder`` is the id of the body that runs now.
 
     ``on_switch(id)`` is called just before a body gets its turn, on whichever thread hands over; with None before a
-    `Combine` runs and when the run is over.
+    `Combine` runs and, if `run` is not told what to do at the ``end``, when the run is over.
     """
 
     def __init__(self, ids: Sequence[int], threads: WorkerThreads, on_switch: Callable[[int | None], None]) -> None:
         self._ids = list(ids)
-        self._threads = threads
         self._on_switch = on_switch
         self._states = dict.fromkeys(self._ids, _State.NEW)
-        self._gates = {one: threading.Lock() for one in self._ids}
-        for gate in self._gates.values():
-            gate.acquire()
-        self._over = threading.Lock()
-        self._over.acquire()
+        # All at once and here: what cannot be made must not be missed in the midst of a run.
+        self._workers = dict(zip(self._ids, threads.first(len(self._ids)), strict=True))
+        self._callers_gate = threads.callers_gate
         self._calls: dict[int, str] = {}
         self._payloads: dict[int, Any] = {}
         self._results: dict[int, Any] = {}
@@ -203,12 +157,12 @@ class Baton:
         self._body, self._begin, self._end = body, begin, end
         self.is_begun = True
         try:
-            self._threads.submit(0, self._launch)
-            self._over.acquire()
+            self._workers[self.first].put(self._launch).open()
+            self._wait_for_end()
         except BaseException as interruption:  # Ctrl-C, or an exception set from outside
             self._error = self._error or interruption
             if self._interruption.send():
-                self._over.acquire()
+                self._wait_for_end()
             else:
                 self.is_over = True
         returned, error = self._returned, self._error
@@ -221,6 +175,10 @@ class Baton:
             raise error
         finally:
             del error, returned
+
+    def _wait_for_end(self) -> None:
+        while not self.is_over:
+            self._callers_gate.wait()
 
     @property
     def first(self) -> int:
@@ -258,30 +216,33 @@ class Baton:
         if me == self._ids[0]:
             self._combine = combine
         self._states[me] = _State.WAITING
-        self._pass_on()
-        self._gates[me].acquire()
+        gate, own = self._pass_on(), self._workers[me].gate
+        if gate is not own:
+            gate.open()
+        while self._states[me] is not _State.RUNNING:
+            own.wait()
         if self._error is not None:
             raise ReplicaAborted
         result = self._results.pop(me)
         self._interruption.enter(depth)
         return result
 
-    def _pass_on(self) -> None:
+    # These return the gate of the thread that goes on. Whoever opens it has to wait or end then; that thread may be
+    # awake already, and goes on as soon as it sees that it can.
+
+    def _pass_on(self) -> Gate:
         """After the holder stopped or ended: the next body's turn, the meeting, or the end of the run."""
         if self._error is not None:
-            self._unwind()
-            return
+            return self._unwind()
         for one in self._ids:
             if self._states[one] in (_State.NEW, _State.READY):
-                self._hand_to(one)
-                return
-        self._close_meeting()
+                return self._hand_to(one)
+        return self._close_meeting()
 
-    def _close_meeting(self) -> None:
+    def _close_meeting(self) -> Gate:
         waiting = [one for one in self._ids if self._states[one] is _State.WAITING]
         if not waiting:
-            self._finish()
-            return
+            return self._finish()
         self.holder = None
         try:
             self._on_switch(None)
@@ -290,13 +251,12 @@ class Baton:
             self._results = self._combine(self._payloads)
         except BaseException as error:
             self._error = self._error or error
-            self._unwind()
-            return
+            return self._unwind()
         self._meetings += 1
         self._calls, self._payloads = {}, {}
         for one in waiting:
             self._states[one] = _State.READY
-        self._hand_to(waiting[0])
+        return self._hand_to(waiting[0])
 
     def _check_agreement(self, waiting: list[int]) -> None:
         ended = [one for one in self._ids if self._states[one] is _State.ENDED]
@@ -312,68 +272,68 @@ class Baton:
             "the same order; look for a branch that depends on the replica's data or id."
         )
 
-    def _unwind(self) -> None:
+    def _unwind(self) -> Gate:
         """Wake the bodies that wait, one after the other, so that each ends with `ReplicaAborted`."""
         for one in self._ids:
             if self._states[one] in (_State.WAITING, _State.READY):
-                self._hand_to(one)
-                return
-        self._finish()
+                return self._hand_to(one)
+        return self._finish()
 
-    def _finish(self) -> None:
-        try:
-            self._on_switch(None)
-        except BaseException as error:
-            self._error = self._error or error
+    def _finish(self) -> Gate:
         self.holder = None
         try:
-            if self._end is not None:
+            if self._end is None:
+                self._on_switch(None)
+            else:
                 self._end(self._error)
         except BaseException as error:
             self._error = self._error or error
-        self._conclude()
+        return self._conclude()
 
-    def _conclude(self) -> None:
+    def _conclude(self) -> Gate:
         self.is_over = True
-        self._over.release()
+        return self._callers_gate
 
-    def _hand_to(self, one: int) -> None:
+    def _hand_to(self, one: int) -> Gate:
+        if self._states[one] is not _State.NEW:
+            self._take_turn(one)
+            return self._workers[one].gate
+        if not self._take_turn(one):
+            return self._unwind()
+        return self._workers[one].put(lambda: self._main(one))
+
+    def _take_turn(self, one: int) -> bool:
+        """Make it the turn of a body. False if that failed and it has not begun yet; then it never does."""
         try:
             self._on_switch(one)
         except BaseException as error:
             self._error = self._error or error
             if self._states[one] is _State.NEW:
-                self._unwind()
-                return
+                return False
         self.holder = one
-        state, self._states[one] = self._states[one], _State.RUNNING
-        if state is _State.NEW:
-            self._threads.submit(self._ids.index(one), lambda: self._main(one))
-        else:
-            self._gates[one].release()
+        self._states[one] = _State.RUNNING
+        return True
 
-    def _launch(self) -> None:
+    def _launch(self) -> Gate | None:
         if not self._interruption.start():
-            return  # interrupted before anything was done
+            return None  # interrupted before anything was done
         try:
             if self._begin is not None:
                 self._begin()
         except BaseException as error:
             self._error = self._error or error
-            self._conclude()
-            return
-        if self._error is not None:
-            self._finish()
-        else:
-            self._hand_to(self._ids[0])
+            return self._conclude()
+        if self._error is not None or not self._take_turn(self.first):
+            return self._finish()
+        return self._main(self.first)
 
-    def _main(self, me: int) -> None:
+    def _main(self, me: int) -> Gate:
         error = self._run_body(me)
         if error is not None and not isinstance(error, ReplicaAborted) and self._error is None:
             self._error, self._failed = error, me
         del error
         self._states[me] = _State.ENDED
-        self._pass_on()
+        return self._pass_on()
 
     def _run_body(self, me: int) -> BaseException | None:
         assert self._body is not None

@@ -25,7 +25,7 @@ from torchstrat.errors import ContextError
 from torchstrat.gradients import GradientHooks, check_weight, shares
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.baton import Baton, WorkerThreads
+from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.central_step import CentralStep
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.components import Components
@@ -36,6 +36,7 @@ from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.weights import StepWeights
+from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variables import VariableRegistry
 

@@ -17,9 +17,9 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.baton import WorkerThreads
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.weights import StepWeights
+from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.run_options import RunOptions
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.tpu import lane_values

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrat._torch_private import set_version_counters
-from torchstrat.replicas.baton import Baton, WorkerThreads
+from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.central_step import make_stand_in
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.thread_state import ThreadState
+from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.variables import VariableRegistry
 
 FIRST = 0
@@ -129,7 +130,7 @@ class Passes:
             register_optimizer_step_post_hook(self._after_step),
         ]
         try:
-            returned = self._baton.run(main, begin=self._begin, end=lambda _: self._helpers.end())
+            returned = self._baton.run(main, begin=self._begin, end=lambda _: self._end())
         finally:
             for handle in handles:
                 handle.remove()
@@ -139,6 +140,10 @@ class Passes:
     def _begin(self) -> None:
         self._helpers.begin(self._registry.helpers(), list(range(self._count)))
         self._values.agree()
+
+    def _end(self) -> None:
+        self._switch(None)
+        self._helpers.end()
 
     def meet(self, call: str, payload: Any, combine: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
         """See `Baton.meet`."""
