@@ -250,11 +250,11 @@ import os, socket, sys
 os.setuid(65534)
 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 stranger.connect("\\0" + sys.argv[1])
-socket.send_fds(stranger, [bytes.fromhex(sys.argv[2])], [0])
 stranger.settimeout(10)
 try:
+    socket.send_fds(stranger, [bytes.fromhex(sys.argv[2])], [0])
     sys.exit(len(stranger.recv(1)))
-except ConnectionResetError:
+except (BrokenPipeError, ConnectionResetError):
     sys.exit(0)
 """
 
