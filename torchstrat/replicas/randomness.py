@@ -24,9 +24,6 @@ def stream_seed(seed: int, replica: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-_CPU = [torch.default_generator]
-
-
 class ReplicaStreams:
     """Swaps the state of the default generators (the CPU's and the replica's own GPU's) with the replicas' turns."""
 
@@ -50,7 +47,7 @@ class ReplicaStreams:
     def begin(self, replicas: Sequence[int]) -> None:
         """A run begins; the first of its replicas is active."""
         seed = torch.default_generator.initial_seed()
-        outside = [generator.get_state() for generator in (self._generators(None) if self._has_cuda else _CPU)]
+        outside = self._read(None)
         epoch = seedings.epoch_of(seed, outside[0])
         known_epoch, states = self._seeds.pop(seed, (epoch, {}))
         self._states = states if known_epoch == epoch else {}
@@ -61,9 +58,17 @@ class ReplicaStreams:
         self._outside = outside
         self._put(replicas[0], self._states[replicas[0]])
 
+    def _read(self, replica: int | None) -> list[torch.Tensor]:
+        if not self._has_cuda:
+            return [torch.default_generator.get_state()]
+        return [generator.get_state() for generator in self._generators(replica)]
+
     def _put(self, replica: int | None, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators(replica) if self._has_cuda else _CPU, states, strict=True):
-            generator.set_state(state)
+        if not self._has_cuda:
+            torch.default_generator.set_state(states[0])
+        else:
+            for generator, state in zip(self._generators(replica), states, strict=True):
+                generator.set_state(state)
         self._current = replica
 
     def _fresh(self, seed: int, replica: int) -> list[torch.Tensor]:
@@ -74,7 +79,7 @@ class ReplicaStreams:
         """Let the default generators be those of ``replica``; None: those outside of any run."""
         if replica == self._current:
             return
-        left = [generator.get_state() for generator in (self._generators(self._current) if self._has_cuda else _CPU)]
+        left = self._read(self._current)
         if self._current is None:
             self._outside = left
         else:
