@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from torchstrat import nest, reduction
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
@@ -29,6 +30,7 @@ from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
@@ -53,7 +55,8 @@ END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)
 class PerProcessReplica:
     """This process's replica; its id is the process's rank.
 
-    ``central``: rank 0 owns parameters and optimizer state, the others keep working copies of the parameters.
+    ``central``: parameters and optimizer state exist once, in memory that the ranks share. Where they have none, rank 0
+    owns both, and the others keep working copies of the parameters.
     """
 
     def __init__(
@@ -81,9 +84,10 @@ class PerProcessReplica:
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
         self._known: dict[str, weakref.ref[Any]] = {}
+        self._storage = CentralStorage.of(communicator) if central else None
         owns = not central or communicator.rank == OWNER
         self._owner_steps = OwnerSteps(
-            self._make_step(communicator), self._begin_outside, self._gradients.end, owns=owns
+            self._make_step(communicator), self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
         )
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -125,9 +129,20 @@ class PerProcessReplica:
         return self._streams
 
     def copies(self) -> list[Copies]:
-        """Every rank keeps parameters, gradients and their buckets; under central storage the owner alone has state."""
+        """Every rank keeps parameters, gradients and their buckets; under central storage the owner alone has state.
+
+        In shared memory there are no buckets, and in central storage there the parameters are counted as rank 0's.
+        """
+        buckets = 0 if isinstance(self._world, SumsInPlace) else 1
         return [
-            Copies(self._device, 1, 1, 1, 1 if not self._central or rank == OWNER else 0, 1)
+            Copies(
+                self._device,
+                parameters=1 if self._storage is None or rank == OWNER else 0,
+                buffers=1,
+                gradients=1,
+                optimizer_state=1 if not self._central or rank == OWNER else 0,
+                communication=buckets,
+            )
             for rank in range(self.num_replicas)
         ]
 
@@ -173,14 +188,19 @@ class PerProcessReplica:
                 found[f"buffer {name}"] = (slot.module, slot.tensor)
         known = {name for name, (owner, _) in found.items() if self._is_known(name, owner)}
         self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}
-        fresh = [tensor.detach() for name, (_, tensor) in found.items() if name not in known]
-        if fresh:
-            shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh)
+        fresh = {name: tensor.detach() for name, (_, tensor) in found.items() if name not in known}
+        moved_out = [] if self._storage is None else self._storage.moved_out(roster.items())
+        if fresh or moved_out:
+            shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh.values())
             call = "taking over rank 0's initial values of " + ", ".join(
                 f"{n} x {shape}" for shape, n in shapes.items()
             )
             agree(self._world, call)
-            broadcast_tensors(self._world, fresh, OWNER, call)
+            moved = set()
+            if self._storage is not None:
+                among = [name for name in roster.names if name in fresh or name in moved_out]
+                moved = self._storage.move_in(dict(roster.items()), among, self.registry.optimizers(), call)
+            broadcast_tensors(self._world, [t for name, t in fresh.items() if name not in moved], OWNER, call)
 
     def _is_known(self, name: str, owner: Any) -> bool:
         reference = self._known.get(name)
@@ -202,7 +222,18 @@ class PerProcessReplica:
         self._edits.note(parameters)
 
     def _make_step(self, communicator: Communicator) -> ProcessStep:
-        return ProcessStep(communicator, self._gradients, self._edits, self._mean_loss, central=self._central)
+        return ProcessStep(
+            communicator,
+            self._gradients,
+            self._edits,
+            self._mean_loss,
+            central=self._central,
+            storage=self._storage,
+        )
+
+    def _is_of_owner(self, optimizer: Optimizer) -> bool:
+        """Whether the owner alone has the optimizer's state."""
+        return self._central and (self._storage is None or not self._storage.shares(optimizer))
 
     def _watch_optimizers(self) -> None:
         """Under central storage a step outside of a run, too, is the owner's."""
@@ -240,7 +271,8 @@ class PerProcessReplica:
             self._gradients,
             self._owner_steps.keeping_state,
             torch_device(self._device),
-            central=self._central,
+            self._is_of_owner,
+            self._storage,
         )
         idle.before_run()
         result = None
