@@ -107,7 +107,7 @@ class ProcessStep:
             if self._storage.shares(optimizer):
                 self._storage.end_step(self._communicator, optimizer, call)
             else:
-                self._communicator.barrier(call)
+                agree(self._communicator, call)
             self._storage.parameters.stepped(tensors)
         if self._central:
             call = f"{self._call_name(optimizer)}: the owner's new parameters"
@@ -127,7 +127,7 @@ class ProcessStep:
         edited = self._edits.since_noted(elsewhere)
         edited += self._gradients.edited(t for t in tensors if id(t) not in left_over)
         missing = torch.tensor([tensor.grad is None for tensor in tensors])
-        numbers = (float(bool(left_over)), float(len(edited)), *fingerprint([*edited, missing]))
+        numbers: tuple[float, ...] = (float(bool(left_over)), float(len(edited)), *fingerprint([*edited, missing]))
         storage = self._storage
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)

@@ -27,9 +27,9 @@ class Work(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements ``[start, stop)`` of parameter number ``index``."""
+    """Elements ``[start, stop)`` of parameter number ``number``."""
 
-    index: int
+    number: int
     start: int
     stop: int
 

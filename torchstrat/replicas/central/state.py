@@ -29,10 +29,6 @@ class Entry:
     place: Place | None
     version: int
 
-    @staticmethod
-    def of(value: Any, place: Place | None) -> Entry:
-        return Entry(value, place, value._version) if place is not None else Entry(value, None, 0)
-
 
 class Made(NamedTuple):
     """An entry that a step has made on this rank, of its part of a parameter."""
@@ -105,11 +101,10 @@ class CentralState:
         for index, tensor in enumerate(tensors):
             before, entries = self.entries(optimizer, tensor), {}
             for name, (kind, value) in layout.get(index, {}).items():
-                place = places.get((index, name))
                 if kind == _KEPT:
                     entries[name] = before[name]
                 else:
-                    entries[name] = Entry.of(value if place is None else place.shown, place)
+                    entries[name] = _entry(value, places.get((index, name)))
             self._bind(optimizer, tensor, entries)
         self.generation += 1
 
@@ -120,7 +115,7 @@ class CentralState:
             entries = self.entries(optimizer, tensor)
             for name, value in (optimizer.state.get(tensor) or {}).items():
                 if name in entries and entries[name].value is value:
-                    told = (_KEPT, None)
+                    told: tuple[Any, Any] = (_KEPT, None)
                 else:
                     kind = _kind_like(value, tensor)
                     told = (kind, None if kind else value)
@@ -134,12 +129,12 @@ class CentralState:
         tensors = tensors_of(optimizer)
         own: dict[tuple[int, str], tuple[Any, Any]] = {}
         for part, name, value in made:
-            tensor = tensors[part.index]
+            tensor = tensors[part.number]
             if _is_slice(part, value, tensor):
-                own[part.index, name] = Kind(tuple(tensor.shape), tuple(tensor.stride()), value.dtype), None
+                own[part.number, name] = Kind(tuple(tensor.shape), tuple(tensor.stride()), value.dtype), None
             elif part.start == 0:
                 kind = _kind_like(value, tensor)
-                own[part.index, name] = kind, None if kind else value
+                own[part.number, name] = kind, None if kind else value
         told: dict[tuple[int, str], tuple[Any, Any]] = {}
         for one in world.all_gather_object(own, call):
             told = {**one, **told}
@@ -147,17 +142,16 @@ class CentralState:
         places = self._allocate(world, {key: kind for key, (kind, _) in told.items() if kind}, call)
         with torch.no_grad():
             for part, name, value in made:
-                place = places.get((part.index, name))
-                if place is not None and _is_slice(part, value, tensors[part.index]):
+                place = places.get((part.number, name))
+                if place is not None and _is_slice(part, value, tensors[part.number]):
                     place.written.view(-1)[part.start : part.stop].copy_(value)
                 elif place is not None and part.start == 0:
                     place.written.copy_(value)
         world.barrier(call)
         changed: dict[int, dict[str, Entry]] = {}
         for (index, name), (_, value) in told.items():
-            place = places.get((index, name))
             entries = changed.setdefault(index, dict(self.entries(optimizer, tensors[index])))
-            entries[name] = Entry.of(value if place is None else place.shown, place)
+            entries[name] = _entry(value, places.get((index, name)))
         for index, entries in changed.items():
             self._bind(optimizer, tensors[index], entries)
         self.generation += 1
@@ -182,6 +176,10 @@ class CentralState:
 
 
 _KEPT = "kept"
+
+
+def _entry(value: Any, place: Place | None) -> Entry:
+    return Entry(value, None, 0) if place is None else Entry(place.shown, place, place.shown._version)
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:

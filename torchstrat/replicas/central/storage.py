@@ -109,9 +109,9 @@ class CentralStorage:
         if communicator.rank == source:
             for memory, ranges in self._edits:
                 memory.publish(ranges)
-        communicator.barrier(call)
+        _meet(communicator, call)
         self.forget_edits()
-        communicator.barrier(call)
+        _meet(communicator, call)
 
     def forget_edits(self) -> None:
         for memory, ranges in self._edits:
@@ -142,7 +142,7 @@ class CentralStorage:
             self._prepared[optimizer] = prepared = _Prepared(
                 key, Twin(optimizer, tensors, parts, self.parameters, self.state)
             )
-            communicator.barrier(call)  # some have read what others are about to step
+            _meet(communicator, call)  # some have read what others are about to step
         return prepared.twin.make(optimizer)
 
     def _work(self, tensor: torch.Tensor, *, by_element: bool) -> Work | None:
@@ -161,7 +161,7 @@ class CentralStorage:
             elsewhere = list(stepped)
         shared = [index for index in stepped if index not in elsewhere]
         shares = portions([stepped[index] for index in shared], communicator.size)
-        own = [part._replace(index=shared[part.index]) for part in shares[communicator.rank]]
+        own = [part._replace(number=shared[part.number]) for part in shares[communicator.rank]]
         if communicator.rank == FIRST:
             own += [Part(index, 0, tensors[index].numel()) for index in elsewhere]
         return sorted(own)
@@ -174,7 +174,7 @@ class CentralStorage:
             if communicator.rank == FIRST:
                 for tensor, state in twin.states():
                     self._keep_for_now(optimizer, tensor, state)
-            communicator.barrier(call)
+            _meet(communicator, call)
             return
         made = twin.made()
         if any(row[0] for row in agree(communicator, call, (float(len(made)),))):
@@ -209,6 +209,12 @@ class CentralStorage:
         for optimizer in shared:
             if any(row[0] for row in agree(self._world, call, (float(self.is_foreign(optimizer)),))):
                 self.state.take(self._world, optimizer, source, call)
+        self.state.generation += 1  # ranks without rows know nothing of the steps of the others
         edited = self.look_for_edits()
         if any(row[0] for row in agree(self._world, call, (float(edited),))):
             self.publish_edits(self._world, call, source)
+
+
+def _meet(communicator: Communicator, call: str) -> None:
+    """A barrier that notices if somebody is in another call: on this side of it memory may be read, on that written."""
+    agree(communicator, call)

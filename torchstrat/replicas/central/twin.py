@@ -53,7 +53,7 @@ class Twin:
         self._state: dict[torch.Tensor, dict[str, Any]] = collections.defaultdict(dict)
         self._pieces: dict[int, list[_Piece]] = {}
         for part in parts:
-            tensor = tensors[part.index]
+            tensor = tensors[part.number]
             leaf = _leaf(part, tensor, parameters)
             known = _state_of_part(part, tensor, optimizer, state)
             if known:
