@@ -386,10 +386,8 @@ def test_without_private_pages_the_owner_steps_alone(two_processes: Workers) -> 
     assert_same([numbers for numbers, _, _ in results], expected)
     assert [has_state for _, _, has_state in results] == [True, False]
     for _, messages, _ in results:
-        assert messages == [
-            "every process keeps parameters of its own, because of this is a test; rank 0 alone has the optimizer's "
-            "state and steps."
-        ]
+        [message] = messages
+        assert message.startswith("every process keeps parameters of its own, because of this is a test; rank 0 alone")
 
 
 def without_room() -> tuple[list[str], dict[str, torch.Tensor]]:
