@@ -71,7 +71,9 @@ class Job:
     """A strategy with a model and an optimizer, or neither the strategy: what one process makes of the same batches."""
 
     def __init__(self, kind: str = "adam", *, plain: bool = False) -> None:
-        self.strategy = None if plain else ts.CentralStorageStrategy(timeout=SECONDS, collectives="shared_memory")
+        self.strategy = None
+        if not plain:
+            self.strategy = ts.CentralStorageStrategy(timeout=SECONDS, collectives="shared_memory")
         if self.strategy is None:
             self.model, self.optimizer = make(kind)
         else:
@@ -288,6 +290,109 @@ def begin_with_idle_ranks(change: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("change", EDITS)
 def test_state_that_is_made_while_ranks_are_idle(change: str, two_processes: Workers) -> None:
     assert_same(two_processes.run(begin_with_idle_ranks, change), begin_with_idle_ranks(change))
+
+
+# -- gradients that stay with their owner ------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """More than what is added up on every rank anyway, of two dtypes, with a part that is not always used."""
+
+    def __init__(self, second: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 300).double()
+        self.second = nn.Linear(300, 100).to(second)
+        self.sometimes = nn.Linear(300, 100).double()
+        self.table = nn.Embedding(50, 24, sparse=True).double()
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        out = self.second(hidden.to(self.second.weight.dtype)).double()[:, :24]
+        if use:
+            out = out + self.sometimes(hidden)[:, :24]
+        y: torch.Tensor = out + self.table((x[:, 0].abs() * 20).long().clamp(max=49))
+        return y
+
+
+def train_with_owners(backwards: int, second: torch.dtype) -> tuple[dict[str, torch.Tensor], float]:
+    """Uneven batches, ranks without rows, two optimizers, several backward passes; and what is in ``.grad`` then."""
+    strategy = None if "RANK" not in os.environ else ts.CentralStorageStrategy(timeout=SECONDS, gradients="owner")
+    torch.manual_seed(3)
+    with strategy.scope() if strategy is not None else warnings.catch_warnings():
+        model = Wide(second)
+        adam = torch.optim.Adam([*model.first.parameters(), *model.sometimes.parameters()], lr=0.01)
+        sgd = torch.optim.SGD([*model.second.parameters(), *model.table.parameters()], lr=0.05, momentum=0.9)
+
+    def step_for(number: int) -> Callable[[torch.Tensor], None]:
+        def step(x: torch.Tensor) -> None:
+            if number != 2:
+                adam.zero_grad()
+                sgd.zero_grad(set_to_none=number % 2 == 0)
+            for _ in range(backwards):
+                F.mse_loss(model(x, number in (1, 4)), x[:, :24]).backward()
+            adam.step()
+            sgd.step()
+
+        return step
+
+    for number, rows in enumerate((8, 6, 7, 1, 5, 8)):
+        x = batch(number, rows)
+        if strategy is None:
+            step_for(number)(x)
+        else:
+            [shared] = strategy.distribute_dataset([x])
+            strategy.run(step_for(number), args=(shared,))
+    assert model.first.weight.grad is not None
+    grad = model.first.weight.grad.clone()
+    numbers = {name: value.detach().clone() for name, value in model.named_parameters()}
+    if strategy is not None:
+        strategy.close()
+    return numbers, float(grad.abs().sum())
+
+
+@pytest.mark.parametrize("second", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_gradients_may_stay_with_their_owner(backwards: int, second: torch.dtype, two_processes: Workers) -> None:
+    expected, _ = train_with_owners(backwards, second)
+    results = two_processes.run(train_with_owners, backwards, second)
+    for numbers, _ in results:
+        for name, value in numbers.items():
+            tolerance = 1e-12 if second == torch.float64 else 1e-5
+            assert torch.allclose(value, expected[name], rtol=0, atol=tolerance), name
+            assert torch.equal(value, results[0][0][name]), name
+    assert len({grad for _, grad in results}) == 2, "they were made whole on all ranks"
+
+
+def clip_with_owners(how: str) -> str:
+    strategy = ts.CentralStorageStrategy(timeout=SECONDS, gradients="owner")
+    with strategy.scope():
+        model = nn.Linear(40, 300).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if how == "replace":
+            assert model.weight.grad is not None
+            model.weight.grad = model.weight.grad * 0.5
+        elif me() == 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    try:
+        strategy.run(step, args=(batch(1),))
+    except ts.errors.InvalidArgumentError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("how", ["clip", "replace"])
+def test_they_cannot_be_changed_there(how: str, two_processes: Workers) -> None:
+    for told in two_processes.run(clip_with_owners, how):
+        assert "with gradients='owner' no rank has all of any of them" in told
+        assert "SGD.step() (optimizer 0)" in told
 
 
 # -- what a program may rely on ----------------------------------------------------------------------------------------

@@ -46,6 +46,10 @@ def _train(strategy, width, make_optimizer):
     return model, optimizer, step
 
 
+def _nothing():
+    pass
+
+
 def _measure(name, replicas, make_optimizer=_sgd):
     """(bytes that training holds, bytes estimated before), in this process."""
     options = {"timeout": timedelta(seconds=100)}
@@ -60,7 +64,9 @@ def _measure(name, replicas, make_optimizer=_sgd):
         before = _pss_bytes()
         large = _train(strategy, WIDTH, make_optimizer)
         gc.collect()
+        strategy.run(_nothing)  # a rank that has not come as far, or has gone on, would not bear its share
         held = _pss_bytes() - before
+        strategy.run(_nothing)
         has_state = bool(large[1].state)
         del small, large
         return held, estimate.host_bytes, has_state

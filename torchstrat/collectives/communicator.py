@@ -17,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from torchstrat.collectives.shared_memory.common_memory import Kind, Place
+    from torchstrat.collectives.shared_memory.in_place_sum import Piece
 
 
 class Work(Protocol):
@@ -89,6 +90,12 @@ class SumsInPlace(Protocol):
     def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
         """Replace each tensor (contiguous, in host memory, without a graph) by ``factor`` times its sum over all ranks.
         All ranks pass tensors of equal lengths and dtypes in one order, and get the same bits."""
+
+    def sum_to_owners(
+        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
+    ) -> None:
+        """The same for tensors of one dtype, where each rank needs but its own elements of the sum: ``owned`` are for
+        each rank pieces of the tensors, which together are all of them. What others own is undefined afterwards."""
 
 
 @runtime_checkable

@@ -30,6 +30,7 @@ from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.edits import ParameterEdits
@@ -56,7 +57,8 @@ class PerProcessReplica:
     """This process's replica; its id is the process's rank.
 
     ``central``: parameters and optimizer state exist once, in memory that the ranks share. Where they have none, rank 0
-    owns both, and the others keep working copies of the parameters.
+    owns both, and the others keep working copies of the parameters. ``keeps_gradients``: in such memory, gradients are
+    combined only where they are stepped.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class PerProcessReplica:
         *,
         central: bool,
         communication: str,
+        keeps_gradients: bool = False,
     ) -> None:
         self._strategy = strategy
         self._world = communicator
@@ -77,14 +80,17 @@ class PerProcessReplica:
         self._communication = communication
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
-        self._gradients = BucketedGradients(gradient_op)
+        self._storage = CentralStorage.of(communicator, keeps_gradients=keeps_gradients) if central else None
+        self._owned: tuple[Any, dict[int, list[tuple[int, int, int]]]] = ((), {})
+        self._gradients = BucketedGradients(
+            gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
+        )
         self._edits = ParameterEdits()
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
         self._known: dict[str, weakref.ref[Any]] = {}
-        self._storage = CentralStorage.of(communicator) if central else None
         owns = not central or communicator.rank == OWNER
         self._owner_steps = OwnerSteps(
             self._make_step(communicator), self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
@@ -235,12 +241,24 @@ class PerProcessReplica:
         """Whether the owner alone has the optimizer's state."""
         return self._central and (self._storage is None or not self._storage.shares(optimizer))
 
+    def _owners_of(self, tensor: torch.Tensor) -> list[tuple[int, int, int]] | None:
+        return self._owned[1].get(id(tensor))
+
+    def _find_owners(self) -> None:
+        if self._storage is not None and self._gradients.leaves_with_owners:
+            optimizers = self.registry.optimizers()
+            key: list[Any] = [tuple(map(id, tensors_of(one))) for one in optimizers]
+            key.append(self._storage.state.generation)
+            if self._owned[0] != key:
+                self._owned = (key, self._storage.owners(optimizers))
+
     def _watch_optimizers(self) -> None:
         """Under central storage a step outside of a run, too, is the owner's."""
         if self._central:
             self._owner_steps.watch(self.registry.optimizers())
 
     def _begin_outside(self) -> None:
+        self._find_owners()
         self._weights = StepWeights(range(self.num_replicas), None)
         self._gradients.begin(roster_of(self.registry), self._world, self.num_replicas, lambda: 1.0)
 
@@ -292,6 +310,7 @@ class PerProcessReplica:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         roster = roster_of(self.registry)
+        self._find_owners()
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)

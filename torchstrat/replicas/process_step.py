@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.errors import InvalidArgumentError
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
@@ -131,8 +132,15 @@ class ProcessStep:
         storage = self._storage
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
-            numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign))
+            is_torn = self._gradients.torn(tensors)
+            numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
         everyone = agree(self._communicator, call, numbers)
+        if storage is not None and any(row[6] for row in everyone):
+            raise InvalidArgumentError(
+                f"gradients have been changed between backward() and {call}, and with gradients='owner' no rank has "
+                "all of any of them: clipping, GradScaler.unscale_ and noise would act on parts. Leave the argument "
+                "out (gradients='everywhere') for steps that read or change gradients."
+            )
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
         if not all_equal([row[1:4] for row in everyone]):

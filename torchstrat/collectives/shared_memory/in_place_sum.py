@@ -4,13 +4,15 @@ Tensors of one dtype are read as one long row, which is cut into chunks of a blo
 portion: the others publish theirs of it, the owner adds them up in the order of ranks, multiplies, and publishes the
 sum. So each rank adds up an equal part, and every one has the same bits. Chunks overlap: one is published while the one
 before is added up, and both with one meeting. What is small is published whole and added up by everybody.
+
+Where each rank needs but its own elements of the sum, the second half is left out: nothing is published by the owner.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +66,42 @@ def make_chunks(numels: tuple[int, ...], itemsize: int, size: int) -> tuple[Chun
     return tuple(chunks)
 
 
+@functools.lru_cache(maxsize=32)
+def make_owned_chunks(owned: tuple[tuple[Piece, ...], ...], itemsize: int) -> tuple[Chunk, ...]:
+    """The same where each rank owns pieces that are given, one tuple per rank, in any order."""
+    size = len(owned)
+    step = max(1, _ALIGNMENT_BYTES // itemsize)
+    room = BLOCK_BYTES // itemsize // size // step * step
+    rows = [list(_filled(pieces, room)) for pieces in owned]
+    chunks = []
+    for number in range(max(map(len, rows))):
+        parts = [row[number] if number < len(row) else () for row in rows]
+        sizes = [tuple(piece.stop - piece.start for piece in part) for part in parts]
+        chunks.append(
+            tuple(
+                Portion(rank * room, rank * room + sum(counts), part, counts)
+                for rank, (part, counts) in enumerate(zip(parts, sizes, strict=True))
+            )
+        )
+    return tuple(chunks)
+
+
+def _filled(pieces: Sequence[Piece], room: int) -> Iterator[tuple[Piece, ...]]:
+    """Cut such that groups of them have ``room`` elements each, but for the last group."""
+    group: list[Piece] = []
+    left = room
+    for tensor, start, stop in pieces:
+        while start < stop:
+            count = min(left, stop - start)
+            group.append(Piece(tensor, start, start + count))
+            start, left = start + count, left - count
+            if not left:
+                yield tuple(group)
+                group, left = [], room
+    if group:
+        yield tuple(group)
+
+
 def _portion(numels: tuple[int, ...], low: int, high: int, place: int) -> Portion:
     """Elements ``[low, high)`` of all tensors together."""
     pieces = []
@@ -96,6 +134,30 @@ class InPlaceSum:
                 self._sum_small(row, numels, factor)
             else:
                 self._sum_in_chunks(row, make_chunks(numels, dtype.itemsize, self._blocks.size), factor)
+
+    @torch.no_grad()
+    def to_owners(self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]]) -> None:
+        """The same, but each rank gets the elements alone that it owns; the others stay as they are, or become the sum.
+
+        ``tensors`` are of one dtype; ``owned``: for each rank pieces of them, which together are all of them.
+        """
+        row = [tensor.detach().view(-1) for tensor in tensors]
+        if not row:
+            return
+        numels = tuple(flat.numel() for flat in row)
+        if sum(numels) * row[0].itemsize <= SMALL_BYTES:
+            self._sum_small(row, numels, factor)
+            return
+        chunks = make_owned_chunks(tuple(tuple(pieces) for pieces in owned), row[0].itemsize)
+        turns = self._blocks.both_turns_of(row[0].dtype)
+        first = self._blocks.take_turns(len(chunks))
+        for step in range(len(chunks) + 1):
+            if step < len(chunks):
+                self._publish(row, chunks[step], turns[(first + step) & 1])
+            if step > 0:
+                self._add_up_own(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
+            if step < len(chunks):
+                self._meet()
 
     def _sum_small(self, row: list[torch.Tensor], numels: tuple[int, ...], factor: float) -> None:
         blocks = [block[: sum(numels)] for block in self._blocks.take_turn_of(row[0].dtype)]
@@ -147,6 +209,17 @@ class InPlaceSum:
             total.mul_(factor)
         parts[me].copy_(total)
         _spread(total, views, portion.sizes)
+
+    def _add_up_own(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
+        portion = chunk[self._blocks.rank]
+        if not portion.pieces:
+            return
+        views = _views(row, portion)
+        for rank, block in enumerate(blocks):
+            if rank != self._blocks.rank:
+                _add(views, block[portion.start : portion.stop], portion.sizes)
+        if factor != 1.0:
+            foreach_mul_(views, factor)
 
     def _read_back(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor]) -> None:
         for rank, portion in enumerate(chunk):

@@ -39,8 +39,10 @@ class CentralStorage:
     ``world``: all ranks. What is stepped among some of them only (the others have no rows) is stepped by the first.
     """
 
-    def __init__(self, world: Communicator) -> None:
+    def __init__(self, world: Communicator, *, keeps_gradients: bool = False) -> None:
+        """``keeps_gradients``: who steps a part always steps it, because it alone has its gradient."""
         self._world = world
+        self._keeps_gradients = keeps_gradients
         self.parameters = CentralParameters()
         self.state = CentralState()
         self._prepared: weakref.WeakKeyDictionary[Optimizer, _Prepared] = weakref.WeakKeyDictionary()
@@ -48,7 +50,7 @@ class CentralStorage:
         self._is_leading = False
 
     @staticmethod
-    def of(world: Communicator) -> CentralStorage | None:
+    def of(world: Communicator, *, keeps_gradients: bool) -> CentralStorage | None:
         """None where the ranks have no memory in common. Every rank calls it and gets the same answer."""
         if not isinstance(world, SharesMemory):
             return None
@@ -60,7 +62,7 @@ class CentralStorage:
                 stacklevel=6,
             )
             return None
-        return CentralStorage(world)
+        return CentralStorage(world, keeps_gradients=keeps_gradients)
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether its steps are shared out, and its state is common."""
@@ -86,6 +88,7 @@ class CentralStorage:
         except NoSharedMemoryError as reason:
             warnings.warn(f"every process keeps parameters of its own: {reason}", stacklevel=5)
             return set()
+        self.state.generation += 1
         return set(kinds)
 
     def moved_out(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -132,12 +135,11 @@ class CentralStorage:
     def begin_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> Optimizer:
         """What this rank has to step: its own part. All ranks of ``communicator`` call it, after a meeting."""
         tensors = tensors_of(optimizer)
-        by_element = tier_of(optimizer) is Tier.ELEMENTS
-        works = tuple(self._work(tensor, by_element=by_element) for tensor in tensors)
-        key = (communicator.ranks, self.state.generation, works, tuple(map(id, tensors)))
+        works = self._works(optimizer, tensors)
+        kinds = tuple(None if t.grad is None else t.grad.layout for t in tensors) if self._keeps_gradients else ()
+        key = (communicator.ranks, self.state.generation, works, tuple(map(id, tensors)), kinds)
         prepared = self._prepared.get(optimizer)
-        is_some = communicator.size < self._world.size
-        if prepared is None or prepared.key != key or is_some:
+        if prepared is None or prepared.key != key or communicator.size < self._world.size:
             parts = self._share_out(communicator, tensors, works)
             self._prepared[optimizer] = prepared = _Prepared(
                 key, Twin(optimizer, tensors, parts, self.parameters, self.state)
@@ -145,26 +147,64 @@ class CentralStorage:
             _meet(communicator, call)  # some have read what others are about to step
         return prepared.twin.make(optimizer)
 
+    def _works(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> tuple[Work | None, ...]:
+        """By parameter; None where there is nothing to do in this step."""
+        by_element = tier_of(optimizer) is Tier.ELEMENTS
+        return tuple(self._work(tensor, by_element=by_element) for tensor in tensors)
+
     def _work(self, tensor: torch.Tensor, *, by_element: bool) -> Work | None:
-        if tensor.grad is None:
+        is_sparse = tensor.grad is not None and tensor.grad.layout != torch.strided
+        if self._keeps_gradients:
+            is_sparse = False  # what was cut before the gradient came remains so
+        elif tensor.grad is None:
             return None
-        may_be_cut = by_element and tensor.grad.layout == torch.strided and tensor.is_contiguous()
+        may_be_cut = by_element and not is_sparse and tensor.is_contiguous()
         return Work(tensor.numel(), tensor.element_size(), may_be_cut and tensor in self.parameters)
 
     def _share_out(
         self, communicator: Communicator, tensors: Sequence[torch.Tensor], works: Sequence[Work | None]
     ) -> list[Part]:
         """This rank's parts. What does not lie in common memory is the first one's, who hands it out afterwards."""
-        stepped = {index: work for index, work in enumerate(works) if work is not None}
-        elsewhere = [index for index in stepped if tensors[index] not in self.parameters]
         if communicator.size < self._world.size:
-            elsewhere = list(stepped)
-        shared = [index for index in stepped if index not in elsewhere]
-        shares = portions([stepped[index] for index in shared], communicator.size)
-        own = [part._replace(number=shared[part.number]) for part in shares[communicator.rank]]
+            everything = [Part(n, 0, t.numel()) for n, t in enumerate(tensors) if t.grad is not None]
+            return everything if communicator.rank == FIRST else []
+        own = self._portions(tensors, works)[communicator.rank]
+        if self._keeps_gradients:
+            own = [part for part in own if not _is_sparse(tensors[part.number])]
         if communicator.rank == FIRST:
-            own += [Part(index, 0, tensors[index].numel()) for index in elsewhere]
+            own += [
+                Part(number, 0, tensors[number].numel())
+                for number, work in enumerate(works)
+                if work is not None and not self._may_be_shared_out(tensors[number])
+            ]
         return sorted(own)
+
+    def _may_be_shared_out(self, tensor: torch.Tensor) -> bool:
+        return tensor in self.parameters and not (self._keeps_gradients and _is_sparse(tensor))
+
+    def _portions(self, tensors: Sequence[torch.Tensor], works: Sequence[Work | None]) -> list[list[Part]]:
+        """For each rank its parts of what lies in common memory."""
+        stepped = [(n, work) for n, work in enumerate(works) if work is not None and tensors[n] in self.parameters]
+        shares = portions([work for _, work in stepped], self._world.size)
+        return [[part._replace(number=stepped[part.number][0]) for part in share] for share in shares]
+
+    def owners(self, optimizers: Iterable[Optimizer]) -> dict[int, list[tuple[int, int, int]]]:
+        """By ``id`` of a parameter: who always steps which of its elements, as ``(rank, start, stop)``.
+
+        Only of dense ones that one optimizer steps; gradients of others are needed by all ranks.
+        """
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        often: set[int] = set()
+        for optimizer in optimizers:
+            if not self.shares(optimizer):
+                often.update(map(id, tensors_of(optimizer)))
+                continue
+            tensors = tensors_of(optimizer)
+            often.update(id(tensor) for tensor in tensors if id(tensor) in found)
+            for rank, share in enumerate(self._portions(tensors, self._works(optimizer, tensors))):
+                for part in share:
+                    found.setdefault(id(tensors[part.number]), []).append((rank, part.start, part.stop))
+        return {key: owned for key, owned in found.items() if key not in often}
 
     def end_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> None:
         """After the step of what `begin_step` gave: once it returns, all parts are stepped on all ranks."""
@@ -213,6 +253,10 @@ class CentralStorage:
         edited = self.look_for_edits()
         if any(row[0] for row in agree(self._world, call, (float(edited),))):
             self.publish_edits(self._world, call, source)
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.grad is not None and tensor.grad.layout != torch.strided
 
 
 def _meet(communicator: Communicator, call: str) -> None:
