@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from torchstrat.collectives.communicator import Communicator, SharesMemory
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
+from torchstrat.errors import UnsupportedError
 from torchstrat.replicas.central.portions import Part
 
 
@@ -159,11 +161,17 @@ class CentralState:
     def _allocate(
         self, world: Communicator, wanted: dict[tuple[int, str], Kind], call: str
     ) -> dict[tuple[int, str], Place]:
-        """Raises `NoSharedMemoryError`, on all ranks, where there is no room."""
+        """Raises `UnsupportedError`, on all ranks, where there is no room."""
         if not wanted:
             return {}
         assert isinstance(world, SharesMemory)
-        return dict(zip(wanted, world.share_memory(list(wanted.values()), call), strict=True))
+        try:
+            return dict(zip(wanted, world.share_memory(list(wanted.values()), call), strict=True))
+        except NoSharedMemoryError as reason:
+            raise UnsupportedError(
+                f"the optimizer's state does not fit into memory that processes share (in {call}): {reason}. Free "
+                "memory, use an optimizer that keeps less, or collectives='process_group', with which rank 0 keeps it."
+            ) from reason
 
     def _bind(self, optimizer: Optimizer, tensor: torch.Tensor, entries: dict[str, Entry]) -> None:
         self._kept.setdefault(optimizer, {})[id(tensor)] = entries
