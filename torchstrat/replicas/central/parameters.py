@@ -95,11 +95,12 @@ class CentralParameters:
 
     # -- edits ------------------------------------------------------------------------------------------------------
 
-    def call_back(self) -> None:
+    def call_back(self) -> bool:
         """A program may have put another tensor in the place of a parameter's elements (``p.data = p.data * 0.9``).
 
-        What has the same shape is an edit like any other. What has not lives elsewhere from now on.
+        What has the same shape is an edit like any other. What has not lives elsewhere from now on; whether any has.
         """
+        has_left = False
         for key, (reference, place, kind) in list(self._homes.items()):
             tensor = reference()
             if tensor is None:
@@ -114,6 +115,8 @@ class CentralParameters:
             else:
                 del self._homes[key]
                 self._left[key] = weakref.ref(tensor)
+                has_left = True
+        return has_left
 
     def take_left(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The names of those that `call_back` has let go since this was called last."""

@@ -93,14 +93,18 @@ class CentralStorage:
 
     def moved_out(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Variables that have been in common memory, and have got another shape or dtype since."""
-        self.parameters.call_back()
+        self._call_back()
         return self.parameters.take_left(named)
+
+    def _call_back(self) -> None:
+        if self.parameters.call_back():
+            self.state.generation += 1
 
     # -- edits ------------------------------------------------------------------------------------------------------
 
     def look_for_edits(self) -> bool:
         """Whether this rank's program has changed parameters or state in place since the last step."""
-        self.parameters.call_back()
+        self._call_back()
         memories = {id(memory): memory for memory in (*self.parameters.memories(), *self.state.edited())}
         found = ((memory, memory.edits()) for memory in memories.values())
         self._edits = [(memory, ranges) for memory, ranges in found if ranges]
@@ -135,12 +139,11 @@ class CentralStorage:
     def begin_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> Optimizer:
         """What this rank has to step: its own part. All ranks of ``communicator`` call it, after a meeting."""
         tensors = tensors_of(optimizer)
-        works = self._works(optimizer, tensors)
-        kinds = tuple(None if t.grad is None else t.grad.layout for t in tensors) if self._keeps_gradients else ()
-        key = (communicator.ranks, self.state.generation, works, tuple(map(id, tensors)), kinds)
+        layouts = [None if (gradient := tensor.grad) is None else gradient.layout for tensor in tensors]
+        key = (communicator.ranks, self.state.generation, layouts, list(map(id, tensors)))
         prepared = self._prepared.get(optimizer)
         if prepared is None or prepared.key != key or communicator.size < self._world.size:
-            parts = self._share_out(communicator, tensors, works)
+            parts = self._share_out(communicator, tensors, self._works(optimizer, tensors))
             self._prepared[optimizer] = prepared = _Prepared(
                 key, Twin(optimizer, tensors, parts, self.parameters, self.state)
             )
