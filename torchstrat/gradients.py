@@ -116,6 +116,8 @@ class CombinedGradient:
         self._gradient = weakref.ref(gradient)
         self.version = gradient._version
         self.used = False
+        self.is_partial = False
+        """Only some of its elements are combined on this rank; others of them are on others."""
 
     def use_up(self) -> None:
         """An optimizer has stepped with it. A later change is no edit of it but a new gradient in its place."""

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+
+if TYPE_CHECKING:
+    from torchstrat.collectives.shared_memory.common_memory import Kind, Place
+    from torchstrat.collectives.shared_memory.in_place_sum import Piece
 
 
 class Work(Protocol):
@@ -86,3 +90,20 @@ class SumsInPlace(Protocol):
     def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
         """Replace each tensor (contiguous, in host memory, without a graph) by ``factor`` times its sum over all ranks.
         All ranks pass tensors of equal lengths and dtypes in one order, and get the same bits."""
+
+    def sum_to_owners(
+        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
+    ) -> None:
+        """The same for tensors of one dtype, where each rank needs but its own elements of the sum: ``owned`` are for
+        each rank pieces of the tensors, which together are all of them. What others own is undefined afterwards."""
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """A `Communicator` whose processes can have memory in common."""
+
+    def share_memory(self, kinds: Sequence[Kind], what: str) -> list[Place]:
+        """A place for a tensor of each kind, the same ones for all ranks, which pass equal kinds. All elements are 0.
+
+        Raises `NoSharedMemoryError`, on all of them, if there is no room on one.
+        """

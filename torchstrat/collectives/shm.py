@@ -16,7 +16,8 @@ import torch
 from torchstrat.collectives.communicator import Communicator, Work
 from torchstrat.collectives.process_group import SUMMED_AS, ProcessGroupCommunicator
 from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
-from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum
+from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
+from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece
 from torchstrat.collectives.shared_memory.neighbours import Neighbours
 
 T = TypeVar("T")
@@ -84,6 +85,11 @@ class SharedMemoryCommunicator:
 
     def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
         self._guard(what, lambda: self._in_place_sum(tensors, factor))
+
+    def sum_to_owners(
+        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
+    ) -> None:
+        self._guard(what, lambda: self._in_place_sum.to_owners(tensors, factor, owned))
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         if tensor.device.type != "cpu":
@@ -153,6 +159,23 @@ class SharedMemoryCommunicator:
 
     def barrier(self, what: str) -> None:
         self._guard(what, self._meet)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def share_memory(self, kinds: Sequence[Kind], what: str) -> list[Place]:
+        def share() -> list[Place]:
+            segment = self._neighbours.share(size_of(kinds))
+            memory, failure = None, None
+            try:
+                memory = CommonMemory(segment)
+            except OSError as error:
+                segment.close()
+                failure = f"{segment.size:,} bytes could not be mapped twice: {error}"
+            self._neighbours.agree(failure)
+            assert memory is not None
+            return memory.places(kinds)
+
+        return self._guard(what, share)
 
     # -- left to the process group ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 
 from torchstrat._torch_private import queue_backward_callback
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.gradients import CombinedGradient, is_left_over, is_plain, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal
@@ -33,6 +34,9 @@ _AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
 _NOTHING, _DENSE, _SPARSE_TOO = range(3)  # what a rank contributes to a gradient
 
 _EMPTY = Roster({})
+
+Owners = Callable[[torch.Tensor], Sequence[tuple[int, int, int]] | None]
+"""Of a variable: which rank owns which of its elements, as ``(rank, start, stop)``; None if every rank needs all."""
 
 
 class _State:
@@ -56,8 +60,10 @@ class BucketedGradients:
     since every run has weights of its own.
     """
 
-    def __init__(self, op: ReduceOp) -> None:
+    def __init__(self, op: ReduceOp, owners: Owners | None = None) -> None:
+        """``owners``: leave each gradient with those that own it, if there are any."""
         self._op = op
+        self._owners = owners
         self.no_sync = False
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
@@ -77,8 +83,9 @@ class BucketedGradients:
             self._communicator = communicator
             self._summing = communicator if isinstance(communicator, SumsInPlace) else None
         self._weight = weight
-        self._works_by_parts = self._op is ReduceOp.SUM or self.no_sync or self.pending
-        self._scaled = self._op is ReduceOp.MEAN and self._works_by_parts
+        accumulates = self.no_sync or self.pending
+        self._works_by_parts = self._op is ReduceOp.SUM or accumulates or self._owners is not None
+        self._scaled = self._op is ReduceOp.MEAN and accumulates
         self._pass = 0
         self._ready: dict[int, None] | None = None
         self._factors: list[float] | None = None
@@ -104,9 +111,13 @@ class BucketedGradients:
         return self._active and self._ready is not None
 
     @property
+    def leaves_with_owners(self) -> bool:
+        return self._owners is not None
+
+    @property
     def needs_early_hooks(self) -> bool:
         """Whether `before_accumulation` has to be called."""
-        return self._op is ReduceOp.SUM or self.no_sync or self.pending
+        return self._op is ReduceOp.SUM or self.no_sync or self.pending or self._owners is not None
 
     def _state(self, tensor: torch.Tensor) -> _State:
         state = self._states.get(id(tensor))
@@ -352,9 +363,48 @@ class BucketedGradients:
                 before, after = self._factors_of(self._tensors[index])
                 groups.setdefault(after, []).append((index, self._own_part(index, ready, before)))
             for after, members in groups.items():
-                communicator.sum_in_place([part for _, part in members], after, self._call)
-                for index, combined in members:
+                everywhere = self._combine_at_owners(communicator, members, after)
+                communicator.sum_in_place([part for _, part in everywhere], after, self._call)
+                for index, combined in everywhere:
                     self._put(index, combined)
+
+    def _combine_at_owners(
+        self, communicator: SumsInPlace, members: list[tuple[int, torch.Tensor]], after: float
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Leave gradients with their owners; those that have none, and are still to be combined, are returned."""
+        if self._owners is None or self.no_sync or self.pending:
+            return members
+        everywhere = []
+        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Sequence[tuple[int, int, int]]]]] = {}
+        for index, part in members:
+            owned = self._owners(self._tensors[index])
+            if owned is None:
+                everywhere.append((index, part))
+            else:
+                by_dtype.setdefault(part.dtype, []).append((index, part, owned))
+        for kept in by_dtype.values():
+            pieces: list[list[Piece]] = [[] for _ in range(self._communicator.size)]
+            for place, (_, _, owned) in enumerate(kept):
+                for rank, start, stop in owned:
+                    pieces[rank].append(Piece(place, start, stop))
+            communicator.sum_to_owners([part for _, part, _ in kept], after, pieces, self._call)
+            for index, part, _ in kept:
+                self._put(index, part)
+                combined = self._states[id(self._tensors[index])].combined
+                assert combined is not None
+                combined.is_partial = True
+        return everywhere
+
+    def torn(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these has a gradient that was left with its owners and has been changed or replaced since."""
+        return any(
+            combined is not None
+            and combined.is_partial
+            and not combined.used
+            and tensor.grad is not None
+            and (not combined.is_in(tensor.grad) or combined.is_edited(tensor.grad))
+            for tensor, combined in ((tensor, self._state(tensor).combined) for tensor in tensors)
+        )
 
     def _own_part(self, index: int, ready: Container[int], factor: float) -> torch.Tensor:
         """What this rank contributes, where it may be overwritten: its gradient itself, if that can be."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torchstrat import nest
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.process_step import OWNER
 from torchstrat.replicas.roster import roster_of
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -41,6 +42,8 @@ class _Manifest(NamedTuple):
     """Of the step's result, with None for leaves."""
     counts: tuple[int, int, int]
     parameters: dict[str, _Kind]
+    central: set[str]
+    """Those of the parameters that need no handing over: all ranks see them."""
     buffers: dict[str, _Kind]
     gradients: dict[str, bool]
     """The parameters whose combined gradient is known (it may be that there is none), and whether it has been used."""
@@ -52,6 +55,8 @@ class IdleReplicas:
     """What happens around a run in which not all ranks take part. All ranks know from the batch who does.
 
     ``keeping_state``: opens a block in which optimizers of ranks that own none keep a state that they load.
+    ``is_of_owner``: whether the owner alone has an optimizer's state. ``storage``: where parameters and the state of
+    other optimizers are common to all ranks; only edits of them have to be handed over.
     """
 
     def __init__(
@@ -62,8 +67,8 @@ class IdleReplicas:
         gradients: BucketedGradients,
         keeping_state: Callable[[], AbstractContextManager[None]],
         device: torch.device,
-        *,
-        central: bool,
+        is_of_owner: Callable[[Optimizer], bool],
+        storage: CentralStorage | None,
     ) -> None:
         self._world = world
         self._device = device
@@ -72,19 +77,24 @@ class IdleReplicas:
         self._registry = registry
         self._gradients = gradients
         self._keeping_state = keeping_state
-        self._central = central
+        self._is_of_owner = is_of_owner
+        self._storage = storage
 
     # -- before -----------------------------------------------------------------------------------------------------
 
     def before_run(self) -> None:
-        if self._central and self._first != OWNER:
+        if self._storage is not None:
+            self._storage.level(self._registry.optimizers(), OWNER, BEFORE)
+        if self._first != OWNER:
             self._lend_state()
         if self._gradients.pending or self._gradients.no_sync:
             self._move_gradients_to_first()
 
     def _lend_state(self) -> None:
         """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
-        optimizers = self._registry.optimizers()
+        optimizers = [one for one in self._registry.optimizers() if self._is_of_owner(one)]
+        if not optimizers:
+            return
         states = [one.state_dict() for one in optimizers] if self._world.rank == OWNER else None
         states = self._world.broadcast_object(states, OWNER, BEFORE)
         if self._world.rank == self._first:
@@ -122,9 +132,12 @@ class IdleReplicas:
             self._load_helpers(manifest.helpers)
         self._hand_over_values(manifest)
         self._hand_over_gradients(manifest)
-        if self._central and self._world.rank != OWNER:
+        if self._storage is not None:
+            self._storage.level(self._registry.optimizers(), self._first, AFTER)
+        if self._world.rank != OWNER:
             for optimizer in self._registry.optimizers():
-                optimizer.state.clear()
+                if self._is_of_owner(optimizer):
+                    optimizer.state.clear()
         if not self._is_idle:
             return result
         return nest.map_structure(lambda leaf: PerReplica((), replica_ids=()), manifest.structure)
@@ -136,6 +149,11 @@ class IdleReplicas:
             _structure(result),
             self._registry.counts,
             {name: _kind(tensor) for name, tensor in roster.items()},
+            {
+                name
+                for name, tensor in roster.items()
+                if self._storage is not None and tensor in self._storage.parameters
+            },
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
             {name: part[1] for name, tensor in roster.items() if (part := self._gradients.combined_part(tensor))},
             self._gradients.pending,
@@ -147,8 +165,8 @@ class IdleReplicas:
             return None
         state = helper.state_dict()
         if isinstance(helper, Optimizer):
-            if self._central and self._first == OWNER:
-                state = {**state, "state": {}}  # it is where it belongs
+            if self._is_in_place(helper):
+                state = {**state, "state": {}}
             state["has stepped"] = vars(helper).get("_opt_called", False)
         return state
 
@@ -156,8 +174,17 @@ class IdleReplicas:
         for helper, state in zip(self._registry.helpers(), states, strict=False):
             if isinstance(helper, Optimizer) and state.pop("has stepped"):
                 vars(helper)["_opt_called"] = True  # or schedulers warn that there was no step before theirs
-            if state is not None and hasattr(helper, "load_state_dict"):
+            if isinstance(helper, Optimizer) and self._storage is not None and self._storage.shares(helper):
+                for group, told in zip(helper.param_groups, state["param_groups"], strict=True):
+                    group.update({name: value for name, value in told.items() if name != "params"})
+            elif state is not None and hasattr(helper, "load_state_dict"):
                 helper.load_state_dict(state)
+
+    def _is_in_place(self, optimizer: Optimizer) -> bool:
+        """Whether its state is where it belongs without being handed over."""
+        if self._is_of_owner(optimizer):
+            return self._first == OWNER
+        return self._storage is not None
 
     def _materialise(self, manifest: _Manifest) -> None:
         """Lazy parameters and buffers whose shapes the others now know, and buffers that a step has replaced."""
@@ -189,7 +216,8 @@ class IdleReplicas:
 
     def _hand_over_values(self, manifest: _Manifest) -> None:
         parameters, buffers = self._registry.named_tensors(), _buffers(self._registry)
-        for kinds, own in ((manifest.parameters, parameters), (manifest.buffers, buffers)):
+        elsewhere = {name: kind for name, kind in manifest.parameters.items() if name not in manifest.central}
+        for kinds, own in ((elsewhere, parameters), (manifest.buffers, buffers)):
             values = []
             for name, kind in kinds.items():
                 tensor = own.get(name)

@@ -53,6 +53,7 @@ def one_replica_per_process(
     *,
     central: bool,
     collectives: str,
+    keeps_gradients: bool = False,
 ) -> ReplicaEngine:
 
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
@@ -60,4 +61,6 @@ def one_replica_per_process(
     from torchstrat.replicas.per_process import PerProcessReplica
 
     communicator, why = choose_communicator(plan, device, timeout, collectives)
-    return PerProcessReplica(strategy, communicator, device, op, central=central, communication=why)
+    return PerProcessReplica(
+        strategy, communicator, device, op, central=central, communication=why, keeps_gradients=keeps_gradients
+    )

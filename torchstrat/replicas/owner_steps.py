@@ -1,4 +1,5 @@
-"""Central storage with one replica per process, outside of a run: there, too, the owner alone steps and has state."""
+"""Central storage with one replica per process, outside of a run: there, too, steps are the owner's or shared out, and
+what the owner steps alone it alone has state of."""
 
 from __future__ import annotations
 
@@ -15,8 +16,18 @@ from torchstrat.replicas.process_step import ProcessStep
 class OwnerSteps:
     """Watches optimizers for good. ``begin`` and ``end`` surround a step: the variables are known only in between."""
 
-    def __init__(self, step: ProcessStep, begin: Callable[[], None], end: Callable[[], None], *, owns: bool) -> None:
+    def __init__(
+        self,
+        step: ProcessStep,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        has_own_state: Callable[[Optimizer], bool],
+        *,
+        owns: bool,
+    ) -> None:
+        """``has_own_state``: whether an optimizer's state is the owner's alone."""
         self._step = step
+        self._has_own_state = has_own_state
         self._begin, self._end = begin, end
         self._owns = owns
         self._watched = weakref.WeakSet[Optimizer]()
@@ -66,5 +77,5 @@ class OwnerSteps:
             self._end()
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        if not self._keeps_state:
+        if not self._keeps_state and self._has_own_state(optimizer):
             optimizer.state.clear()

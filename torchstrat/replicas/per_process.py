@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from torchstrat import nest, reduction
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
@@ -29,6 +30,8 @@ from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.central.state import tensors_of
+from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
@@ -53,7 +56,9 @@ END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)
 class PerProcessReplica:
     """This process's replica; its id is the process's rank.
 
-    ``central``: rank 0 owns parameters and optimizer state, the others keep working copies of the parameters.
+    ``central``: parameters and optimizer state exist once, in memory that the ranks share. Where they have none, rank 0
+    owns both, and the others keep working copies of the parameters. ``keeps_gradients``: in such memory, gradients are
+    combined only where they are stepped.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class PerProcessReplica:
         *,
         central: bool,
         communication: str,
+        keeps_gradients: bool = False,
     ) -> None:
         self._strategy = strategy
         self._world = communicator
@@ -74,7 +80,11 @@ class PerProcessReplica:
         self._communication = communication
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
-        self._gradients = BucketedGradients(gradient_op)
+        self._storage = CentralStorage.of(communicator, keeps_gradients=keeps_gradients) if central else None
+        self._owned: tuple[Any, dict[int, list[tuple[int, int, int]]]] = ((), {})
+        self._gradients = BucketedGradients(
+            gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
+        )
         self._edits = ParameterEdits()
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
@@ -83,7 +93,7 @@ class PerProcessReplica:
         self._known: dict[str, weakref.ref[Any]] = {}
         owns = not central or communicator.rank == OWNER
         self._owner_steps = OwnerSteps(
-            self._make_step(communicator), self._begin_outside, self._gradients.end, owns=owns
+            self._make_step(communicator), self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
         )
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -125,11 +135,21 @@ class PerProcessReplica:
         return self._streams
 
     def copies(self) -> list[Copies]:
-        """Every rank keeps parameters, gradients and the buckets they travel in, if they do; under central storage the
-        owner alone has state."""
+        """Every rank keeps parameters, gradients and the buckets they travel in; under central storage the owner alone
+        has state.
+
+        In shared memory there are no buckets, and in central storage there the parameters are counted as rank 0's.
+        """
         buckets = 0 if isinstance(self._world, SumsInPlace) else 1
         return [
-            Copies(self._device, 1, 1, 1, 1 if not self._central or rank == OWNER else 0, buckets)
+            Copies(
+                self._device,
+                parameters=1 if self._storage is None or rank == OWNER else 0,
+                buffers=1,
+                gradients=1,
+                optimizer_state=1 if not self._central or rank == OWNER else 0,
+                communication=buckets,
+            )
             for rank in range(self.num_replicas)
         ]
 
@@ -175,14 +195,19 @@ class PerProcessReplica:
                 found[f"buffer {name}"] = (slot.module, slot.tensor)
         known = {name for name, (owner, _) in found.items() if self._is_known(name, owner)}
         self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}
-        fresh = [tensor.detach() for name, (_, tensor) in found.items() if name not in known]
-        if fresh:
-            shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh)
+        fresh = {name: tensor.detach() for name, (_, tensor) in found.items() if name not in known}
+        moved_out = [] if self._storage is None else self._storage.moved_out(roster.items())
+        if fresh or moved_out:
+            shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh.values())
             call = "taking over rank 0's initial values of " + ", ".join(
                 f"{n} x {shape}" for shape, n in shapes.items()
             )
             agree(self._world, call)
-            broadcast_tensors(self._world, fresh, OWNER, call)
+            moved = set()
+            if self._storage is not None:
+                among = [name for name in roster.names if name in fresh or name in moved_out]
+                moved = self._storage.move_in(dict(roster.items()), among, self.registry.optimizers(), call)
+            broadcast_tensors(self._world, [t for name, t in fresh.items() if name not in moved], OWNER, call)
         return roster
 
     def _is_known(self, name: str, owner: Any) -> bool:
@@ -205,7 +230,29 @@ class PerProcessReplica:
         self._edits.note(parameters)
 
     def _make_step(self, communicator: Communicator) -> ProcessStep:
-        return ProcessStep(communicator, self._gradients, self._edits, self._mean_loss, central=self._central)
+        return ProcessStep(
+            communicator,
+            self._gradients,
+            self._edits,
+            self._mean_loss,
+            central=self._central,
+            storage=self._storage,
+        )
+
+    def _is_of_owner(self, optimizer: Optimizer) -> bool:
+        """Whether the owner alone has the optimizer's state."""
+        return self._central and (self._storage is None or not self._storage.shares(optimizer))
+
+    def _owners_of(self, tensor: torch.Tensor) -> list[tuple[int, int, int]] | None:
+        return self._owned[1].get(id(tensor))
+
+    def _find_owners(self) -> None:
+        if self._storage is not None and self._gradients.leaves_with_owners:
+            optimizers = self.registry.optimizers()
+            key: list[Any] = [tuple(map(id, tensors_of(one))) for one in optimizers]
+            key.append(self._storage.state.generation)
+            if self._owned[0] != key:
+                self._owned = (key, self._storage.owners(optimizers))
 
     def _watch_optimizers(self) -> None:
         """Under central storage a step outside of a run, too, is the owner's."""
@@ -213,6 +260,7 @@ class PerProcessReplica:
             self._owner_steps.watch(self.registry.optimizers())
 
     def _begin_outside(self) -> None:
+        self._find_owners()
         self._weights = StepWeights(range(self.num_replicas), None)
         self._gradients.begin(roster_of(self.registry), self._world, self.num_replicas, lambda: 1.0)
 
@@ -245,7 +293,8 @@ class PerProcessReplica:
             self._gradients,
             self._owner_steps.keeping_state,
             torch_device(self._device),
-            central=self._central,
+            self._is_of_owner,
+            self._storage,
         )
         idle.before_run()
         result = None
@@ -264,6 +313,7 @@ class PerProcessReplica:
     def _run_replica(self, roster: Roster, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         me, weights = self._world.rank, self._weights
         assert weights is not None
+        self._find_owners()
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)

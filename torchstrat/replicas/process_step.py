@@ -1,4 +1,5 @@
-"""The optimizer's step with one replica per process: on every rank (mirrored), or on the owner alone (central)."""
+"""The optimizer's step with one replica per process: on every rank (mirrored), on the owner alone, or shared out
+(central)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.errors import InvalidArgumentError
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, make_stand_in, with_closure
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -23,7 +26,11 @@ OWNER = 0
 
 class ProcessStep:
     """The step hooks of one run. ``central``: only the owner (the first rank of ``communicator``) steps, and then hands
-    out the new values; the others' optimizers stay without state."""
+    out the new values; the others' optimizers stay without state.
+
+    ``storage``: central storage in memory that the ranks share. Steps that can be are shared out among them, and what
+    the owner does alone all ranks see without being told.
+    """
 
     def __init__(
         self,
@@ -33,12 +40,14 @@ class ProcessStep:
         mean_loss: Callable[[Any], Any],
         *,
         central: bool,
+        storage: CentralStorage | None = None,
     ) -> None:
         self._communicator = communicator
         self._gradients = gradients
         self._edits = edits
         self._mean_loss = mean_loss
         self._central = central
+        self._storage = storage
         self._order: dict[int, int] = {}
         self._handles: list[Any] = []
         self._in_closure_step = False
@@ -53,6 +62,8 @@ class ProcessStep:
     def __exit__(self, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._storage is not None:
+            self._storage.follow()  # a step that raised
 
     @property
     def _owns(self) -> bool:
@@ -65,6 +76,10 @@ class ProcessStep:
     def _variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
         return [t for group in optimizer.param_groups for t in group["params"] if self._gradients.knows(t)]
 
+    def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that each rank has a copy of."""
+        return tensors if self._storage is None else [t for t in tensors if t not in self._storage.parameters]
+
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """A pre-hook: make gradients and parameters equal; a rank that does not own gets a stand-in to step."""
         tensors = self._variables_of(optimizer)
@@ -72,42 +87,93 @@ class ProcessStep:
             return None
         closure = closure_of(args, kwargs)
         call = self._call_name(optimizer) + (" with a closure" if closure is not None else "")
+        if self._storage is not None and self._storage.shares(optimizer):
+            return self._share_out(self._storage, optimizer, closure, args, kwargs, call)
         self._make_equal(call, tensors)
-        if closure is None:
-            return None if self._owns else ((make_stand_in(optimizer), *args[1:]), kwargs)
-        return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
+        if closure is not None:
+            return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
+        if not self._owns:
+            return (make_stand_in(optimizer), *args[1:]), kwargs
+        if self._storage is not None:
+            self._storage.lead(tensors)
+        return None
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A post-hook: the owner's new values become everyone's."""
         tensors = self._variables_of(optimizer)
         if not tensors or self._in_closure_step:
             return
+        if self._storage is not None:
+            call = f"{self._call_name(optimizer)}: the end of the step"
+            self._storage.follow()
+            if self._storage.shares(optimizer):
+                self._storage.end_step(self._communicator, optimizer, call)
+            else:
+                agree(self._communicator, call)
+            self._storage.parameters.stepped(tensors)
         if self._central:
             call = f"{self._call_name(optimizer)}: the owner's new parameters"
-            broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, call)
+            broadcast_tensors(self._communicator, [t.data for t in self._elsewhere(tensors)], OWNER, call)
         self._edits.note(tensors)
         self._gradients.after_step(tensors)
 
-    def _make_equal(self, call: str, tensors: list[torch.Tensor]) -> None:
+    def _make_equal(self, call: str, tensors: list[torch.Tensor], shared: Optimizer | None = None) -> None:
         """Before a step: combine what no backward pass has, and undo what edits made different.
 
         Clipping edits every rank's gradient alike, random noise does not: where fingerprints of edited gradients and
-        parameters differ, the first rank's count, as they would in one process.
+        parameters differ, the first rank's count, as they would in one process. In central storage its edits of
+        parameters always do, because there is one copy to take them; and what it put into the state of ``shared``.
         """
+        elsewhere = self._elsewhere(tensors)
         left_over = {id(tensor) for tensor in self._gradients.left_over(tensors)}
-        edited = self._edits.since_noted(tensors)
+        edited = self._edits.since_noted(elsewhere)
         edited += self._gradients.edited(t for t in tensors if id(t) not in left_over)
         missing = zlib.crc32(bytes(tensor.grad is None for tensor in tensors))
-        numbers = (float(bool(left_over)), float(len(edited)), float(missing), *fingerprint(edited))
+        numbers: tuple[float, ...] = (float(bool(left_over)), float(len(edited)), float(missing), *fingerprint(edited))
+        storage = self._storage
+        if storage is not None:
+            is_foreign = shared is not None and storage.is_foreign(shared)
+            is_torn = self._gradients.torn(tensors)
+            numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
         everyone = agree(self._communicator, call, numbers)
+        if storage is not None and any(row[7] for row in everyone):
+            raise InvalidArgumentError(
+                f"gradients have been changed between backward() and {call}, and with gradients='owner' no rank has "
+                "all of any of them: clipping, GradScaler.unscale_ and noise would act on parts. Leave the argument "
+                "out (gradients='everywhere') for steps that read or change gradients."
+            )
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
-        if not all_equal([row[1:] for row in everyone]):
-            broadcast_tensors(self._communicator, [t.data for t in tensors], 0, call)
+        if not all_equal([row[1:5] for row in everyone]):
+            broadcast_tensors(self._communicator, [t.data for t in elsewhere], 0, call)
             grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, call)
             for tensor, grad in zip(tensors, grads, strict=True):
                 if tensor.grad is not grad:
                     self._gradients.take_over(tensor, grad, used=False)
+        if storage is not None and any(row[5] for row in everyone):
+            storage.publish_edits(self._communicator, call)
+        if storage is not None and shared is not None and any(row[6] for row in everyone):
+            storage.take_state(self._communicator, shared, call)
+
+    def _share_out(
+        self,
+        storage: CentralStorage,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None,
+        args: Any,
+        kwargs: Any,
+        call: str,
+    ) -> Any:
+        """Each rank steps its part. Optimizers whose steps are shared out evaluate a closure once, at the start."""
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = self._mean_loss(closure())
+        self._make_equal(call, self._variables_of(optimizer), optimizer)
+        own = storage.begin_step(self._communicator, optimizer, call)
+        if closure is None:
+            return (own, *args[1:]), kwargs
+        return with_closure(own, lambda: value, args, kwargs)
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 
@@ -119,15 +185,27 @@ class ProcessStep:
             return with_closure(optimizer, lambda: self._mean_loss(closure()), args, kwargs)
         what = f"{self._call_name(optimizer)} with a closure"
 
+        elsewhere = self._elsewhere(tensors)
+
         def evaluate() -> Any:
+            if self._storage is not None:
+                self._storage.follow()
+                self._storage.parameters.stepped(tensors)
             with torch.enable_grad():
-                return self._mean_loss(closure())
+                loss = self._mean_loss(closure())
+            if self._storage is not None:
+                self._level_edits(self._storage, what)
+                if self._owns:
+                    self._storage.lead(tensors)
+            return loss
 
         if self._owns:
+            if self._storage is not None:
+                self._storage.lead(tensors)
 
             def lead() -> Any:
                 self._communicator.broadcast_object(("evaluate", None), OWNER, what)
-                broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, what)
+                broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
                 return evaluate()
 
             self._in_closure_step = True
@@ -142,6 +220,11 @@ class ProcessStep:
                 order, value = self._communicator.broadcast_object(None, OWNER, what)
                 if order == "done":
                     break
-                broadcast_tensors(self._communicator, [t.data for t in tensors], OWNER, what)
+                broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
                 evaluate()
         return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
+
+    def _level_edits(self, storage: CentralStorage, what: str) -> None:
+        """What a closure has done to parameters in place: the owner's counts."""
+        if any(row[0] for row in agree(self._communicator, what, (float(storage.look_for_edits()),))):
+            storage.publish_edits(self._communicator, what)

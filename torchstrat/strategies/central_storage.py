@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torchstrat.cluster import process_plan_from_torchrun
 from torchstrat.devices import resolve_compute_devices, resolve_parameter_device
+from torchstrat.errors import InvalidArgumentError
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
@@ -15,13 +16,19 @@ from torchstrat.replicas.launch import check_collectives, one_replica_per_proces
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 from torchstrat.variable.storage import VariablePlacement
 
+_GRADIENTS = ("everywhere", "owner")
+
 
 @final
 class CentralStorageStrategy(Strategy):
     """Variables once, on ``parameter_device``; a replica on each compute device.
 
-    Under torchrun rank 0 owns the variables: it alone holds the optimizer's state and steps, and hands the new values
-    to the others, which keep a working copy for the forward pass.
+    Under torchrun on one host, parameters and optimizer state lie in memory that the processes share: each steps a part
+    of them, and sees all. ``state_dict()`` of model and optimizer are whole in every process. Views of a parameter's
+    elements (``.data``, ``.detach()``) that were made before its scope closed do not see later steps.
+
+    Where they share no memory (several hosts, GPUs), and for optimizers whose parts cannot be stepped alone (LBFGS, and
+    classes that are not torch's), rank 0 steps and alone has the optimizer's state; the others get the new values.
 
     Args:
         compute_devices: in one process, the replicas' devices. None: every GPU, or one CPU replica. Under torchrun at
@@ -32,6 +39,10 @@ class CentralStorageStrategy(Strategy):
         collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
             else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
             had. `extended.describe` says which one is in use, and why.
+        gradients: "everywhere": every process sees the combined gradients when ``backward`` returns, as under the other
+            strategies. "owner": each sees the combined values only of what it steps, which is quicker; ``.grad`` means
+            nothing elsewhere, and a step that clips, unscales or otherwise changes gradients raises. It matters only
+            where processes share memory.
 
     Raises `DeviceError` for devices that are repeated, unparsable or absent, when the strategy is built.
     """
@@ -48,19 +59,36 @@ class CentralStorageStrategy(Strategy):
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
         collectives: str = "auto",
+        gradients: str = "everywhere",
     ) -> None:
         self._made_with = (
             (compute_devices, parameter_device),
-            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout, "collectives": collectives},
+            {
+                "gradient_reduce_op": gradient_reduce_op,
+                "timeout": timeout,
+                "collectives": collectives,
+                "gradients": gradients,
+            },
         )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
+        if gradients not in _GRADIENTS:
+            raise InvalidArgumentError(
+                f"gradients={gradients!r} is not known; choose one of {', '.join(map(repr, _GRADIENTS))}."
+            )
         plan = process_plan_from_torchrun()
         if plan is not None and plan.size > 1:
             device = own_device(compute_devices, plan)
             home = resolve_parameter_device(parameter_device, (device,))
             self._engine = one_replica_per_process(
-                self, plan, device, op, timeout, central=True, collectives=collectives
+                self,
+                plan,
+                device,
+                op,
+                timeout,
+                central=True,
+                collectives=collectives,
+                keeps_gradients=gradients == "owner",
             )
             self.extended = StrategyExtended(self, (device,), (home,))
             return

@@ -7,6 +7,8 @@ From the inside out::
     neighbours.py     processes find each other, prove who they are, and pass descriptors
     lockstep.py       a sequence number per rank: publish, wait for the others, notice who died
     blocks.py         where each rank may write, and which of two turns it is
+    own_pages.py      which pages of a private mapping were written to
+    common_memory.py  tensors that all ranks see and each may change for itself
     in_place_sum.py   sum lists of tensors where they lie, in pieces that stay in the cache
 
 `torchstrat.collectives.shm` makes a `Communicator` of them.

@@ -4,13 +4,15 @@ Tensors of one dtype are read as one long row, which is cut into chunks of a blo
 portion: the others publish theirs of it, the owner adds them up in the order of ranks and publishes the sum. So each
 rank adds up an equal part, and every one has the same bits. Chunks overlap: one is published while the one before is
 added up, and both with one meeting. What is small is published whole and added up by everybody.
+
+Where each rank needs but its own elements of the sum, the second half is left out: nothing is published by the owner.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +66,42 @@ def make_chunks(numels: tuple[int, ...], itemsize: int, size: int) -> tuple[Chun
     return tuple(chunks)
 
 
+@functools.lru_cache(maxsize=32)
+def make_owned_chunks(owned: tuple[tuple[Piece, ...], ...], itemsize: int) -> tuple[Chunk, ...]:
+    """The same where each rank owns pieces that are given, one tuple per rank, in any order."""
+    size = len(owned)
+    step = max(1, _ALIGNMENT_BYTES // itemsize)
+    room = BLOCK_BYTES // itemsize // size // step * step
+    rows = [list(_filled(pieces, room)) for pieces in owned]
+    chunks = []
+    for number in range(max(map(len, rows))):
+        parts = [row[number] if number < len(row) else () for row in rows]
+        sizes = [tuple(piece.stop - piece.start for piece in part) for part in parts]
+        chunks.append(
+            tuple(
+                Portion(rank * room, rank * room + sum(counts), part, counts)
+                for rank, (part, counts) in enumerate(zip(parts, sizes, strict=True))
+            )
+        )
+    return tuple(chunks)
+
+
+def _filled(pieces: Sequence[Piece], room: int) -> Iterator[tuple[Piece, ...]]:
+    """Cut such that groups of them have ``room`` elements each, but for the last group."""
+    group: list[Piece] = []
+    left = room
+    for tensor, start, stop in pieces:
+        while start < stop:
+            count = min(left, stop - start)
+            group.append(Piece(tensor, start, start + count))
+            start, left = start + count, left - count
+            if not left:
+                yield tuple(group)
+                group, left = [], room
+    if group:
+        yield tuple(group)
+
+
 def _portion(numels: tuple[int, ...], low: int, high: int, place: int) -> Portion:
     """Elements ``[low, high)`` of all tensors together."""
     pieces = []
@@ -97,6 +135,30 @@ class InPlaceSum:
             else:
                 self._sum_in_chunks(row, make_chunks(numels, dtype.itemsize, self._blocks.size), factor)
 
+    @torch.no_grad()
+    def to_owners(self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]]) -> None:
+        """The same, but each rank gets the elements alone that it owns; the others stay as they are, or become the sum.
+
+        ``tensors`` are of one dtype; ``owned``: for each rank pieces of them, which together are all of them.
+        """
+        row = [tensor.detach().view(-1) for tensor in tensors]
+        if not row:
+            return
+        numels = tuple(flat.numel() for flat in row)
+        if sum(numels) * row[0].itemsize <= SMALL_BYTES:
+            self._sum_small(row, numels, factor)
+            return
+        chunks = make_owned_chunks(tuple(tuple(pieces) for pieces in owned), row[0].itemsize)
+        turns = self._blocks.both_turns_of(row[0].dtype)
+        first = self._blocks.take_turns(len(chunks))
+        for step in range(len(chunks) + 1):
+            if step < len(chunks):
+                self._publish(row, chunks[step], turns[(first + step) & 1], self._before(factor))
+            if step > 0:
+                self._add_up_own(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
+            if step < len(chunks):
+                self._meet()
+
     def _sum_small(self, row: list[torch.Tensor], numels: tuple[int, ...], factor: float) -> None:
         blocks = [block[: sum(numels)] for block in self._blocks.take_turn_of(row[0].dtype)]
         _join(row, blocks[self._blocks.rank])
@@ -112,16 +174,18 @@ class InPlaceSum:
         turns = self._blocks.both_turns_of(row[0].dtype)
         first = self._blocks.take_turns(len(chunks))
         add_up = self._add_up_two if self._blocks.size == 2 else self._add_up
-        # Two ranks multiply what they publish, which costs nothing on the way; with more, the sum is multiplied.
-        before = factor if self._blocks.size == 2 else 1.0
         for step in range(len(chunks) + 1):
             if step < len(chunks):
-                self._publish(row, chunks[step], turns[(first + step) & 1], before)
+                self._publish(row, chunks[step], turns[(first + step) & 1], self._before(factor))
             if step > 0:
                 add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
             self._meet()
             if step > 0:
                 self._read_back(row, chunks[step - 1], turns[(first + step - 1) & 1])
+
+    def _before(self, factor: float) -> float:
+        """Two ranks multiply what they publish, which costs nothing on the way; with more, the sum is multiplied."""
+        return factor if self._blocks.size == 2 else 1.0
 
     def _publish(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
         mine = blocks[self._blocks.rank]
@@ -135,15 +199,8 @@ class InPlaceSum:
         portion = chunk[me]
         if not portion.pieces:
             return
-        views, other = _views(row, portion), blocks[1 - me][portion.start : portion.stop]
-        if len(views) == 1 and factor == 1.0:  # of whole numbers, perhaps
-            views[0].add_(other)
-        elif len(views) == 1:
-            torch.add(other, views[0], alpha=factor, out=views[0])
-        else:
-            if factor != 1.0:
-                foreach_mul_(views, factor)
-            foreach_add_(views, other.split(portion.sizes))
+        views = _views(row, portion)
+        _scale_and_add(views, factor, blocks[1 - me][portion.start : portion.stop], portion.sizes)
         _join(views, blocks[me][portion.start : portion.stop])
 
     def _add_up(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
@@ -161,6 +218,20 @@ class InPlaceSum:
             total.mul_(factor)
         parts[me].copy_(total)
         _spread(total, views, portion.sizes)
+
+    def _add_up_own(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
+        portion = chunk[self._blocks.rank]
+        if not portion.pieces:
+            return
+        views = _views(row, portion)
+        others = [block[portion.start : portion.stop] for rank, block in enumerate(blocks) if rank != self._blocks.rank]
+        if len(others) == 1:
+            _scale_and_add(views, factor, others[0], portion.sizes)
+            return
+        for other in others:
+            _scale_and_add(views, 1.0, other, portion.sizes)
+        if factor != 1.0:
+            foreach_mul_(views, factor)
 
     def _read_back(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor]) -> None:
         for rank, portion in enumerate(chunk):
@@ -181,6 +252,17 @@ def _join(pieces: Sequence[torch.Tensor], target: torch.Tensor, factor: float = 
         torch.mul(pieces[0], factor, out=target)
     else:
         target.copy_(pieces[0])
+
+
+def _scale_and_add(pieces: list[torch.Tensor], factor: float, other: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    if len(pieces) == 1 and factor == 1.0:  # of whole numbers, perhaps
+        pieces[0].add_(other)
+    elif len(pieces) == 1:
+        torch.add(other, pieces[0], alpha=factor, out=pieces[0])
+    else:
+        if factor != 1.0:
+            foreach_mul_(pieces, factor)
+        foreach_add_(pieces, other.split(sizes))
 
 
 def _spread(source: torch.Tensor, pieces: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> None:

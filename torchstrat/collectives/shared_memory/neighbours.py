@@ -193,6 +193,8 @@ class Neighbours:
             for connection in self._sockets:
                 socket.send_fds(connection, [_PARCEL.pack(size)], [segment.descriptor])
             return segment
+        # Rank 0 clears what it allocates first, and there may be much of it.
+        self._sockets[0].settimeout(max(_PATIENCE_SECONDS, self._communicator.timeout.total_seconds()))
         message, descriptors, _, _ = socket.recv_fds(self._sockets[0], _PARCEL.size, 1)
         if not descriptors:
             raise OSError(0, "replica 0 could not allocate shared memory")

@@ -1,0 +1,139 @@
+"""Parameters in memory that all ranks see. Each rank is shown them through a mapping of its own.
+
+The objects stay the user's; only where their elements lie changes (``.data``). What a program writes to a parameter in
+place is its own rank's until the ranks meet for a step. Then the first rank's edits are everyone's, as they would be in
+one process, and the others' are gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torchstrat.collectives.communicator import Communicator, SharesMemory
+from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+
+
+class _Home(NamedTuple):
+    reference: weakref.ref[torch.Tensor]
+    place: Place
+    kind: Kind
+
+
+class CentralParameters:
+    """Which parameters lie in common memory, and where."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, _Home] = {}
+        self._left: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        home = self._homes.get(id(tensor))
+        return None if home is None or home.reference() is not tensor else home.place
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return self.place_of(tensor) is not None
+
+    def memories(self) -> list[CommonMemory]:
+        return list({id(home.place.memory): home.place.memory for home in self._homes.values()}.values())
+
+    def moved_in(self) -> list[torch.Tensor]:
+        tensors = (home.reference() for home in self._homes.values())
+        return [tensor for tensor in tensors if tensor is not None]
+
+    # -- moving in --------------------------------------------------------------------------------------------------
+
+    def candidates(self, named: Mapping[str, torch.Tensor], stepped: Iterable[torch.Tensor]) -> dict[str, Kind]:
+        """Those that could be moved, and are not: parameters of modules, and whatever an optimizer steps."""
+        known = {id(tensor) for tensor in stepped}
+        storages: dict[int, int] = {}
+        for tensor in named.values():
+            if tensor.layout == torch.strided and tensor.device.type == "cpu":
+                pointer = tensor.untyped_storage().data_ptr()
+                storages[pointer] = storages.get(pointer, 0) + 1
+        found = {}
+        for name, tensor in named.items():
+            if tensor in self or not (isinstance(tensor, nn.Parameter) or id(tensor) in known):
+                continue
+            kind = kind_of(tensor)
+            if kind is None or not kind.bytes or tensor.is_shared():
+                continue
+            storage = tensor.untyped_storage()
+            # One that shares its storage with another, or is a part of something larger, would be torn from it.
+            if storage.nbytes() == kind.bytes and storages[storage.data_ptr()] == 1:
+                found[name] = kind
+        return found
+
+    def move_in(self, world: Communicator, tensors: list[torch.Tensor], kinds: list[Kind], call: str) -> None:
+        """All ranks call it, with the same variables. The first rank's values are everyone's from then on.
+
+        Raises `NoSharedMemoryError`, on every rank, where there is no room; nothing is changed then.
+        """
+        assert isinstance(world, SharesMemory)
+        places = world.share_memory(kinds, call)
+        with torch.no_grad():
+            if world.rank == 0:
+                for tensor, place in zip(tensors, places, strict=True):
+                    place.written.copy_(tensor)
+            world.barrier(call)
+            for tensor, kind, place in zip(tensors, kinds, places, strict=True):
+                tensor.data = place.shown
+                self._keep(tensor, place, kind)
+
+    def _keep(self, tensor: torch.Tensor, place: Place, kind: Kind) -> None:
+        key, homes = id(tensor), self._homes
+
+        def forget(reference: weakref.ref[torch.Tensor]) -> None:
+            if key in homes and homes[key].reference is reference:
+                del homes[key]
+
+        homes[key] = _Home(weakref.ref(tensor, forget), place, kind)
+
+    # -- edits ------------------------------------------------------------------------------------------------------
+
+    def call_back(self) -> bool:
+        """A program may have put another tensor in the place of a parameter's elements (``p.data = p.data * 0.9``).
+
+        What has the same shape is an edit like any other. What has not lives elsewhere from now on; whether any has.
+        """
+        has_left = False
+        for key, (reference, place, kind) in list(self._homes.items()):
+            tensor = reference()
+            if tensor is None:
+                continue
+            is_alike = tensor.dtype == kind.dtype and tensor.shape == kind.shape and tensor.device.type == "cpu"
+            if is_alike and tensor.data_ptr() == place.shown.data_ptr() and tensor.stride() == kind.stride:
+                continue
+            if is_alike:
+                with torch.no_grad():
+                    place.shown.copy_(tensor)
+                tensor.data = place.shown
+            else:
+                del self._homes[key]
+                self._left[key] = weakref.ref(tensor)
+                has_left = True
+        return has_left
+
+    def take_left(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """The names of those that `call_back` has let go since this was called last."""
+        left, self._left = self._left, {}
+        return {name for name, tensor in named if id(tensor) in left and left[id(tensor)]() is tensor}
+
+    def move_to(self, tensors: Iterable[torch.Tensor], *, written: bool) -> None:
+        """Let these mean what all ranks see, for a step by this rank alone, or (not ``written``) what it is shown."""
+        for tensor in tensors:
+            place = self.place_of(tensor)
+            if place is None:
+                continue
+            if not written and tensor.data_ptr() not in (place.written.data_ptr(), place.shown.data_ptr()):
+                with torch.no_grad():  # an optimizer that puts new tensors in the place of the old ones
+                    place.written.copy_(tensor)
+            tensor.data = place.written if written else place.shown
+
+    def stepped(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody has written to these. Backward has to notice where it needs what was there before."""
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor in self])

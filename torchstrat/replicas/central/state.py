@@ -1,0 +1,212 @@
+"""What optimizers keep, in memory that all ranks see: once in all, and whole wherever ``optimizer.state`` is read.
+
+A step makes it where it runs, in parts; then the parts are put together in common memory, and every rank's optimizer is
+given views of that (`settle`). What a program puts there itself (``load_state_dict``, state that is cleared, or made by
+a constructor) is noticed because it is another object, and the first rank's becomes everyone's (`take`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat.collectives.communicator import Communicator, SharesMemory
+from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
+from torchstrat.errors import UnsupportedError
+from torchstrat.replicas.central.portions import Part
+
+
+@dataclasses.dataclass
+class Entry:
+    """An entry of one parameter's state. ``value``: what stands in ``optimizer.state``."""
+
+    value: Any
+    place: Place | None
+    version: int
+
+
+class Made(NamedTuple):
+    """An entry that a step has made on this rank, of its part of a parameter."""
+
+    part: Part
+    name: str
+    value: Any
+
+
+class CentralState:
+    """Where the state of each optimizer lies. ``generation`` changes with it, alike on all ranks."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Entry]]] = weakref.WeakKeyDictionary()
+        self.generation = 0
+
+    def entries(self, optimizer: Optimizer, tensor: torch.Tensor) -> dict[str, Entry]:
+        return self._kept.get(optimizer, {}).get(id(tensor), {})
+
+    def is_foreign(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether the program has put anything there, or taken it away."""
+        kept = self._kept.get(optimizer, {})
+        for tensor in tensors:
+            state, entries = optimizer.state.get(tensor) or {}, kept.get(id(tensor)) or {}
+            if len(state) != len(entries):
+                return True
+            for name, entry in entries.items():
+                if state.get(name) is not entry.value:
+                    return True
+        return False
+
+    def edited(self) -> list[CommonMemory]:
+        """Where the program may have changed something in place."""
+        found: dict[int, CommonMemory] = {}
+        for entry in self._all():
+            if entry.place is not None and entry.value._version != entry.version:
+                found[id(entry.place.memory)] = entry.place.memory
+        return list(found.values())
+
+    def note(self) -> None:
+        """Edits up to now have been dealt with."""
+        for entry in self._all():
+            if entry.place is not None:
+                entry.version = entry.value._version
+        self.generation += 1
+
+    def _all(self) -> Iterable[Entry]:
+        by_tensor = itertools.chain.from_iterable(kept.values() for kept in self._kept.values())
+        return itertools.chain.from_iterable(entries.values() for entries in by_tensor)
+
+    # -- what a program has put there -------------------------------------------------------------------------------
+
+    def take(self, world: Communicator, optimizer: Optimizer, source: int, call: str) -> None:
+        """Make the state that ``source`` has everyone's. All ranks call it. See `_allocate` for what it raises."""
+        tensors = tensors_of(optimizer)
+        layout = self._layout(optimizer, tensors) if world.rank == source else None
+        layout = world.broadcast_object(layout, source, call)
+        wanted = {
+            (index, name): kind
+            for index, entries in layout.items()
+            for name, (kind, _) in entries.items()
+            if isinstance(kind, Kind)
+        }
+        places = self._allocate(world, wanted, call)
+        if world.rank == source:
+            with torch.no_grad():
+                for (index, name), place in places.items():
+                    place.written.copy_(optimizer.state[tensors[index]][name])
+        world.barrier(call)
+        for index, tensor in enumerate(tensors):
+            before, entries = self.entries(optimizer, tensor), {}
+            for name, (kind, value) in layout.get(index, {}).items():
+                if kind == _KEPT:
+                    entries[name] = before[name]
+                else:
+                    entries[name] = _entry(value, places.get((index, name)))
+            self._bind(optimizer, tensor, entries)
+        self.generation += 1
+
+    def _layout(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> dict[int, dict[str, tuple[Any, Any]]]:
+        """By parameter and entry: where it is, or of what kind it has to be, or the value itself."""
+        layout: dict[int, dict[str, tuple[Any, Any]]] = {}
+        for index, tensor in enumerate(tensors):
+            entries = self.entries(optimizer, tensor)
+            for name, value in (optimizer.state.get(tensor) or {}).items():
+                if name in entries and entries[name].value is value:
+                    told: tuple[Any, Any] = (_KEPT, None)
+                else:
+                    kind = _kind_like(value, tensor)
+                    told = (kind, None if kind else value)
+                layout.setdefault(index, {})[name] = told
+        return layout
+
+    # -- what a step has made ---------------------------------------------------------------------------------------
+
+    def settle(self, world: Communicator, optimizer: Optimizer, made: Sequence[Made], call: str) -> None:
+        """Put what ranks have made of their parts together. All ranks call it, also those that have made nothing."""
+        tensors = tensors_of(optimizer)
+        own: dict[tuple[int, str], tuple[Any, Any]] = {}
+        for part, name, value in made:
+            tensor = tensors[part.number]
+            if _is_slice(part, value, tensor):
+                own[part.number, name] = Kind(tuple(tensor.shape), tuple(tensor.stride()), value.dtype), None
+            elif part.start == 0:
+                kind = _kind_like(value, tensor)
+                own[part.number, name] = kind, None if kind else value
+        told: dict[tuple[int, str], tuple[Any, Any]] = {}
+        for one in world.all_gather_object(own, call):
+            told = {**one, **told}
+        told = {key: told[key] for key in sorted(told)}
+        places = self._allocate(world, {key: kind for key, (kind, _) in told.items() if kind}, call)
+        with torch.no_grad():
+            for part, name, value in made:
+                place = places.get((part.number, name))
+                if place is not None and _is_slice(part, value, tensors[part.number]):
+                    place.written.view(-1)[part.start : part.stop].copy_(value)
+                elif place is not None and part.start == 0:
+                    place.written.copy_(value)
+        world.barrier(call)
+        changed: dict[int, dict[str, Entry]] = {}
+        for (index, name), (_, value) in told.items():
+            entries = changed.setdefault(index, dict(self.entries(optimizer, tensors[index])))
+            entries[name] = _entry(value, places.get((index, name)))
+        for index, entries in changed.items():
+            self._bind(optimizer, tensors[index], entries)
+        self.generation += 1
+
+    def _allocate(
+        self, world: Communicator, wanted: dict[tuple[int, str], Kind], call: str
+    ) -> dict[tuple[int, str], Place]:
+        """Raises `UnsupportedError`, on all ranks, where there is no room."""
+        if not wanted:
+            return {}
+        assert isinstance(world, SharesMemory)
+        try:
+            return dict(zip(wanted, world.share_memory(list(wanted.values()), call), strict=True))
+        except NoSharedMemoryError as reason:
+            raise UnsupportedError(
+                f"the optimizer's state does not fit into memory that processes share (in {call}): {reason}. Free "
+                "memory, use an optimizer that keeps less, or collectives='process_group', with which rank 0 keeps it."
+            ) from reason
+
+    def _bind(self, optimizer: Optimizer, tensor: torch.Tensor, entries: dict[str, Entry]) -> None:
+        self._kept.setdefault(optimizer, {})[id(tensor)] = entries
+        if not entries:
+            optimizer.state.pop(tensor, None)
+            return
+        state = optimizer.state[tensor]
+        state.clear()
+        state.update({name: entry.value for name, entry in entries.items()})
+
+
+_KEPT = "kept"
+
+
+def _entry(value: Any, place: Place | None) -> Entry:
+    return Entry(value, None, 0) if place is None else Entry(place.shown, place, place.shown._version)
+
+
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def _is_slice(part: Part, value: Any, tensor: torch.Tensor) -> bool:
+    """Whether ``value`` was made of a part of a parameter, element by element, and the part is not all of it."""
+    is_cut = part.stop - part.start < tensor.numel()
+    return is_cut and isinstance(value, torch.Tensor) and value.shape == (part.stop - part.start,)
+
+
+def _kind_like(value: Any, tensor: torch.Tensor) -> Kind | None:
+    """What is to be kept for ``value``; None for what is no tensor in host memory."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return None
+    if value.shape == tensor.shape:
+        like = kind_of(tensor.detach())  # parts of both are taken in one order
+        if like is not None:
+            return like._replace(dtype=value.dtype)
+    stride = torch.empty(value.shape, device="meta").stride()
+    return Kind(tuple(value.shape), tuple(stride), value.dtype)

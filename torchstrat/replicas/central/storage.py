@@ -1,0 +1,267 @@
+"""Central storage of one job, as a step and a run use it. See the package for what it is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat.collectives.communicator import Communicator, SharesMemory
+from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Ranges, why_not
+from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
+from torchstrat.replicas.agreement import agree
+from torchstrat.replicas.central.parameters import CentralParameters
+from torchstrat.replicas.central.portions import Part, Work, portions
+from torchstrat.replicas.central.state import CentralState, tensors_of
+from torchstrat.replicas.central.tiers import Tier, tier_of
+from torchstrat.replicas.central.twin import Twin
+
+FIRST = 0
+"""The rank of a group whose edits count, and which steps what cannot be shared out."""
+
+
+@dataclasses.dataclass
+class _Prepared:
+    """The twin of an optimizer, and what it was made for."""
+
+    key: Any
+    twin: Twin
+
+
+class CentralStorage:
+    """Parameters and optimizer state of a job whose ranks share memory.
+
+    ``world``: all ranks. What is stepped among some of them only (the others have no rows) is stepped by the first.
+    """
+
+    def __init__(self, world: Communicator, *, keeps_gradients: bool = False) -> None:
+        """``keeps_gradients``: who steps a part always steps it, because it alone has its gradient."""
+        self._world = world
+        self._keeps_gradients = keeps_gradients
+        self.parameters = CentralParameters()
+        self.state = CentralState()
+        self._prepared: weakref.WeakKeyDictionary[Optimizer, _Prepared] = weakref.WeakKeyDictionary()
+        self._edits: list[tuple[CommonMemory, Ranges]] = []
+        self._is_leading = False
+
+    @staticmethod
+    def of(world: Communicator, *, keeps_gradients: bool) -> CentralStorage | None:
+        """None where the ranks have no memory in common. Every rank calls it and gets the same answer."""
+        if not isinstance(world, SharesMemory):
+            return None
+        reasons = [told for told in world.all_gather_object(why_not(), "the start of central storage") if told]
+        if reasons:
+            warnings.warn(
+                f"every process keeps parameters of its own, because of {reasons[0]}; rank 0 alone has the optimizer's "
+                "state and steps.",
+                stacklevel=6,
+            )
+            return None
+        return CentralStorage(world, keeps_gradients=keeps_gradients)
+
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Whether its steps are shared out, and its state is common."""
+        return tier_of(optimizer) is not Tier.ALL and all(t.device.type == "cpu" for t in tensors_of(optimizer))
+
+    # -- variables --------------------------------------------------------------------------------------------------
+
+    def move_in(
+        self, named: Mapping[str, torch.Tensor], among: Iterable[str], optimizers: Sequence[Optimizer], call: str
+    ) -> set[str]:
+        """Move those of the variables ``among`` that can be moved into common memory; their names.
+
+        All ranks call it. The first rank's values are everyone's then. Where there is no room none is moved.
+        """
+        candidates = self.parameters.candidates(named, (t for one in optimizers for t in tensors_of(one)))
+        own = {name: candidates[name] for name in among if name in candidates}
+        everyone = self._world.all_gather_object(own, call)
+        kinds = {name: kind for name, kind in own.items() if all(other.get(name) == kind for other in everyone)}
+        if not kinds:
+            return set()
+        try:
+            self.parameters.move_in(self._world, [named[name] for name in kinds], list(kinds.values()), call)
+        except NoSharedMemoryError as reason:
+            warnings.warn(f"every process keeps parameters of its own: {reason}", stacklevel=5)
+            return set()
+        self.state.generation += 1
+        return set(kinds)
+
+    def moved_out(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Variables that have been in common memory, and have got another shape or dtype since."""
+        self._call_back()
+        return self.parameters.take_left(named)
+
+    def _call_back(self) -> None:
+        if self.parameters.call_back():
+            self.state.generation += 1
+
+    # -- edits ------------------------------------------------------------------------------------------------------
+
+    def look_for_edits(self) -> bool:
+        """Whether this rank's program has changed parameters or state in place since the last step."""
+        self._call_back()
+        memories = {id(memory): memory for memory in (*self.parameters.memories(), *self.state.edited())}
+        found = ((memory, memory.edits()) for memory in memories.values())
+        self._edits = [(memory, ranges) for memory, ranges in found if ranges]
+        return bool(self._edits)
+
+    def publish_edits(self, communicator: Communicator, call: str, source: int = FIRST) -> None:
+        """The edits of one rank become everyone's, the others' are undone. All ranks of ``communicator`` call it,
+        right after `look_for_edits` and a meeting that told that any has edits."""
+        if communicator.rank == source:
+            for memory, ranges in self._edits:
+                memory.publish(ranges)
+        _meet(communicator, call)
+        self.forget_edits()
+        _meet(communicator, call)
+
+    def forget_edits(self) -> None:
+        for memory, ranges in self._edits:
+            memory.forget(ranges)
+        self._edits = []
+        self.state.note()
+
+    # -- a step that is shared out ----------------------------------------------------------------------------------
+
+    def is_foreign(self, optimizer: Optimizer) -> bool:
+        return self.state.is_foreign(optimizer, tensors_of(optimizer))
+
+    def take_state(self, communicator: Communicator, optimizer: Optimizer, call: str) -> None:
+        """What the first rank's program has put into the optimizer's state is everyone's. All ranks call it."""
+        if communicator.size == self._world.size:  # else there is no room to be had before the run is over
+            self.state.take(communicator, optimizer, FIRST, call)
+
+    def begin_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> Optimizer:
+        """What this rank has to step: its own part. All ranks of ``communicator`` call it, after a meeting."""
+        tensors = tensors_of(optimizer)
+        layouts = [None if (gradient := tensor.grad) is None else gradient.layout for tensor in tensors]
+        key = (communicator.ranks, self.state.generation, layouts, list(map(id, tensors)))
+        prepared = self._prepared.get(optimizer)
+        if prepared is None or prepared.key != key or communicator.size < self._world.size:
+            parts = self._share_out(communicator, tensors, self._works(optimizer, tensors))
+            self._prepared[optimizer] = prepared = _Prepared(
+                key, Twin(optimizer, tensors, parts, self.parameters, self.state)
+            )
+            _meet(communicator, call)  # some have read what others are about to step
+        return prepared.twin.make(optimizer)
+
+    def _works(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> tuple[Work | None, ...]:
+        """By parameter; None where there is nothing to do in this step."""
+        by_element = tier_of(optimizer) is Tier.ELEMENTS
+        return tuple(self._work(tensor, by_element=by_element) for tensor in tensors)
+
+    def _work(self, tensor: torch.Tensor, *, by_element: bool) -> Work | None:
+        is_sparse = tensor.grad is not None and tensor.grad.layout != torch.strided
+        if self._keeps_gradients:
+            is_sparse = False  # what was cut before the gradient came remains so
+        elif tensor.grad is None:
+            return None
+        may_be_cut = by_element and not is_sparse and tensor.is_contiguous()
+        return Work(tensor.numel(), tensor.element_size(), may_be_cut and tensor in self.parameters)
+
+    def _share_out(
+        self, communicator: Communicator, tensors: Sequence[torch.Tensor], works: Sequence[Work | None]
+    ) -> list[Part]:
+        """This rank's parts. What does not lie in common memory is the first one's, who hands it out afterwards."""
+        if communicator.size < self._world.size:
+            everything = [Part(n, 0, t.numel()) for n, t in enumerate(tensors) if t.grad is not None]
+            return everything if communicator.rank == FIRST else []
+        own = self._portions(tensors, works)[communicator.rank]
+        if self._keeps_gradients:
+            own = [part for part in own if not _is_sparse(tensors[part.number])]
+        if communicator.rank == FIRST:
+            own += [
+                Part(number, 0, tensors[number].numel())
+                for number, work in enumerate(works)
+                if work is not None and not self._may_be_shared_out(tensors[number])
+            ]
+        return sorted(own)
+
+    def _may_be_shared_out(self, tensor: torch.Tensor) -> bool:
+        return tensor in self.parameters and not (self._keeps_gradients and _is_sparse(tensor))
+
+    def _portions(self, tensors: Sequence[torch.Tensor], works: Sequence[Work | None]) -> list[list[Part]]:
+        """For each rank its parts of what lies in common memory."""
+        stepped = [(n, work) for n, work in enumerate(works) if work is not None and tensors[n] in self.parameters]
+        shares = portions([work for _, work in stepped], self._world.size)
+        return [[part._replace(number=stepped[part.number][0]) for part in share] for share in shares]
+
+    def owners(self, optimizers: Iterable[Optimizer]) -> dict[int, list[tuple[int, int, int]]]:
+        """By ``id`` of a parameter: who always steps which of its elements, as ``(rank, start, stop)``.
+
+        Only of dense ones that one optimizer steps; gradients of others are needed by all ranks.
+        """
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        often: set[int] = set()
+        for optimizer in optimizers:
+            if not self.shares(optimizer):
+                often.update(map(id, tensors_of(optimizer)))
+                continue
+            tensors = tensors_of(optimizer)
+            often.update(id(tensor) for tensor in tensors if id(tensor) in found)
+            for rank, share in enumerate(self._portions(tensors, self._works(optimizer, tensors))):
+                for part in share:
+                    found.setdefault(id(tensors[part.number]), []).append((rank, part.start, part.stop))
+        return {key: owned for key, owned in found.items() if key not in often}
+
+    def end_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> None:
+        """After the step of what `begin_step` gave: once it returns, all parts are stepped on all ranks."""
+        twin = self._prepared[optimizer].twin
+        twin.let_go()
+        if communicator.size < self._world.size:
+            if communicator.rank == FIRST:
+                for tensor, state in twin.states():
+                    self._keep_for_now(optimizer, tensor, state)
+            _meet(communicator, call)
+            return
+        made = twin.made()
+        if any(row[0] for row in agree(communicator, call, (float(len(made)),))):
+            self.state.settle(communicator, optimizer, made, call)
+
+    def _keep_for_now(self, optimizer: Optimizer, tensor: torch.Tensor, stepped: Mapping[str, Any]) -> None:
+        """State that one rank alone has, until the run is over and `level` makes it everyone's."""
+        places = {
+            id(entry.place.written): entry.value
+            for entry in self.state.entries(optimizer, tensor).values()
+            if entry.place is not None
+        }
+        optimizer.state[tensor] = {name: places.get(id(value), value) for name, value in stepped.items()}
+
+    # -- a step of the first rank alone -----------------------------------------------------------------------------
+
+    def lead(self, tensors: Iterable[torch.Tensor]) -> None:
+        """For the rank that steps all at once: these parameters mean what all ranks see, until `follow`."""
+        self._is_leading = True
+        self.parameters.move_to(tensors, written=True)
+
+    def follow(self) -> None:
+        if self._is_leading:
+            self.parameters.move_to(self.parameters.moved_in(), written=False)
+            self._is_leading = False
+
+    # -- runs that some ranks sit out -------------------------------------------------------------------------------
+
+    def level(self, optimizers: Sequence[Optimizer], source: int, call: str) -> None:
+        """What ``source`` has put in its parameters and optimizers is everyone's. All ranks of the job call it."""
+        shared = [optimizer for optimizer in optimizers if self.shares(optimizer)]
+        for optimizer in shared:
+            if any(row[0] for row in agree(self._world, call, (float(self.is_foreign(optimizer)),))):
+                self.state.take(self._world, optimizer, source, call)
+        self.state.generation += 1  # ranks without rows know nothing of the steps of the others
+        edited = self.look_for_edits()
+        if any(row[0] for row in agree(self._world, call, (float(edited),))):
+            self.publish_edits(self._world, call, source)
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.grad is not None and tensor.grad.layout != torch.strided
+
+
+def _meet(communicator: Communicator, call: str) -> None:
+    """A barrier that notices if somebody is in another call: on this side of it memory may be read, on that written."""
+    agree(communicator, call)

@@ -1,0 +1,127 @@
+"""A rank's own part of a step: an optimizer of the user's class over parts of the parameters, in common memory.
+
+The user's own object is not stepped: its parameters and its state are what this rank is shown, and stay so. The twin
+reads the hyperparameters anew at every step, because schedulers change them.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat.replicas.central.parameters import CentralParameters
+from torchstrat.replicas.central.portions import Part
+from torchstrat.replicas.central.state import CentralState, Made
+
+_MISSING = object()
+
+
+class _Piece:
+    """One part: the leaf that is stepped, and what its state was before."""
+
+    __slots__ = ("known", "leaf", "part", "tensor")
+
+    def __init__(self, part: Part, tensor: torch.Tensor, leaf: torch.Tensor, known: dict[str, Any]) -> None:
+        self.part, self.tensor, self.leaf, self.known = part, tensor, leaf, known
+
+    @property
+    def is_whole(self) -> bool:
+        return self.part.stop - self.part.start == self.tensor.numel()
+
+    def take_gradient(self) -> None:
+        gradient = self.tensor.grad
+        if gradient is not None and not self.is_whole:
+            gradient = gradient.detach().reshape(-1)[self.part.start : self.part.stop]
+        self.leaf.grad = gradient
+
+
+class Twin:
+    """Of one optimizer, for these parts of its ``tensors``."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        tensors: Sequence[torch.Tensor],
+        parts: Sequence[Part],
+        parameters: CentralParameters,
+        state: CentralState,
+    ) -> None:
+        self._state: dict[torch.Tensor, dict[str, Any]] = collections.defaultdict(dict)
+        self._pieces: dict[int, list[_Piece]] = {}
+        for part in parts:
+            tensor = tensors[part.number]
+            leaf = _leaf(part, tensor, parameters)
+            known = _state_of_part(part, tensor, optimizer, state)
+            if known:
+                self._state[leaf] = dict(known)
+            self._pieces.setdefault(id(tensor), []).append(_Piece(part, tensor, leaf, known))
+
+    def make(self, optimizer: Optimizer) -> Optimizer:
+        """What is stepped instead of ``optimizer``, with this step's gradients."""
+        groups = []
+        for group in optimizer.param_groups:
+            pieces = [piece for tensor in group["params"] for piece in self._pieces.get(id(tensor), ())]
+            for piece in pieces:
+                piece.take_gradient()
+            groups.append({**group, "params": [piece.leaf for piece in pieces]})
+        stand_in: Optimizer = object.__new__(type(optimizer))
+        vars(stand_in).update(vars(optimizer), param_groups=groups, state=self._state)
+        return stand_in
+
+    def made(self) -> list[Made]:
+        """After the step: the entries of state that are new."""
+        found = []
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                for name, value in self._state.get(piece.leaf, {}).items():
+                    if piece.known.get(name, _MISSING) is not value:
+                        found.append(Made(piece.part, name, value))
+        return found
+
+    def let_go(self) -> None:
+        """The gradients are the program's again, which may want their memory back."""
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                if piece.leaf is not piece.tensor:
+                    piece.leaf.grad = None
+
+    def states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """By parameter, where every part is a whole one."""
+        all_pieces = (piece for pieces in self._pieces.values() for piece in pieces)
+        return [(piece.tensor, self._state[piece.leaf]) for piece in all_pieces if piece.leaf in self._state]
+
+
+def _leaf(part: Part, tensor: torch.Tensor, parameters: CentralParameters) -> torch.Tensor:
+    place = parameters.place_of(tensor)
+    if place is None:
+        return tensor
+    written = place.written.detach()
+    is_whole = part.stop - part.start == tensor.numel()
+    return written if is_whole else written.view(-1)[part.start : part.stop]
+
+
+def _state_of_part(part: Part, tensor: torch.Tensor, optimizer: Optimizer, state: CentralState) -> dict[str, Any]:
+    entries = state.entries(optimizer, tensor)
+    if part.stop - part.start == tensor.numel():
+        here = optimizer.state.get(tensor) or {}
+        known = {name: value for name, value in here.items() if name not in entries or entries[name].value is not value}
+        return known | {
+            name: entry.value if entry.place is None else entry.place.written
+            for name, entry in entries.items()
+            if here.get(name) is entry.value
+        }
+    values = {}
+    for name, entry in entries.items():
+        value = entry.value
+        if entry.place is not None:
+            value = entry.place.written
+            if value.shape == tensor.shape:
+                value = value.view(-1)[part.start : part.stop]
+            elif part.start > 0:
+                value = value.clone()  # a count of steps, say: the rank with the first element keeps everyone's
+        values[name] = value
+    return values
