@@ -101,9 +101,13 @@ class CentralStorageConfig(CollectiveConfig):
     """The replicas' devices one by one, instead of ``replicas``."""
     parameter_device: str | None = None
     """Where parameters and optimizer state live. None: the compute device if there is one, otherwise the CPU."""
+    gradients: str = "everywhere"
+    """Which process sees the combined gradients under torchrun: ``everywhere``, or ``owner``, which is quicker and for
+    steps that neither clip nor read them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require_one_of("strategy.gradients", self.gradients, ("everywhere", "owner"))
         _require_replicas_or_devices("compute_devices", self.replicas, self.compute_devices)
 
 

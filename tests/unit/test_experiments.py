@@ -95,6 +95,9 @@ def test_a_strategy_that_picks_its_device_cannot_be_kept_off_gpus(created, gpus)
 def test_how_processes_talk(created):
     chosen = schema.CentralStorageConfig(collectives="process_group")
     assert options_of(created, chosen)["collectives"] == "process_group"
+    assert options_of(created, schema.CentralStorageConfig(gradients="owner"))["gradients"] == "owner"
+    with pytest.raises(InvalidArgumentError, match=r"strategy\.gradients=mine is not known; choose one of everywhere"):
+        schema.CentralStorageConfig(gradients="mine")
     with pytest.raises(InvalidArgumentError, match=r"strategy\.collectives=sockets is not known; choose one of auto"):
         schema.MirroredConfig(collectives="sockets")
 

@@ -67,6 +67,7 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     elif isinstance(chosen, CentralStorageConfig):
         options["compute_devices"] = _devices(chosen.replicas, chosen.compute_devices, launched, cpu_only)
         options["parameter_device"] = chosen.parameter_device
+        options["gradients"] = chosen.gradients
     elif cpu_only and torch.cuda.is_available():
         raise InvalidArgumentError(
             f"cluster.accelerator=cpu, but strategy={chosen.name} takes its process's GPU where there is one; hide the "
