@@ -371,7 +371,7 @@ def test_a_server_that_has_no_memory_left_gives_the_checkpoint_up(
 ) -> None:
     from torchstrat.parameter_server.server import cut
 
-    def full(needed: int, what: str) -> None:
+    def full(needed: int, what: str, advice: str) -> None:
         raise InvalidArgumentError(f"{what} needs {needed} bytes")
 
     with FakeCluster(workers=1, ps=2) as cluster, held_writes(monkeypatch, checkpoint_shards) as held:

@@ -252,7 +252,7 @@ def test_training_goes_before_a_checkpoint_that_does_not_fit(monkeypatch: pytest
     cut = store.begin_cut("token")
     rows = store.rows_of(cut, (0, 0))
 
-    def full(needed: int, what: str) -> None:
+    def full(needed: int, what: str, advice: str) -> None:
         raise InvalidArgumentError(f"{what} needs {needed} bytes")
 
     monkeypatch.setattr(cuts, "_CHECKED_BYTES", 0)

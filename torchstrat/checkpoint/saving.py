@@ -154,12 +154,18 @@ def here_and_now(handle: SaveHandle, write: Callable[[], None]) -> None:
 def in_background(handle: SaveHandle, write: Callable[[], None]) -> None:
     """Let a thread write, and then give the turn back, which the caller has."""
 
+    def write_or_log() -> None:
+        try:
+            write()
+        except BaseException as error:
+            # Before anybody who waits for it is told: that may be the end of the program.
+            logger.error("the checkpoint %s was not saved: %s", handle.path, error)
+            raise
+
     def run() -> None:
         turns.pass_to(threading.get_ident())
-        try:
-            here_and_now(handle, write)
-        except BaseException as error:
-            logger.error("the checkpoint %s was not saved: %s", handle.path, error)
+        with contextlib.suppress(BaseException):  # the handle tells it
+            here_and_now(handle, write_or_log)
 
     thread = threading.Thread(target=run, name=f"torchstrat-save-{handle.path.name}", daemon=False)
     turns.pass_to(_NOT_STARTED)  # before it starts: until then the caller's next save would take this one's turn
