@@ -109,6 +109,10 @@ class _Early(_Hook):
 # -- what has been combined ----------------------------------------------------------------------------------------
 
 
+Owned = Sequence[tuple[int, int, int]]
+"""Which rank owns which elements of a tensor: ``(rank, start, stop)``, which together are all of them."""
+
+
 class CombinedGradient:
     """Remembers which tensor a combined gradient is, to tell it from one that the step assigned by hand."""
 
@@ -116,8 +120,8 @@ class CombinedGradient:
         self._gradient = weakref.ref(gradient)
         self.version = gradient._version
         self.used = False
-        self.is_partial = False
-        """Only some of its elements are combined on this rank; others of them are on others."""
+        self.owned: Owned | None = None
+        """Who has which elements of it combined; None if every rank has all."""
 
     def use_up(self) -> None:
         """An optimizer has stepped with it. A later change is no edit of it but a new gradient in its place."""

@@ -101,6 +101,13 @@ def central_storage(workload: Workload, stack: ExitStack) -> Step:
     return under_strategy(ts.CentralStorageStrategy(["cpu:0"]), workload, stack, own_batch(workload))
 
 
+def central_storage_at_owner(workload: Workload, stack: ExitStack) -> Step:
+    import torchstrat as ts
+
+    strategy = ts.CentralStorageStrategy(["cpu:0"], gradients="owner")
+    return under_strategy(strategy, workload, stack, own_batch(workload))
+
+
 def _both_batches(workload: Workload) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [workload.replica_batch(seed) for seed in range(2)]
 
@@ -167,6 +174,7 @@ CONTENDERS: dict[str, Callable[[Workload, ExitStack], Step]] = {
     "fabric": fabric,
     "mirrored": mirrored,
     "central_storage": central_storage,
+    "central_storage_at_owner": central_storage_at_owner,
     "loop_in_process": loop_in_process,
     "mirrored_in_process": mirrored_in_process,
     "central_storage_in_process": central_storage_in_process,

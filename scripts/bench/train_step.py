@@ -55,7 +55,7 @@ class Comparison:
 
 def comparisons() -> dict[str, Comparison]:
     others = tuple(name for name, module in (("accelerate", "accelerate"), ("fabric", "lightning")) if _has(module))
-    versus_floor = ("floor", "ddp", *others, "mirrored", "central_storage")
+    versus_floor = ("floor", "ddp", *others, "mirrored", "central_storage", "central_storage_at_owner")
     return {
         "mlp": Comparison("MLP 784-1024-1024-10, 2 × 128 rows, 2 processes", "mlp", 2, versus_floor),
         "wide": Comparison("25.2 million parameters, 2 × 32 rows, 2 processes", "wide", 2, versus_floor),

@@ -76,17 +76,16 @@ def _train(phase: str, act: int, is_victim: bool, timeout_seconds: float, eviden
 
 def _act_in(phase: str, act: int, evidence: Path, add_up: InPlaceSum) -> None:
     """In the middle of the second time that ``phase`` comes: between it and what follows."""
-    name = "_add_up_two" if phase == "_add_up" and os.environ["WORLD_SIZE"] == "2" else phase
-    real, count = getattr(add_up, name), [0]
+    real, count = getattr(add_up, phase), [0]
 
-    def then_act(*args: Any) -> None:
-        real(*args)
+    def then_act(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
         count[0] += 1
         if count[0] == 2:
             (evidence / f"{os.environ['RANK']} acted at").write_text(str(time.monotonic()))
             os.kill(os.getpid(), act)
 
-    setattr(add_up, name, then_act)
+    setattr(add_up, phase, then_act)
 
 
 def _shared_inodes(process: str) -> set[str]:

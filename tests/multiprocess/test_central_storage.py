@@ -9,6 +9,7 @@ import os
 import signal
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,7 @@ ROWS = 8
 
 
 def me() -> int:
-    return int(os.environ["RANK"])
+    return int(os.environ.get("RANK", "0"))
 
 
 def make(kind: str = "adam") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -152,6 +153,20 @@ def test_each_rank_steps_a_share_and_sees_all(kind: str, two_processes: Workers)
     assert all(state_lies)
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_than_two(ranks: int) -> None:
+    alone = Job(plain=True)
+    alone.train(4)
+    assert_same(spawn(train_and_close, ranks, timeout_seconds=100), alone.numbers())
+
+
+def train_and_close() -> dict[str, torch.Tensor]:
+    job = Job()
+    for _ in range(4):
+        job.train(1)
+    return job.close()
+
+
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 HALF = 0.5
@@ -180,6 +195,11 @@ def of_state(job: Job) -> None:
         state["step"].add_(3.0)
 
 
+def of_state_through_data(job: Job) -> None:
+    for state in job.optimizer.state.values():
+        state["exp_avg"].data.mul_(HALF)
+
+
 def state_is_cleared(job: Job) -> None:
     job.optimizer.state.clear()
 
@@ -192,10 +212,16 @@ def state_is_loaded(job: Job) -> None:
     job.optimizer.load_state_dict(state)
 
 
-EDITS: dict[str, Callable[[Job], None]] = {
-    edit.__name__: edit
-    for edit in (through_data, in_place, by_another_tensor, of_state, state_is_cleared, state_is_loaded)
-}
+_EDITS = (
+    through_data,
+    in_place,
+    by_another_tensor,
+    of_state,
+    of_state_through_data,
+    state_is_cleared,
+    state_is_loaded,
+)
+EDITS: dict[str, Callable[[Job], None]] = {edit.__name__: edit for edit in _EDITS}
 
 
 def train_with_edit(name: str, who: tuple[int, ...], inside: bool) -> dict[str, torch.Tensor]:
@@ -265,31 +291,84 @@ def test_a_group_that_is_added_and_gradients_that_are_missing(two_processes: Wor
     assert_same(two_processes.run(add_a_group), add_a_group())
 
 
-def train_with_idle_ranks() -> dict[str, torch.Tensor]:
+def train_while_some_are_idle(change: str, idle: int) -> dict[str, torch.Tensor]:
+    """State is made, and changed, while a rank has no rows; all are looked at right after such a run, too."""
     job = Job(plain="RANK" not in os.environ)
-    for rows in (8, 1, 8, 1, 1, 3):
-        job.train(1, rows=rows)
-    return job.close()
 
+    def train_alone() -> None:
+        job.number += 1
+        x = batch(job.number, 3)
+        if job.strategy is None:
+            job.step(x)
+            return
+        own = [x[:0] if me() == idle else x]
+        [shared] = job.strategy.distribute_datasets_from_function(lambda _: own)
+        assert len(job.strategy.local_results(job.strategy.run(job.step, args=(shared,)))) == (me() != idle)
 
-def test_ranks_without_rows(two_processes: Workers) -> None:
-    """The first of those with rows steps for all, also where it makes the state (see the next)."""
-    assert_same(two_processes.run(train_with_idle_ranks), train_with_idle_ranks())
-
-
-def begin_with_idle_ranks(change: str) -> dict[str, torch.Tensor]:
-    job = Job(plain="RANK" not in os.environ)
-    job.train(1, rows=1)
+    train_alone()
+    first = {f"first {name}": value for name, value in job.numbers().items()}
     job.train(1)
     EDITS[change](job)
-    job.train(1, rows=1)
+    train_alone()
+    second = {f"second {name}": value for name, value in job.numbers().items()}
     job.train(1)
-    return job.close()
+    train_alone()
+    return job.close() | first | second
 
 
 @pytest.mark.parametrize("change", EDITS)
-def test_state_that_is_made_while_ranks_are_idle(change: str, two_processes: Workers) -> None:
-    assert_same(two_processes.run(begin_with_idle_ranks, change), begin_with_idle_ranks(change))
+@pytest.mark.parametrize("idle", [0, 1])
+def test_ranks_without_rows(idle: int, change: str, two_processes: Workers) -> None:
+    """The first of those with rows steps for all."""
+    results = two_processes.run(train_while_some_are_idle, change, idle)
+    assert_same(results, train_while_some_are_idle(change, idle))
+
+
+# -- who writes when ---------------------------------------------------------------------------------------------------
+
+
+def look_around_a_step(slow: int) -> tuple[bool, bool]:
+    """Whether nothing changes while one rank still reads, and everything has changed when the others go on."""
+    job = Job("sgd")
+    job.train(1)
+    begin = storage_module.CentralStorage.begin_step
+
+    def begin_late(self: Any, *args: Any) -> Any:
+        own = begin(self, *args)
+        time.sleep(0.3)
+        return own
+
+    if me() == slow:
+        storage_module.CentralStorage.begin_step = begin_late  # type: ignore[method-assign]
+    seen: list[torch.Tensor] = []
+
+    def flat() -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in job.model.parameters()])
+
+    def step(x: torch.Tensor) -> None:
+        job.optimizer.zero_grad()
+        F.mse_loss(job.model(x), x[:, :24]).backward()
+        seen.append(flat())
+        if me() == slow:
+            time.sleep(0.3)
+        seen.append(flat())
+        job.optimizer.step()
+        seen.append(flat())
+        time.sleep(0.4)
+        seen.append(flat())
+
+    try:
+        job.train(1, step=step)
+    finally:
+        storage_module.CentralStorage.begin_step = begin  # type: ignore[method-assign]
+    job.close()
+    before, still, after, later = seen
+    return torch.equal(before, still) and not torch.equal(before, after), torch.equal(after, later)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_nobody_writes_while_another_reads(slow: int, two_processes: Workers) -> None:
+    assert two_processes.run(look_around_a_step, slow) == [(True, True), (True, True)]
 
 
 # -- gradients that stay with their owner ------------------------------------------------------------------------------
@@ -396,6 +475,71 @@ def test_they_cannot_be_changed_there(how: str, two_processes: Workers) -> None:
 
 
 # -- what a program may rely on ----------------------------------------------------------------------------------------
+
+
+class Inherited(torch.optim.Adam):
+    """No optimizer of torch's own: rank 0 steps it."""
+
+
+def train_with_hooks(own_class: bool) -> dict[str, torch.Tensor]:
+    """Hooks of one optimizer: one changes gradients and parameters before its step, one parameters after it."""
+    job = Job(plain="RANK" not in os.environ)
+    if own_class:
+        with job.strategy.scope() if job.strategy is not None else warnings.catch_warnings():
+            job.optimizer = Inherited(job.model.parameters(), lr=0.01)
+        job.step = step_of(job.model, job.optimizer)
+
+    def before(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), 0.01)
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.mul_(0.9)
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad * 1.0
+
+    averages = [parameter.detach().clone() for parameter in job.model.parameters()]
+
+    def after(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter, average in zip(job.model.parameters(), averages, strict=True):
+                average.mul_(0.5).add_(parameter, alpha=0.5)
+                parameter.clamp_(-0.1, 0.1)
+
+    job.optimizer.register_step_pre_hook(before)
+    job.optimizer.register_step_post_hook(after)
+    job.train(4)
+    numbers = {name: value.detach().clone() for name, value in job.model.named_parameters()}
+    if not own_class or me() == 0:
+        numbers |= {f"average {number}": average for number, average in enumerate(averages)}
+    job.close()
+    return numbers
+
+
+def test_hooks_of_an_optimizer_see_whole_steps(two_processes: Workers) -> None:
+    assert_same(two_processes.run(train_with_hooks, False), train_with_hooks(False))
+
+
+def test_hooks_of_an_optimizer_that_is_stepped_at_once(two_processes: Workers) -> None:
+    expected = train_with_hooks(True)
+    first, second = two_processes.run(train_with_hooks, True)
+    assert_same([first], expected)
+    assert_same([second], {name: expected[name] for name in second})
+
+
+def hold_gradients() -> list[bool]:
+    """Whether gradients are gone once the program lets go of them."""
+    job = Job()
+    job.train(1)
+    gradients = [weakref.ref(parameter.grad) for parameter in job.model.parameters()]
+    job.optimizer.zero_grad()
+    gone = [gradient() is None for gradient in gradients]
+    job.close()
+    return gone
+
+
+def test_gradients_are_not_held(two_processes: Workers) -> None:
+    for gone in two_processes.run(hold_gradients):
+        assert all(gone)
 
 
 def save_and_copy() -> tuple[int, int, bool, str]:

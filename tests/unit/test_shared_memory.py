@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from torchstrat.collectives.shared_memory import blocks as blocks_module
 from torchstrat.collectives.shared_memory import futex, in_place_sum, segment
 from torchstrat.collectives.shared_memory.blocks import Blocks
-from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, make_chunks
+from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece, make_chunks
 from torchstrat.collectives.shared_memory.lockstep import Lockstep, PeersMissingError
 from torchstrat.collectives.shared_memory.segment import NoRoomError, Segment
 
@@ -252,6 +254,39 @@ def test_sums_are_those_of_a_loop_in_the_order_of_ranks(
         for factor, found in zip((1.0, 0.5, 1.0), results, strict=True):
             for one, total in zip(found, expected, strict=True):
                 assert torch.equal(one, total * factor)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_owners_get_what_everybody_would(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, size: int, pidfds: list[int]
+) -> None:
+    """Each tensor is cut at thirds and its pieces are dealt out, to some ranks more than to others."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(size)]
+    owned: list[list[Piece]] = [[] for _ in range(size)]
+    for number, shape in enumerate(shapes):
+        cuts = [math.prod(shape) * third // 3 for third in range(4)]
+        for place, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            owned[(number + place) % size].append(Piece(number, start, stop))
+
+    def work(blocks: Blocks) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        add_up = InPlaceSum(blocks, lambda: blocks.lockstep.meet(SECONDS))
+        results = []
+        for factor in (1.0, 0.5, 1.0):
+            mine, whole = ([part.clone() for part in parts[blocks.rank]] for _ in range(2))
+            add_up.to_owners(mine, factor, owned)
+            add_up(whole, factor)
+            results.append((mine, whole))
+        return results
+
+    is_small = sum(math.prod(shape) for shape in shapes) * dtype.itemsize <= in_place_sum.SMALL_BYTES
+    for rank, results in enumerate(on_ranks(size, pidfds, work)):
+        for mine, whole in results:
+            for number, start, stop in owned[rank]:
+                assert torch.equal(mine[number].view(-1)[start:stop], whole[number].view(-1)[start:stop])
+            assert is_small == all(map(torch.equal, mine, whole))
 
 
 def test_control_portions_that_move_are_overwritten_while_they_are_read() -> None:

@@ -16,7 +16,7 @@ import torch
 from torchstrat._torch_private import queue_backward_callback
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.gradients import CombinedGradient, is_left_over, is_plain, shares
+from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
@@ -35,8 +35,8 @@ _NOTHING, _DENSE, _SPARSE_TOO = range(3)  # what a rank contributes to a gradien
 
 _EMPTY = Roster({})
 
-Owners = Callable[[torch.Tensor], Sequence[tuple[int, int, int]] | None]
-"""Of a variable: which rank owns which of its elements, as ``(rank, start, stop)``; None if every rank needs all."""
+Owners = Callable[[torch.Tensor], Owned | None]
+"""Who is to have which elements of a variable's gradient; None if every rank needs all."""
 
 
 class _State:
@@ -375,7 +375,7 @@ class BucketedGradients:
         if self._owners is None or self.no_sync or self.pending:
             return members
         everywhere = []
-        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Sequence[tuple[int, int, int]]]]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Owned]]] = {}
         for index, part in members:
             owned = self._owners(self._tensors[index])
             if owned is None:
@@ -388,18 +388,23 @@ class BucketedGradients:
                 for rank, start, stop in owned:
                     pieces[rank].append(Piece(place, start, stop))
             communicator.sum_to_owners([part for _, part, _ in kept], after, pieces, self._call)
-            for index, part, _ in kept:
+            for index, part, owned in kept:
                 self._put(index, part)
                 combined = self._states[id(self._tensors[index])].combined
                 assert combined is not None
-                combined.is_partial = True
+                combined.owned = owned
         return everywhere
+
+    def owned(self, tensor: torch.Tensor) -> Owned | None:
+        """Who has which elements of its gradient; None if every rank has all, or there is none."""
+        combined = self._state(tensor).combined
+        return None if combined is None or tensor.grad is None else combined.owned
 
     def torn(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any of these has a gradient that was left with its owners and has been changed or replaced since."""
         return any(
             combined is not None
-            and combined.is_partial
+            and combined.owned is not None
             and not combined.used
             and tensor.grad is not None
             and (not combined.is_in(tensor.grad) or combined.is_edited(tensor.grad))

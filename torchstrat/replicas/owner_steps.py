@@ -69,7 +69,7 @@ class OwnerSteps:
         if self._paused:
             return None
         self._begin()
-        return self._step.before(optimizer, args, kwargs)
+        return self._step.before_alone(optimizer, args, kwargs)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._paused:

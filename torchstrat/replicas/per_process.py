@@ -25,7 +25,7 @@ from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
 from torchstrat.errors import CommunicationError
-from torchstrat.gradients import GradientHooks, check_weight, shares
+from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal
@@ -80,8 +80,8 @@ class PerProcessReplica:
         self._communication = communication
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
-        self._storage = CentralStorage.of(communicator, keeps_gradients=keeps_gradients) if central else None
-        self._owned: tuple[Any, dict[int, list[tuple[int, int, int]]]] = ((), {})
+        self._storage = CentralStorage.of(communicator) if central else None
+        self._owned: tuple[Any, dict[int, Owned]] = ((), {})
         self._gradients = BucketedGradients(
             gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
         )
@@ -243,7 +243,7 @@ class PerProcessReplica:
         """Whether the owner alone has the optimizer's state."""
         return self._central and (self._storage is None or not self._storage.shares(optimizer))
 
-    def _owners_of(self, tensor: torch.Tensor) -> list[tuple[int, int, int]] | None:
+    def _owners_of(self, tensor: torch.Tensor) -> Owned | None:
         return self._owned[1].get(id(tensor))
 
     def _find_owners(self) -> None:

@@ -16,6 +16,7 @@ from torchstrat.errors import InvalidArgumentError
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
+from torchstrat.replicas.central.twin import bare_step
 from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, make_stand_in, with_closure
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -51,6 +52,7 @@ class ProcessStep:
         self._order: dict[int, int] = {}
         self._handles: list[Any] = []
         self._in_closure_step = False
+        self._late: dict[int, Any] = {}  # hooks of steps that are shared out
 
     def __enter__(self) -> ProcessStep:
         self._handles = [
@@ -60,8 +62,9 @@ class ProcessStep:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._late.values()):
             handle.remove()
+        self._late.clear()
         if self._storage is not None:
             self._storage.follow()  # a step that raised
 
@@ -81,7 +84,18 @@ class ProcessStep:
         return tensors if self._storage is None else [t for t in tensors if t not in self._storage.parameters]
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """A pre-hook: make gradients and parameters equal; a rank that does not own gets a stand-in to step."""
+        """A pre-hook of all optimizers: make gradients and parameters equal; a rank that does not own gets a stand-in
+        to step. Where the step is shared out that is done later."""
+        if self._storage is None or not self._storage.shares(optimizer):
+            return self.before_alone(optimizer, args, kwargs)
+        if self._variables_of(optimizer):
+            # Last of all, after hooks of the user's own: they may change gradients and parameters.
+            self._forget_late(optimizer)
+            self._late[id(optimizer)] = optimizer.register_step_pre_hook(self.before_alone)
+        return None
+
+    def before_alone(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The same as the hook of one optimizer, and the last one."""
         tensors = self._variables_of(optimizer)
         if not tensors or self._in_closure_step:
             return None
@@ -103,13 +117,22 @@ class ProcessStep:
         tensors = self._variables_of(optimizer)
         if not tensors or self._in_closure_step:
             return
+        if self._storage is not None and self._storage.shares(optimizer):
+            self._forget_late(optimizer)
+            return
         if self._storage is not None:
-            call = f"{self._call_name(optimizer)}: the end of the step"
             self._storage.follow()
-            if self._storage.shares(optimizer):
-                self._storage.end_step(self._communicator, optimizer, call)
-            else:
-                agree(self._communicator, call)
+            agree(self._communicator, f"{self._call_name(optimizer)}: the end of the step")
+            self._storage.drop_edits()  # of hooks of the user's, made on what was about to be stepped
+        self._finish(optimizer, tensors)
+
+    def _forget_late(self, optimizer: Optimizer) -> None:
+        handle = self._late.pop(id(optimizer), None)
+        if handle is not None:
+            handle.remove()
+
+    def _finish(self, optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
+        if self._storage is not None:
             self._storage.parameters.stepped(tensors)
         if self._central:
             call = f"{self._call_name(optimizer)}: the owner's new parameters"
@@ -164,16 +187,25 @@ class ProcessStep:
         kwargs: Any,
         call: str,
     ) -> Any:
-        """Each rank steps its part. Optimizers whose steps are shared out evaluate a closure once, at the start."""
+        """Make the step, each rank its part; what is stepped afterwards has nothing to step. So hooks that follow find
+        all of it done.
+
+        Optimizers whose steps are shared out evaluate a closure once, at the start.
+        """
         value = None
         if closure is not None:
             with torch.enable_grad():
                 value = self._mean_loss(closure())
-        self._make_equal(call, self._variables_of(optimizer), optimizer)
-        own = storage.begin_step(self._communicator, optimizer, call)
+        tensors = self._variables_of(optimizer)
+        self._make_equal(call, tensors, optimizer)
+        own = storage.begin_step(self._communicator, optimizer, self._gradients.owned, call)
+        bare_step(own)
+        storage.end_step(self._communicator, optimizer, f"{self._call_name(optimizer)}: the end of the step")
+        self._finish(optimizer, tensors)
+        stand_in = make_stand_in(optimizer)
         if closure is None:
-            return (own, *args[1:]), kwargs
-        return with_closure(own, lambda: value, args, kwargs)
+            return (stand_in, *args[1:]), kwargs
+        return with_closure(stand_in, lambda: value, args, kwargs)
 
     # -- step(closure) ----------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class InPlaceSum:
             if step < len(chunks):
                 self._publish(row, chunks[step], turns[(first + step) & 1], self._before(factor))
             if step > 0:
-                self._add_up_own(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
+                self._add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor, publish=False)
             if step < len(chunks):
                 self._meet()
 
@@ -173,12 +173,11 @@ class InPlaceSum:
     def _sum_in_chunks(self, row: list[torch.Tensor], chunks: tuple[Chunk, ...], factor: float) -> None:
         turns = self._blocks.both_turns_of(row[0].dtype)
         first = self._blocks.take_turns(len(chunks))
-        add_up = self._add_up_two if self._blocks.size == 2 else self._add_up
         for step in range(len(chunks) + 1):
             if step < len(chunks):
                 self._publish(row, chunks[step], turns[(first + step) & 1], self._before(factor))
             if step > 0:
-                add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor)
+                self._add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor, publish=True)
             self._meet()
             if step > 0:
                 self._read_back(row, chunks[step - 1], turns[(first + step - 1) & 1])
@@ -193,45 +192,29 @@ class InPlaceSum:
             if rank != self._blocks.rank and portion.pieces:
                 _join(_views(row, portion), mine[portion.start : portion.stop], factor)
 
-    def _add_up_two(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
-        """The sum of two is made where it is kept: their order does not matter."""
-        me = self._blocks.rank
-        portion = chunk[me]
-        if not portion.pieces:
-            return
-        views = _views(row, portion)
-        _scale_and_add(views, factor, blocks[1 - me][portion.start : portion.stop], portion.sizes)
-        _join(views, blocks[me][portion.start : portion.stop])
-
-    def _add_up(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
+    def _add_up(
+        self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float, *, publish: bool
+    ) -> None:
         me = self._blocks.rank
         portion = chunk[me]
         if not portion.pieces:
             return
         views = _views(row, portion)
         parts = [block[portion.start : portion.stop] for block in blocks]
+        if len(parts) == 2:  # the order of two does not matter, and the sum can be made where it is kept
+            _scale_and_add(views, factor, parts[1 - me], portion.sizes)
+            if publish:
+                _join(views, parts[me])
+            return
         _join(views, parts[me])
         total = parts[0] + parts[1]
         for part in parts[2:]:
             total.add_(part)
         if factor != 1.0:
             total.mul_(factor)
-        parts[me].copy_(total)
+        if publish:
+            parts[me].copy_(total)
         _spread(total, views, portion.sizes)
-
-    def _add_up_own(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float) -> None:
-        portion = chunk[self._blocks.rank]
-        if not portion.pieces:
-            return
-        views = _views(row, portion)
-        others = [block[portion.start : portion.stop] for rank, block in enumerate(blocks) if rank != self._blocks.rank]
-        if len(others) == 1:
-            _scale_and_add(views, factor, others[0], portion.sizes)
-            return
-        for other in others:
-            _scale_and_add(views, 1.0, other, portion.sizes)
-        if factor != 1.0:
-            foreach_mul_(views, factor)
 
     def _read_back(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor]) -> None:
         for rank, portion in enumerate(chunk):

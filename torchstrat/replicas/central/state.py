@@ -7,7 +7,6 @@ a constructor) is noticed because it is another object, and the first rank's bec
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -23,13 +22,11 @@ from torchstrat.errors import UnsupportedError
 from torchstrat.replicas.central.portions import Part
 
 
-@dataclasses.dataclass
-class Entry:
+class Entry(NamedTuple):
     """An entry of one parameter's state. ``value``: what stands in ``optimizer.state``."""
 
     value: Any
     place: Place | None
-    version: int
 
 
 class Made(NamedTuple):
@@ -46,6 +43,7 @@ class CentralState:
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Entry]]] = weakref.WeakKeyDictionary()
         self.generation = 0
+        self._memories: tuple[int, list[weakref.ref[CommonMemory]]] = (-1, [])
 
     def entries(self, optimizer: Optimizer, tensor: torch.Tensor) -> dict[str, Entry]:
         return self._kept.get(optimizer, {}).get(id(tensor), {})
@@ -62,20 +60,13 @@ class CentralState:
                     return True
         return False
 
-    def edited(self) -> list[CommonMemory]:
-        """Where the program may have changed something in place."""
-        found: dict[int, CommonMemory] = {}
-        for entry in self._all():
-            if entry.place is not None and entry.value._version != entry.version:
-                found[id(entry.place.memory)] = entry.place.memory
-        return list(found.values())
-
-    def note(self) -> None:
-        """Edits up to now have been dealt with."""
-        for entry in self._all():
-            if entry.place is not None:
-                entry.version = entry.value._version
-        self.generation += 1
+    def memories(self) -> list[CommonMemory]:
+        """Where state lies."""
+        if self._memories[0] != self.generation:
+            places = (entry.place for entry in self._all() if entry.place is not None)
+            found = {id(place.memory): place.memory for place in places}
+            self._memories = (self.generation, [weakref.ref(memory) for memory in found.values()])
+        return [memory for reference in self._memories[1] if (memory := reference()) is not None]
 
     def _all(self) -> Iterable[Entry]:
         by_tensor = itertools.chain.from_iterable(kept.values() for kept in self._kept.values())
@@ -187,7 +178,7 @@ _KEPT = "kept"
 
 
 def _entry(value: Any, place: Place | None) -> Entry:
-    return Entry(value, None, 0) if place is None else Entry(place.shown, place, place.shown._version)
+    return Entry(value, None) if place is None else Entry(place.shown, place)
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from torchstrat.collectives.communicator import Communicator, SharesMemory
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Ranges, why_not
 from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.gradients import Owned
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part, Work, portions
@@ -39,10 +42,8 @@ class CentralStorage:
     ``world``: all ranks. What is stepped among some of them only (the others have no rows) is stepped by the first.
     """
 
-    def __init__(self, world: Communicator, *, keeps_gradients: bool = False) -> None:
-        """``keeps_gradients``: who steps a part always steps it, because it alone has its gradient."""
+    def __init__(self, world: Communicator) -> None:
         self._world = world
-        self._keeps_gradients = keeps_gradients
         self.parameters = CentralParameters()
         self.state = CentralState()
         self._prepared: weakref.WeakKeyDictionary[Optimizer, _Prepared] = weakref.WeakKeyDictionary()
@@ -50,7 +51,7 @@ class CentralStorage:
         self._is_leading = False
 
     @staticmethod
-    def of(world: Communicator, *, keeps_gradients: bool) -> CentralStorage | None:
+    def of(world: Communicator) -> CentralStorage | None:
         """None where the ranks have no memory in common. Every rank calls it and gets the same answer."""
         if not isinstance(world, SharesMemory):
             return None
@@ -62,7 +63,7 @@ class CentralStorage:
                 stacklevel=6,
             )
             return None
-        return CentralStorage(world, keeps_gradients=keeps_gradients)
+        return CentralStorage(world)
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether its steps are shared out, and its state is common."""
@@ -105,8 +106,7 @@ class CentralStorage:
     def look_for_edits(self) -> bool:
         """Whether this rank's program has changed parameters or state in place since the last step."""
         self._call_back()
-        memories = {id(memory): memory for memory in (*self.parameters.memories(), *self.state.edited())}
-        found = ((memory, memory.edits()) for memory in memories.values())
+        found = ((memory, memory.edits()) for memory in (*self.parameters.memories(), *self.state.memories()))
         self._edits = [(memory, ranges) for memory, ranges in found if ranges]
         return bool(self._edits)
 
@@ -120,11 +120,18 @@ class CentralStorage:
         self.forget_edits()
         _meet(communicator, call)
 
+    def drop_edits(self) -> None:
+        """Undo this rank's edits; each rank for itself."""
+        if self.look_for_edits():
+            for memory, ranges in self._edits:
+                memory.forget(ranges)
+            self._edits = []
+
     def forget_edits(self) -> None:
         for memory, ranges in self._edits:
             memory.forget(ranges)
         self._edits = []
-        self.state.note()
+        self.state.generation += 1  # parts of steps keep counts of their own
 
     # -- a step that is shared out ----------------------------------------------------------------------------------
 
@@ -136,78 +143,87 @@ class CentralStorage:
         if communicator.size == self._world.size:  # else there is no room to be had before the run is over
             self.state.take(communicator, optimizer, FIRST, call)
 
-    def begin_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> Optimizer:
-        """What this rank has to step: its own part. All ranks of ``communicator`` call it, after a meeting."""
+    def begin_step(
+        self,
+        communicator: Communicator,
+        optimizer: Optimizer,
+        owned: Callable[[torch.Tensor], Owned | None],
+        call: str,
+    ) -> Optimizer:
+        """What this rank has to step: its own part. All ranks of ``communicator`` call it, after a meeting.
+
+        ``owned``: who has which elements of a gradient, and therefore has to step them.
+        """
         tensors = tensors_of(optimizer)
-        layouts = [None if (gradient := tensor.grad) is None else gradient.layout for tensor in tensors]
-        key = (communicator.ranks, self.state.generation, layouts, list(map(id, tensors)))
+        facts = [None if (gradient := t.grad) is None else (gradient.layout, owned(t)) for t in tensors]
+        key = (communicator.ranks, self.state.generation, facts, list(map(id, tensors)))
         prepared = self._prepared.get(optimizer)
         if prepared is None or prepared.key != key or communicator.size < self._world.size:
-            parts = self._share_out(communicator, tensors, self._works(optimizer, tensors))
+            parts = self._parts(communicator, optimizer, tensors, owned, call)
             self._prepared[optimizer] = prepared = _Prepared(
                 key, Twin(optimizer, tensors, parts, self.parameters, self.state)
             )
             _meet(communicator, call)  # some have read what others are about to step
         return prepared.twin.make(optimizer)
 
-    def _works(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> tuple[Work | None, ...]:
-        """By parameter; None where there is nothing to do in this step."""
-        by_element = tier_of(optimizer) is Tier.ELEMENTS
-        return tuple(self._work(tensor, by_element=by_element) for tensor in tensors)
-
-    def _work(self, tensor: torch.Tensor, *, by_element: bool) -> Work | None:
-        is_sparse = tensor.grad is not None and tensor.grad.layout != torch.strided
-        if self._keeps_gradients:
-            is_sparse = False  # what was cut before the gradient came remains so
-        elif tensor.grad is None:
-            return None
-        may_be_cut = by_element and not is_sparse and tensor.is_contiguous()
-        return Work(tensor.numel(), tensor.element_size(), may_be_cut and tensor in self.parameters)
-
-    def _share_out(
-        self, communicator: Communicator, tensors: Sequence[torch.Tensor], works: Sequence[Work | None]
+    def _parts(
+        self,
+        communicator: Communicator,
+        optimizer: Optimizer,
+        tensors: Sequence[torch.Tensor],
+        owned: Callable[[torch.Tensor], Owned | None],
+        call: str,
     ) -> list[Part]:
         """This rank's parts. What does not lie in common memory is the first one's, who hands it out afterwards."""
+        stepped = {number: tensor for number, tensor in enumerate(tensors) if tensor.grad is not None}
+        fixed = {number: owned(tensor) for number, tensor in stepped.items()}
         if communicator.size < self._world.size:
-            everything = [Part(n, 0, t.numel()) for n, t in enumerate(tensors) if t.grad is not None]
-            return everything if communicator.rank == FIRST else []
-        own = self._portions(tensors, works)[communicator.rank]
-        if self._keeps_gradients:
-            own = [part for part in own if not _is_sparse(tensors[part.number])]
+            if any(fixed.values()):
+                raise InvalidArgumentError(
+                    f"{call} steps with gradients of an earlier run, which with gradients='owner' some replicas have "
+                    "that now have no rows. Step in the run that has made the gradients, or leave the argument out."
+                )
+            whole = [Part(number, 0, tensor.numel()) for number, tensor in stepped.items()]
+            return whole if communicator.rank == FIRST else []
+        elsewhere = [number for number, tensor in stepped.items() if tensor not in self.parameters]
+        shared = {n: t for n, t in stepped.items() if fixed[n] is None and n not in elsewhere}
+        own = self._portions(optimizer, shared)[communicator.rank]
+        for number, ranges in fixed.items():
+            own += [Part(number, start, stop) for rank, start, stop in ranges or () if rank == communicator.rank]
         if communicator.rank == FIRST:
-            own += [
-                Part(number, 0, tensors[number].numel())
-                for number, work in enumerate(works)
-                if work is not None and not self._may_be_shared_out(tensors[number])
-            ]
+            own += [Part(number, 0, tensors[number].numel()) for number in elsewhere]
         return sorted(own)
 
-    def _may_be_shared_out(self, tensor: torch.Tensor) -> bool:
-        return tensor in self.parameters and not (self._keeps_gradients and _is_sparse(tensor))
+    def _portions(self, optimizer: Optimizer, tensors: Mapping[int, torch.Tensor]) -> list[list[Part]]:
+        """For each rank its parts of these, which lie in common memory."""
+        by_element = tier_of(optimizer) is Tier.ELEMENTS
+        works = [
+            Work(t.numel(), t.element_size(), by_element and t.is_contiguous() and not _is_sparse(t))
+            for t in tensors.values()
+        ]
+        numbers = list(tensors)
+        return [
+            [part._replace(number=numbers[part.number]) for part in share]
+            for share in portions(works, self._world.size)
+        ]
 
-    def _portions(self, tensors: Sequence[torch.Tensor], works: Sequence[Work | None]) -> list[list[Part]]:
-        """For each rank its parts of what lies in common memory."""
-        stepped = [(n, work) for n, work in enumerate(works) if work is not None and tensors[n] in self.parameters]
-        shares = portions([work for _, work in stepped], self._world.size)
-        return [[part._replace(number=stepped[part.number][0]) for part in share] for share in shares]
+    def owners(self, optimizers: Iterable[Optimizer]) -> dict[int, Owned]:
+        """By ``id`` of a parameter: who is to step which of its elements, before there are gradients.
 
-    def owners(self, optimizers: Iterable[Optimizer]) -> dict[int, list[tuple[int, int, int]]]:
-        """By ``id`` of a parameter: who always steps which of its elements, as ``(rank, start, stop)``.
-
-        Only of dense ones that one optimizer steps; gradients of others are needed by all ranks.
+        Only of those in common memory that one optimizer steps; the gradients of others are needed by all ranks.
         """
         found: dict[int, list[tuple[int, int, int]]] = {}
-        often: set[int] = set()
+        steppers = collections.Counter(id(tensor) for one in optimizers for tensor in tensors_of(one))
         for optimizer in optimizers:
             if not self.shares(optimizer):
-                often.update(map(id, tensors_of(optimizer)))
                 continue
-            tensors = tensors_of(optimizer)
-            often.update(id(tensor) for tensor in tensors if id(tensor) in found)
-            for rank, share in enumerate(self._portions(tensors, self._works(optimizer, tensors))):
+            tensors = {n: t for n, t in enumerate(tensors_of(optimizer)) if t in self.parameters and not _is_sparse(t)}
+            for rank, share in enumerate(self._portions(optimizer, tensors)):
                 for part in share:
-                    found.setdefault(id(tensors[part.number]), []).append((rank, part.start, part.stop))
-        return {key: owned for key, owned in found.items() if key not in often}
+                    tensor = tensors[part.number]
+                    if steppers[id(tensor)] == 1:
+                        found.setdefault(id(tensor), []).append((rank, part.start, part.stop))
+        return {key: tuple(owned) for key, owned in found.items()}
 
     def end_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> None:
         """After the step of what `begin_step` gave: once it returns, all parts are stepped on all ranks."""
