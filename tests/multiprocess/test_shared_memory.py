@@ -292,21 +292,27 @@ def test_another_user_gets_nothing(two_processes: Workers) -> None:
 # -- nothing is left ---------------------------------------------------------------------------------------------------
 
 
-def open_and_close() -> tuple[int, int, int]:
-    """Descriptors before and after, and mappings of ours that are left."""
+def held() -> tuple[int, int]:
+    """Open descriptors, and mappings of ours."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:torchstrat")
+
+
+def open_and_close() -> tuple[tuple[int, int], tuple[int, int], int]:
+    """What is held before and after, and how many mappings there were meanwhile."""
     ts.MirroredStrategy(timeout=SECONDS).close()  # sockets of torch.distributed's store are kept
-    before = len(os.listdir("/proc/self/fd"))
+    before = held()
     for _ in range(3):
         strategy = ts.MirroredStrategy(timeout=SECONDS)
         strategy.reduce("sum", strategy.run(lambda: torch.ones(1)))
+        meanwhile = held()[1]
         strategy.close()
     del strategy
-    gc.collect()
-    mapped = Path("/proc/self/maps").read_text().count("memfd:torchstrat")
-    return before, len(os.listdir("/proc/self/fd")), mapped
+    return before, held(), meanwhile
 
 
 def test_a_closed_strategy_leaves_no_memory_and_no_descriptors(two_processes: Workers) -> None:
-    for before, after, mapped in two_processes.run(open_and_close):
-        assert after <= before
-        assert mapped == 0
+    for before, after, meanwhile in two_processes.run(open_and_close):
+        # What earlier tests have left to torch's compiler lives as long as that does.
+        assert after[0] <= before[0]
+        assert after[1] <= before[1] < meanwhile
