@@ -94,9 +94,9 @@ IN_PROCESS: Mapping[str, Row] = dict(
 TORCHRUN: Mapping[str, Row] = dict(
     [
         _row("mirrored", 2, "MirroredStrategy"),
-        _row("multi_worker_mirrored", 2, "MultiWorkerMirroredStrategy"),
+        # As between hosts: the one place where mirrored variables do without shared memory.
+        _row("multi_worker_mirrored", 2, "MultiWorkerMirroredStrategy", collectives="process_group"),
         _row("central_storage", 2, "CentralStorageStrategy"),
-        _row("mirrored on sockets", 2, "MirroredStrategy", collectives="process_group"),
         _row("central_storage on sockets", 2, "CentralStorageStrategy", collectives="process_group"),
     ]
 )
