@@ -105,7 +105,7 @@ def check_nothing_is_left(folder: Path, processes: int) -> None:
     assert not [name for name in os.listdir("/dev/shm") if "torchstrat" in name]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("phase", PHASES)
 def test_one_is_killed_in_the_middle_of_a_sum(
     phase: str, victim: int, three_processes: Workers, tmp_path: Path

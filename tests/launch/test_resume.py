@@ -75,6 +75,7 @@ def test_torchrun_restarts_who_asks_for_it(tmp_path: Path, undisturbed: Path) ->
     assert_the_same_run(the_run(tmp_path), undisturbed)
 
 
+@pytest.mark.soak  # test_readme.py kills the same way, and torchrun's restart is the same as after status 75 below
 def test_torchrun_restarts_after_kill_9(tmp_path: Path, undisturbed: Path) -> None:
     happens = {"step": 30, "rank": 1, "event": "SIGKILL"}
     every = ("checkpoint.every_steps=8", "checkpoint.max_to_keep=2")

@@ -158,7 +158,7 @@ def run_cases(names: list[str], strategy_name: str) -> list[contract.Snapshot]:
 
 
 @pytest.mark.deadline(600)
-@pytest.mark.parametrize("strategy_name", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("strategy_name", ["mirrored", pytest.param("central_storage", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("processes", "is_whole"),
     [(4, False), pytest.param(4, True, marks=pytest.mark.soak), pytest.param(8, True, marks=pytest.mark.soak)],

@@ -107,7 +107,11 @@ COMPARISONS = {
 
 
 @pytest.mark.deadline(2 * DEADLINE_SECONDS + 20)
-@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize(
+    # What is cut in space is compared with plain training in test_training.py too, without the application.
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak if name == "spatial" else []) for name in COMPARISONS],
+)
 def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path, name):
     comparison = COMPARISONS[name]
     dumps = tmp_path / "dumps"
