@@ -32,15 +32,13 @@ def choose_communicator(plan: ProcessPlan, device: str, timeout: timedelta, coll
         return Chosen(sockets, "gloo, as was asked for")
     try:
         return Chosen(SharedMemoryCommunicator(sockets), f"shared memory: all {plan.size} processes are on this host")
-    except NoSharedMemoryError as reason:
-        if collectives == "auto":
+    except NotNeighboursError as reason:
+        if collectives == "auto" and isinstance(reason, NoSharedMemoryError):
             warnings.warn(
                 f"the processes talk through sockets (gloo), which is slower, because they could not share memory: "
                 f"{reason}. Pass collectives='process_group' if that is meant.",
                 stacklevel=5,
             )
-        return _without(sockets, collectives, "gloo", str(reason))
-    except NotNeighboursError as reason:
         return _without(sockets, collectives, "gloo", str(reason))
 
 

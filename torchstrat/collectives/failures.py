@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_PATIENCE_SECONDS = 2.0  # how long a rank that gave up waits for the others to say why they did
+PATIENCE_SECONDS = 2.0  # how long a rank that gave up waits for the others to say why they did
 
 
 class FailureBoard:
@@ -43,14 +43,13 @@ class FailureBoard:
             self._wrote = False
             self._visit(lambda: self._store.delete_key(self._key(self._rank)), None)
 
-    def read(self, ranks: Sequence[int], seconds: float | None = None) -> dict[int, str]:
+    def read(self, ranks: Sequence[int], seconds: float = PATIENCE_SECONDS) -> dict[int, str]:
         """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one."""
-        patience = _PATIENCE_SECONDS if seconds is None else seconds
         said: dict[int, str] = {}
 
         def collect() -> None:
             missing = list(ranks)
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + seconds
             while missing and time.monotonic() < deadline:
                 for rank in list(missing):
                     if self._store.check([self._key(rank)]):
@@ -58,14 +57,14 @@ class FailureBoard:
                         missing.remove(rank)
                 time.sleep(0.05)
 
-        self._visit(collect, None, 2 * patience)
+        self._visit(collect, None, 2 * seconds)
         return dict(said)
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"failures/{rank}"
 
-    def _visit(self, call: Callable[[], T], otherwise: T, seconds: float = 2 * _PATIENCE_SECONDS) -> T:
+    def _visit(self, call: Callable[[], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
         if self.is_gone:
             return otherwise
         results: list[T] = []

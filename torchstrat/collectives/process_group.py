@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.default_group import DefaultGroup
-from torchstrat.collectives.failures import FailureBoard
+from torchstrat.collectives.failures import PATIENCE_SECONDS, FailureBoard
 from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 
@@ -46,7 +46,7 @@ class _Work:
         self._communicator.guard(self._what, self._work.wait)
 
 
-class _Done:
+class Done:
     """A collective that is over."""
 
     def wait(self) -> None:
@@ -199,7 +199,7 @@ class ProcessGroupCommunicator:
             [self.ranks[place] for place in places] for places in (error.ended, error.closed, error.late)
         )
         is_over = bool(ended or closed)
-        said = self._family.board.read([*ended, *closed, *late], _BRIEF_SECONDS if is_over else None)
+        said = self._family.board.read([*ended, *closed, *late], _BRIEF_SECONDS if is_over else PATIENCE_SECONDS)
         parts = []
         if silent := [rank for rank in ended if rank not in said]:
             parts.append(f"the process has ended, and nothing was heard from {_names(silent)}")
@@ -237,28 +237,28 @@ class ProcessGroupCommunicator:
     def _group_for(self, tensor: torch.Tensor) -> Any:
         return self._device_group if tensor.is_cuda else self._group
 
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> _Work | _Done:
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> _Work | Done:
         if tensor.numel() == 0:
-            return _Done()
+            return Done()
         if tensor.dtype in SUMMED_AS:
             parts = self.all_gather(tensor, what)
             wide = [part.to(SUMMED_AS[tensor.dtype]) for part in parts]
             tensor.copy_(sum(wide[1:], start=wide[0]).to(tensor.dtype))
-            return _Done()
+            return Done()
         work = self.guard(what, lambda: dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True))
         return _Work(self, work, what)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         if tensor.numel():
             group = self._group_for(tensor)
-            self.guard(what, lambda: dist.broadcast(_bytes(tensor), self.ranks[source], group=group))
+            self.guard(what, lambda: dist.broadcast(bytes_of(tensor), self.ranks[source], group=group))
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
-            parts = [_bytes(one) for one in received]
-            self.guard(what, lambda: dist.all_gather(parts, _bytes(tensor), group=self._group_for(tensor)))
+            parts = [bytes_of(one) for one in received]
+            self.guard(what, lambda: dist.all_gather(parts, bytes_of(tensor), group=self._group_for(tensor)))
         return received
 
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
@@ -282,7 +282,7 @@ class ProcessGroupCommunicator:
         self.guard(what, lambda: dist.barrier(group=self._group))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as what it is in memory: gloo and NCCL know only some dtypes, and copying needs none."""
     return tensor.detach().view(-1).view(torch.uint8)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchstrat.collectives.communicator import Communicator, Work
-from torchstrat.collectives.process_group import SUMMED_AS, ProcessGroupCommunicator
+from torchstrat.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator, bytes_of
 from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
 from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece
@@ -81,7 +81,7 @@ class SharedMemoryCommunicator:
         if tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor.dtype in SUMMED_AS:
             return self._sockets.all_reduce(tensor, what)
         self.sum_in_place([tensor], 1.0, what)
-        return _Done()
+        return Done()
 
     def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
         self._guard(what, lambda: self._in_place_sum(tensors, factor))
@@ -95,7 +95,7 @@ class SharedMemoryCommunicator:
         if tensor.device.type != "cpu":
             self._sockets.broadcast(tensor, source, what)
         elif tensor.numel():
-            content = _bytes(tensor)
+            content = bytes_of(tensor)
             self._guard(what, lambda: self._broadcast(content, source))
 
     def _broadcast(self, content: torch.Tensor, source: int) -> None:
@@ -114,7 +114,7 @@ class SharedMemoryCommunicator:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
-            self._guard(what, lambda: self._all_gather(_bytes(tensor), [_bytes(one) for one in received]))
+            self._guard(what, lambda: self._all_gather(bytes_of(tensor), [bytes_of(one) for one in received]))
         return received
 
     def _all_gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> None:
@@ -195,14 +195,3 @@ class SharedMemoryCommunicator:
         self._blocks.lockstep.leave()
         self._sockets.close()
         self._neighbours.close()
-
-
-class _Done:
-    """A collective that is over."""
-
-    def wait(self) -> None:
-        return None
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -83,9 +83,8 @@ class BucketedGradients:
             self._communicator = communicator
             self._summing = communicator if isinstance(communicator, SumsInPlace) else None
         self._weight = weight
-        accumulates = self.no_sync or self.pending
-        self._works_by_parts = self._op is ReduceOp.SUM or accumulates or self._owners is not None
-        self._scaled = self._op is ReduceOp.MEAN and accumulates
+        self._works_by_parts = self.needs_early_hooks
+        self._scaled = self._op is ReduceOp.MEAN and (self.no_sync or self.pending)
         self._pass = 0
         self._ready: dict[int, None] | None = None
         self._factors: list[float] | None = None
@@ -323,7 +322,7 @@ class BucketedGradients:
         own = torch.zeros(len(self._tensors), dtype=torch.int32)
         order = dict.fromkeys(ready)
         if self._works_by_parts:
-            order.update(dict.fromkeys(i for i, t in enumerate(self._tensors) if self._states[id(t)].accumulated))
+            order.update(dict.fromkeys(i for i, tensor in enumerate(self._tensors) if self._has_part(tensor)))
         for place, index in enumerate(order, start=1):
             grad = self._tensors[index].grad
             if grad is not None:
@@ -402,14 +401,12 @@ class BucketedGradients:
 
     def torn(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any of these has a gradient that was left with its owners and has been changed or replaced since."""
-        return any(
-            combined is not None
-            and combined.owned is not None
-            and not combined.used
-            and tensor.grad is not None
-            and (not combined.is_in(tensor.grad) or combined.is_edited(tensor.grad))
-            for tensor, combined in ((tensor, self._state(tensor).combined) for tensor in tensors)
-        )
+
+        def is_left(tensor: torch.Tensor) -> bool:
+            combined = self._state(tensor).combined
+            return combined is not None and combined.owned is not None and not combined.used
+
+        return bool(self.edited(filter(is_left, tensors)))
 
     def _own_part(self, index: int, ready: Container[int], factor: float) -> torch.Tensor:
         """What this rank contributes, where it may be overwritten: its gradient itself, if that can be."""

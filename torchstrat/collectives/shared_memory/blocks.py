@@ -41,19 +41,14 @@ class Blocks:
 
     def take_turn(self) -> list[memoryview]:
         """Everybody's block of the turn that begins."""
-        rows = self._rows[self._turn]
-        self._turn ^= 1
-        return rows
+        return self._rows[self.take_turns(1)]
 
     def take_turn_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The same as flat tensors."""
-        return self.both_turns_of(dtype)[self._advance(1)]
+        return self.both_turns_of(dtype)[self.take_turns(1)]
 
     def take_turns(self, number: int) -> int:
         """The first of ``number`` turns that begin, one after the other; they alternate between 0 and 1."""
-        return self._advance(number)
-
-    def _advance(self, number: int) -> int:
         first = self._turn
         self._turn = (first + number) & 1
         return first

@@ -133,7 +133,7 @@ class InPlaceSum:
             if sum(numels) * dtype.itemsize <= SMALL_BYTES:
                 self._sum_small(row, numels, factor)
             else:
-                self._sum_in_chunks(row, make_chunks(numels, dtype.itemsize, self._blocks.size), factor)
+                self._sum_in_chunks(row, make_chunks(numels, dtype.itemsize, self._blocks.size), factor, for_all=True)
 
     @torch.no_grad()
     def to_owners(self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]]) -> None:
@@ -147,17 +147,9 @@ class InPlaceSum:
         numels = tuple(flat.numel() for flat in row)
         if sum(numels) * row[0].itemsize <= SMALL_BYTES:
             self._sum_small(row, numels, factor)
-            return
-        chunks = make_owned_chunks(tuple(tuple(pieces) for pieces in owned), row[0].itemsize)
-        turns = self._blocks.both_turns_of(row[0].dtype)
-        first = self._blocks.take_turns(len(chunks))
-        for step in range(len(chunks) + 1):
-            if step < len(chunks):
-                self._publish(row, chunks[step], turns[(first + step) & 1], self._before(factor))
-            if step > 0:
-                self._add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor, publish=False)
-            if step < len(chunks):
-                self._meet()
+        else:
+            chunks = make_owned_chunks(tuple(tuple(pieces) for pieces in owned), row[0].itemsize)
+            self._sum_in_chunks(row, chunks, factor, for_all=False)
 
     def _sum_small(self, row: list[torch.Tensor], numels: tuple[int, ...], factor: float) -> None:
         blocks = [block[: sum(numels)] for block in self._blocks.take_turn_of(row[0].dtype)]
@@ -170,16 +162,19 @@ class InPlaceSum:
             total.mul_(factor)
         _spread(total, row, numels)
 
-    def _sum_in_chunks(self, row: list[torch.Tensor], chunks: tuple[Chunk, ...], factor: float) -> None:
+    def _sum_in_chunks(
+        self, row: list[torch.Tensor], chunks: tuple[Chunk, ...], factor: float, *, for_all: bool
+    ) -> None:
         turns = self._blocks.both_turns_of(row[0].dtype)
         first = self._blocks.take_turns(len(chunks))
         for step in range(len(chunks) + 1):
             if step < len(chunks):
                 self._publish(row, chunks[step], turns[(first + step) & 1], self._before(factor))
             if step > 0:
-                self._add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor, publish=True)
-            self._meet()
-            if step > 0:
+                self._add_up(row, chunks[step - 1], turns[(first + step - 1) & 1], factor, publish=for_all)
+            if for_all or step < len(chunks):  # of the last sums nobody else needs to know
+                self._meet()
+            if for_all and step > 0:
                 self._read_back(row, chunks[step - 1], turns[(first + step - 1) & 1])
 
     def _before(self, factor: float) -> float:

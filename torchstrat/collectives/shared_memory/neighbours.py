@@ -166,11 +166,11 @@ class Neighbours:
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
-    def share(self, size: int, *, for_forks: bool = False) -> Segment:
+    def share(self, size: int) -> Segment:
         """One segment that every rank maps. Every rank calls it, with the same size. Raises `NoSharedMemoryError`."""
         segment, failure = None, None
         try:
-            segment = self._share(size, for_forks=for_forks)
+            segment = self._share(size)
         except OSError as error:
             failure = error.strerror or str(error)
         try:
@@ -182,10 +182,10 @@ class Neighbours:
         assert segment is not None
         return segment
 
-    def _share(self, size: int, *, for_forks: bool) -> Segment:
+    def _share(self, size: int) -> Segment:
         if self._communicator.rank == 0:
             try:
-                segment = Segment.allocate(size, for_forks=for_forks)
+                segment = Segment.allocate(size)
             except OSError:
                 for connection in self._sockets:
                     connection.sendall(_PARCEL.pack(0))
@@ -201,7 +201,7 @@ class Neighbours:
         if _PARCEL.unpack(message)[0] != size:
             os.close(descriptors[0])
             raise OSError(0, f"{size:,} bytes of shared memory were expected")
-        return Segment(descriptors[0], size, for_forks=for_forks)
+        return Segment(descriptors[0], size)
 
     def close(self) -> None:
         for connection in self._sockets:

@@ -24,21 +24,20 @@ class NoRoomError(OSError):
 class Segment:
     """``size`` bytes, zero at first, mapped by every process that was given ``descriptor``.
 
-    ``for_forks``: processes forked from this one (workers of a data loader) see the memory too. Without it they cannot
-    touch it by accident, nor keep it.
+    Processes forked from this one (workers of a data loader) have no part in it: they cannot touch it by accident, nor
+    keep it.
     """
 
-    def __init__(self, descriptor: int, size: int, *, for_forks: bool = False) -> None:
+    def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor, self.size = descriptor, size
         self.mapping = mmap.mmap(descriptor, size)
-        if not for_forks:
-            self.mapping.madvise(mmap.MADV_DONTFORK)
+        self.mapping.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
             self.mapping.madvise(_MADV_POPULATE_WRITE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
 
     @staticmethod
-    def allocate(size: int, *, for_forks: bool = False) -> Segment:
+    def allocate(size: int) -> Segment:
         """Raises `NoRoomError`. A page that is missing later would end the process with SIGBUS, so all are there."""
         free = available_bytes()
         if free is not None and size + _KEPT_FREE_BYTES > free:
@@ -53,7 +52,7 @@ class Segment:
                 ) from error
             # Nobody it is passed to can cut it short under the others.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return Segment(descriptor, size, for_forks=for_forks)
+            return Segment(descriptor, size)
         except BaseException:
             os.close(descriptor)
             raise

@@ -123,15 +123,16 @@ class CentralStorage:
     def drop_edits(self) -> None:
         """Undo this rank's edits; each rank for itself."""
         if self.look_for_edits():
-            for memory, ranges in self._edits:
-                memory.forget(ranges)
-            self._edits = []
+            self._forget()
 
     def forget_edits(self) -> None:
+        self._forget()
+        self.state.generation += 1  # parts of steps keep counts of their own
+
+    def _forget(self) -> None:
         for memory, ranges in self._edits:
             memory.forget(ranges)
         self._edits = []
-        self.state.generation += 1  # parts of steps keep counts of their own
 
     # -- a step that is shared out ----------------------------------------------------------------------------------
 
