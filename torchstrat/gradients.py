@@ -41,9 +41,10 @@ class GradientHooks:
 
         Frozen ones too: a step may unfreeze them before its backward pass, as GANs do.
         """
-        for tensor in tensors:
+        done = self._early if early else self._hooked
+        for tensor in [tensor for tensor in tensors if id(tensor) not in done]:
             key = id(tensor)
-            if (key in self._hooked and (not early or key in self._early)) or not _may_require_grad(tensor):
+            if not _may_require_grad(tensor):
                 continue
             frozen = not tensor.requires_grad
             if frozen:
@@ -132,6 +133,10 @@ class CombinedGradient:
 
     def is_in(self, gradient: torch.Tensor) -> bool:
         return self._gradient() is gradient
+
+    def is_new(self, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` is this one, neither changed nor used since."""
+        return not self.used and self._gradient() is gradient and gradient._version == self.version
 
     def is_edited(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is this one, changed in place since (clipped, unscaled, made noisy)."""

@@ -6,32 +6,39 @@ A *leaf* is everything that is not one of those containers. `torch.utils._pytree
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Nest = Any
 
-_CONTAINERS = (list, tuple, dict, Mapping)  # the usual ones first: to ask an abstract class takes ten times as long
+
+# Of types. Every run asks for every argument, and an abstract class takes long to answer.
+_is_container: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, (list, tuple, Mapping)))
+_is_mapping: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, Mapping))
 
 
 def is_nested(value: Nest) -> bool:
     """Whether ``value`` is a container that the functions below open."""
-    return isinstance(value, _CONTAINERS)
+    return _is_container(type(value))
 
 
 def children(value: Nest) -> list[tuple[Any, Nest]]:
     """``(key, child)`` pairs of one container, in order."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value))
+    return list(value.items() if _is_mapping(type(value)) else enumerate(value))
+
+
+def _values(value: Nest) -> list[Nest]:
+    """The children of one container without their keys."""
+    return list(value.values() if _is_mapping(type(value)) else value)
 
 
 def rebuild(like: Nest, values: list[Nest]) -> Nest:
     """A container of the kind of ``like`` (same keys, same named tuple class) holding ``values``."""
-    if isinstance(like, Mapping):
+    if _is_mapping(type(like)):
         pairs = zip(like, values, strict=True)
         try:
-            return type(like)(pairs)  # type: ignore[call-arg]
+            return type(like)(pairs)
         except TypeError:  # a defaultdict's first argument is its factory; a foreign mapping may take none
             return dict(pairs) if not hasattr(like, "default_factory") else dict(zip(like, values, strict=True))
     if isinstance(like, tuple):
@@ -43,7 +50,9 @@ def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:
     """Apply ``fn`` to the leaves of nests of equal structure, and return that structure."""
     if not is_nested(first):
         return fn(first, *others)
-    columns = [[child for _, child in children(nest)] for nest in (first, *others)]
+    if not others:
+        return rebuild(first, [map_structure(fn, child) for child in _values(first)])
+    columns = [_values(nest) for nest in (first, *others)]
     return rebuild(first, [map_structure(fn, *row) for row in zip(*columns, strict=True)])
 
 
@@ -52,8 +61,11 @@ def leaves(value: Nest) -> Iterator[Any]:
     if not is_nested(value):
         yield value
         return
-    for _, child in children(value):
-        yield from leaves(child)
+    for child in _values(value):
+        if is_nested(child):
+            yield from leaves(child)
+        else:
+            yield child
 
 
 def flatten(value: Nest) -> list[Any]:

@@ -85,10 +85,8 @@ class WeakOrdered:
         return id(value) in self._references
 
     def __iter__(self) -> Iterator[Any]:
-        for reference in list(self._references.values()):
-            value = reference()
-            if value is not None:
-                yield value
+        values = [reference() for reference in list(self._references.values())]
+        return iter([value for value in values if value is not None])
 
 
 class VariableRegistry:
@@ -202,14 +200,8 @@ class VariableRegistry:
 
     def _has_unknown_children(self) -> bool:
         """Asked at both ends of every run. A module's children are in a plain dictionary, so nothing tells."""
-        known = self._modules.ids()
-        if not known:
-            return False
-        for module in self._modules:
-            for child in module._modules.values():
-                if child is not None and id(child) not in known:
-                    return True
-        return False
+        children = {id(child) for module in self._modules for child in module._modules.values() if child is not None}
+        return not children <= self._modules.ids()
 
     def _add_tree(self, module: nn.Module) -> None:
         if self._modules.add(module):
@@ -237,21 +229,12 @@ class VariableRegistry:
 
     def members(self) -> Members:
         """Modules, tensors, buffers and helpers. Looked up anew at every call, for the reason given at `tensors`."""
-        changes, modules, slots = self.changes, list(self._modules), []
-        found: dict[int, torch.Tensor] = {}
-        for module in modules:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found.setdefault(id(parameter), parameter)
-            for name in module._buffers:
-                slots.append(BufferSlot(module, name))
-        helpers = list(self._helpers)
-        for tensor in self._tensors:
-            found.setdefault(id(tensor), tensor)
-        for helper in helpers:
-            for tensor in _tensors_of(helper):
-                found.setdefault(id(tensor), tensor)
-        return Members(modules, list(found.values()), slots, helpers, changes)
+        changes, modules, helpers = self.changes, list(self._modules), list(self._helpers)
+        tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
+        tensors += self._tensors
+        tensors += [tensor for helper in helpers for tensor in _tensors_of(helper)]
+        slots = [BufferSlot(module, name) for module in modules if module._buffers for name in module._buffers]
+        return Members(modules, list({id(tensor): tensor for tensor in tensors}.values()), slots, helpers, changes)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

@@ -20,7 +20,7 @@ from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
-from torchstrat.replicas.roster import Roster
+from torchstrat.replicas.roster import Layout, Roster
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
 
 BACKWARD = "backward() (gradients are combined as they become ready)"
@@ -33,7 +33,7 @@ _AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
 
 _NOTHING, _DENSE, _SPARSE_TOO = range(3)  # what a rank contributes to a gradient
 
-_EMPTY = Roster({})
+_EMPTY = Roster.of({})
 
 Owners = Callable[[torch.Tensor], Owned | None]
 """Who is to have which elements of a variable's gradient; None if every rank needs all."""
@@ -68,8 +68,10 @@ class BucketedGradients:
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
         self._states: dict[int, _State] = {}
+        self._states_of: Layout | None = None
         self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
-        self._roster, self._index = _EMPTY, dict[int, int]()
+        self._index: dict[int, int] = {}
+        self._set_roster(_EMPTY)
         self._active = False
         self._communicator: Any = None  # a `Communicator` from the first run on
         self._summing: SumsInPlace | None = None
@@ -93,17 +95,22 @@ class BucketedGradients:
 
     def use(self, roster: Roster) -> None:
         """The variables are these from now on. Not in the middle of a backward pass."""
-        self._roster = roster
-        self._index = {id(tensor): index for index, tensor in enumerate(roster.tensors)}
-        self._states = {id(tensor): self._state(tensor) for tensor in roster.tensors}
+        self._set_roster(roster)
+        if self._states_of is not roster.layout:
+            self._states = {id(tensor): self._state(tensor) for tensor in roster.tensors}
+            self._states_of = roster.layout
+
+    def _set_roster(self, roster: Roster) -> None:
+        self._roster, self._tensors, self._index = roster, roster.tensors, roster.layout.index
 
     def end(self) -> None:
         """Nothing is combined until the next `begin`, and no variable is kept alive."""
         self._active = False
-        self._roster, self._index = _EMPTY, {}
+        self._set_roster(_EMPTY)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._index
+    def known(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that are variables of the current run."""
+        return [tensor for tensor in tensors if id(tensor) in self._index]
 
     @property
     def is_in_pass(self) -> bool:
@@ -121,10 +128,6 @@ class BucketedGradients:
     def _state(self, tensor: torch.Tensor) -> _State:
         state = self._states.get(id(tensor))
         return state if state is not None and state.reference() is tensor else _State(tensor)
-
-    @property
-    def _tensors(self) -> list[torch.Tensor]:
-        return self._roster.tensors
 
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
@@ -144,22 +147,22 @@ class BucketedGradients:
         return None if factor == 1.0 else gradient * factor
 
     def after_accumulation(self, tensor: torch.Tensor) -> None:
-        if not self._active or id(tensor) not in self._index:
+        index = self._index.get(id(tensor))
+        if index is None or not self._active:
             return
         state = self._states[id(tensor)]
         state.accumulated, state.combined = True, None
         if self.no_sync:
             return
         if self._ready is None:
-            self._open_pass()
-        assert self._ready is not None
-        assert tensor.grad is not None
-        index = self._index.get(id(tensor))
-        if index is None:
-            return  # no other rank has it
+            self._ready = self._open_pass()
         if self._summing is not None:
             self._ready[index] = None
             return
+        index = self._index.get(id(tensor))
+        if index is None:
+            return  # no other rank has it
+        assert tensor.grad is not None
         if index in self._contributed:
             # A reentrant backward pass (checkpointing) and the one around it both use the tensor.
             self._again.add(index)
@@ -169,13 +172,13 @@ class BucketedGradients:
             self._contribute(index, bucket)
             self._plan.start_complete(self._communicator, BACKWARD)
 
-    def _open_pass(self) -> None:
-        self._ready = {}
+    def _open_pass(self) -> dict[int, None]:
         if self._summing is None:
             self._begin_pass(BACKWARD)
             self._plan = self._plan_of_pass()
             self._plan.reset()
         queue_backward_callback(self._flush if self._summing is None else self._flush_in_place)
+        return {}
 
     def _plan_of_pass(self) -> Plan:
         if self._communicator.size < self._everyone:
@@ -279,28 +282,31 @@ class BucketedGradients:
         ready, self._ready = self._ready, None
         self._forget_zeroed(ready)
         kinds = self._kinds_here(ready)
-        found = [self._tensors[index] for index in ready]
         rows = agree(self._communicator, BACKWARD, (self._weight(), self._roster.digest, float(zlib.crc32(kinds))))
-        self._use_what_all_have([row[1] for row in rows], BACKWARD)
         self._set_shares(BACKWARD, self._shares_of([row[0] for row in rows]))
-        ready = {self._index[id(tensor)]: None for tensor in found if id(tensor) in self._index}
         if all_equal([row[1:] for row in rows]):
-            dense = {index for index, kind in enumerate(kinds) if kind == _DENSE}
-            sparse = {index for index, kind in enumerate(kinds) if kind == _SPARSE_TOO}
+            dense = [index for index, kind in enumerate(kinds) if kind == _DENSE]
+            sparse = [index for index, kind in enumerate(kinds) if kind == _SPARSE_TOO]
         else:
-            dense, sparse, _ = _kinds(self._exchange_places(ready))
-        self._combine_dense(sorted(dense), ready)
-        self._combine_sparse(sorted(sparse - dense), ready)
+            found = [self._tensors[index] for index in ready]
+            self._use_what_all_have([row[1] for row in rows], BACKWARD)
+            ready = {self._index[id(tensor)]: None for tensor in self.known(found)}
+            some_dense, some_sparse, _ = _kinds(self._exchange_places(ready))
+            dense, sparse = sorted(some_dense), sorted(some_sparse - some_dense)
+        self._combine_dense(dense, ready)
+        self._combine_sparse(sparse, ready)
         self._pass += 1
         self.pending = False
 
     def _kinds_here(self, ready: Container[int]) -> bytes:
         """Per tensor: what this rank has to contribute."""
         return bytes(
-            (_DENSE if tensor.grad.layout == torch.strided else _SPARSE_TOO)
-            if tensor.grad is not None and (index in ready or self._has_part(tensor))
-            else _NOTHING
-            for index, tensor in enumerate(self._tensors)
+            [
+                (_DENSE if gradient.layout == torch.strided else _SPARSE_TOO)
+                if (gradient := tensor.grad) is not None and (index in ready or self._has_part(tensor))
+                else _NOTHING
+                for index, tensor in enumerate(self._tensors)
+            ]
         )
 
     def _has_part(self, tensor: torch.Tensor) -> bool:
@@ -359,8 +365,17 @@ class BucketedGradients:
         groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
         with torch.no_grad():
             for index in indices:
-                before, after = self._factors_of(self._tensors[index])
-                groups.setdefault(after, []).append((index, self._own_part(index, ready, before)))
+                tensor = self._tensors[index]
+                before, after = self._factors_of(tensor)
+                part = tensor.grad
+                if (
+                    part is None
+                    or before != 1.0
+                    or self._works_by_parts
+                    or not (is_plain(part) and part.is_contiguous())
+                ):
+                    part = self._own_part(index, ready, before)
+                groups.setdefault(after, []).append((index, part))
             for after, members in groups.items():
                 everywhere = self._combine_at_owners(communicator, members, after)
                 communicator.sum_in_place([part for _, part in everywhere], after, self._call)
@@ -425,8 +440,7 @@ class BucketedGradients:
     def _put(self, index: int, combined: torch.Tensor) -> None:
         """Make the combined gradient this rank's own, if it is not already."""
         tensor = self._tensors[index]
-        earlier = self._earlier(index)
-        if earlier is not None:
+        if self._works_by_parts and (earlier := self._earlier(index)) is not None:
             combined.add_(_dense(earlier))
         if tensor.grad is combined:
             self._record(tensor)
@@ -475,6 +489,17 @@ class BucketedGradients:
         state.combined = None if tensor.grad is None else CombinedGradient(tensor.grad)
 
     # -- at the optimizer's step ------------------------------------------------------------------------------------
+
+    def are_as_combined(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether nothing has happened to any of these gradients since they were combined: the usual case, in which
+        there is no need to look closer."""
+        states = self._states
+        for tensor in tensors:
+            if (gradient := tensor.grad) is not None:
+                state = states.get(id(tensor))
+                if state is None or state.combined is None or not state.combined.is_new(gradient):
+                    return False
+        return True
 
     def left_over(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those with a gradient that no backward pass has combined: assigned by hand, or left by ``no_sync``."""

@@ -20,7 +20,7 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.process_step import OWNER
-from torchstrat.replicas.roster import roster_of
+from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 from torchstrat.values import PerReplica
 from torchstrat.variables import VariableRegistry
@@ -64,6 +64,7 @@ class IdleReplicas:
         world: Communicator,
         active: list[int],
         registry: VariableRegistry,
+        rosters: Rosters,
         gradients: BucketedGradients,
         keeping_state: Callable[[], AbstractContextManager[None]],
         device: torch.device,
@@ -75,6 +76,7 @@ class IdleReplicas:
         self._first = active[0]
         self._is_idle = world.rank not in active
         self._registry = registry
+        self._rosters = rosters
         self._gradients = gradients
         self._keeping_state = keeping_state
         self._is_of_owner = is_of_owner
@@ -105,7 +107,7 @@ class IdleReplicas:
     def _move_gradients_to_first(self) -> None:
         """What idle ranks have accumulated waits with the first rank that runs: the sum is all that counts, and if the
         step now zeroes gradients it must zero those too."""
-        roster = roster_of(self._registry)
+        roster = self._rosters.now()
         parts = {}
         if self._is_idle:
             own = dict(roster.items())
@@ -143,7 +145,7 @@ class IdleReplicas:
         return nest.map_structure(lambda leaf: PerReplica((), replica_ids=()), manifest.structure)
 
     def _make_manifest(self, result: Any) -> _Manifest:
-        roster = roster_of(self._registry)
+        roster = self._rosters.now()
         buffers = _buffers(self._registry)
         return _Manifest(
             _structure(result),

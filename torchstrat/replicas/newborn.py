@@ -35,13 +35,6 @@ class Newborn:
         self._watched: set[int] = set()
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Newborn:
-        self.begin(self._registry.modules())
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.end()
-
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """A run begins. ``modules``: all that may have lazy parameters."""
         for module in modules:

@@ -11,7 +11,7 @@ import collections
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat import nest, reduction
+from torchstrat._torch_private import new_hook_key
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
@@ -42,13 +43,13 @@ from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
-from torchstrat.replicas.roster import Roster, roster_of
+from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variable.assignment import hand_over
-from torchstrat.variables import VariableRegistry
+from torchstrat.variables import BufferSlot, Members, VariableRegistry
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
 
@@ -90,7 +91,10 @@ class PerProcessReplica:
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
+        self._rosters = Rosters(self.registry)
+        self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
+        self._taken_over: tuple[Any, ...] = ()  # what stays equal as long as there is nothing new
         owns = not central or communicator.rank == OWNER
         self._owner_steps = OwnerSteps(
             self._make_step(communicator), self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
@@ -164,7 +168,7 @@ class PerProcessReplica:
                 self._report(error, " in strategy.scope()")
             return
         self._world.forget_failure()
-        self._take_over_initial_values()
+        self._take_over_initial_values(self.registry.members())
         self._watch_optimizers()
 
     def set_no_sync(self, active: bool) -> None:
@@ -185,18 +189,29 @@ class PerProcessReplica:
 
     # -- variables --------------------------------------------------------------------------------------------------
 
-    def _take_over_initial_values(self) -> Roster:
+    def _take_over_initial_values(self, members: Members) -> Roster:
         """Rank 0's values for every variable that was not there before. Every rank has created the same ones."""
-        roster = roster_of(self.registry)
-        slots = self.registry.named_buffer_slots()
+        roster = self._rosters.now(members)
+        moved_out = [] if self._storage is None else self._storage.moved_out(roster.items())
+        state = (
+            roster.layout,
+            members.changes,
+            [(id(one.module), one.name, _is_there(one)) for one in members.buffer_slots],
+        )
+        if state != self._taken_over or moved_out:
+            self._take_over(roster, moved_out)
+            self._taken_over = state
+        return roster
+
+    def _take_over(self, roster: Roster, moved_out: Container[str]) -> None:
+        """``moved_out``: names of variables that have been in common memory."""
         found: dict[str, tuple[Any, torch.Tensor]] = {name: (tensor, tensor) for name, tensor in roster.items()}
-        for name, slot in slots.items():
-            if slot.tensor is not None and not is_lazy(slot.tensor):
+        for name, slot in self.registry.named_buffer_slots().items():
+            if slot.tensor is not None and _is_there(slot):
                 found[f"buffer {name}"] = (slot.module, slot.tensor)
         known = {name for name, (owner, _) in found.items() if self._is_known(name, owner)}
         self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}
         fresh = {name: tensor.detach() for name, (_, tensor) in found.items() if name not in known}
-        moved_out = [] if self._storage is None else self._storage.moved_out(roster.items())
         if fresh or moved_out:
             shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh.values())
             call = "taking over rank 0's initial values of " + ", ".join(
@@ -208,7 +223,6 @@ class PerProcessReplica:
                 among = [name for name in roster.names if name in fresh or name in moved_out]
                 moved = self._storage.move_in(dict(roster.items()), among, self.registry.optimizers(), call)
             broadcast_tensors(self._world, [t for name, t in fresh.items() if name not in moved], OWNER, call)
-        return roster
 
     def _is_known(self, name: str, owner: Any) -> bool:
         reference = self._known.get(name)
@@ -226,7 +240,7 @@ class PerProcessReplica:
         parameters = parameters_of(module)
         self._hooks.attach(parameters, early=self._gradients.needs_early_hooks)
         if not self._gradients.is_in_pass:  # else an optimizer's step catches up with them
-            self._gradients.use(roster_of(self.registry))
+            self._gradients.use(self._rosters.now())
         self._edits.note(parameters)
 
     def _make_step(self, communicator: Communicator) -> ProcessStep:
@@ -235,6 +249,7 @@ class PerProcessReplica:
             self._gradients,
             self._edits,
             self._mean_loss,
+            self._hook_key,
             central=self._central,
             storage=self._storage,
         )
@@ -262,34 +277,37 @@ class PerProcessReplica:
     def _begin_outside(self) -> None:
         self._find_owners()
         self._weights = StepWeights(range(self.num_replicas), None)
-        self._gradients.begin(roster_of(self.registry), self._world, self.num_replicas, lambda: 1.0)
+        self._gradients.begin(self._rosters.now(), self._world, self.num_replicas, lambda: 1.0)
 
     # -- run --------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._weights = weights = StepWeights(range(self.num_replicas), find_batch_info((args, kwargs)))
+        leaves = nest.flatten((args, kwargs)) if args or kwargs else []
+        self._weights = weights = StepWeights(range(self.num_replicas), find_batch_info(leaves) if leaves else None)
         self._world.forget_failure()
-        adopted = self.registry.adopt(fn, [*nest.leaves(list(args)), *nest.leaves(kwargs)])
+        adopted = self.registry.adopt(fn, leaves)
         if adopted:
             warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
-        roster = self._take_over_initial_values()
+        members = self.registry.members()
+        roster = self._take_over_initial_values(members)
         if not weights.active:
             return PerReplica((), replica_ids=())
         if len(weights.active) == self.num_replicas:
-            result = self._run_replica(roster, fn, args, kwargs)
+            result = self._run_replica(roster, members, fn, args, kwargs)
         else:
-            result = self._run_without_idle(weights.active, roster, fn, args, kwargs)
+            result = self._run_without_idle(weights.active, roster, members, fn, args, kwargs)
         self._gradients.pending |= self._gradients.no_sync
         self._watch_optimizers()
         return result
 
     def _run_without_idle(
-        self, active: list[int], roster: Roster, fn: Callable[..., Any], args: Any, kwargs: Any
+        self, active: list[int], roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         idle = IdleReplicas(
             self._world,
             active,
             self.registry,
+            self._rosters,
             self._gradients,
             self._owner_steps.keeping_state,
             torch_device(self._device),
@@ -302,36 +320,39 @@ class PerProcessReplica:
         if self._world.rank in active:
             self._communicator = group
             try:
-                result = self._run_replica(roster, fn, args, kwargs)
+                result = self._run_replica(roster, members, fn, args, kwargs)
             finally:
                 self._communicator = self._world
         result = idle.after_run(result)
         hand_over(self._world, self._strategy.extended._live_variables(), active[0])
-        self._edits.begin(roster_of(self.registry).tensors)
+        self._edits.begin(self._rosters.now().tensors)
         return result
 
-    def _run_replica(self, roster: Roster, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_replica(self, roster: Roster, members: Members, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         self._find_owners()
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
-        buffers = ProcessBuffers(self.registry)
+        buffers = ProcessBuffers(self.registry, members.modules)
         step = self._make_step(self._communicator)
         newborn = Newborn(self.registry, self._take_over_newborn)
         self._streams.begin([me])
-        self._streams.activate(me)
+        has_lazy = len(roster.tensors) < len(members.tensors)
+        newborn.begin(members.modules if has_lazy else ())
         try:
-            inputs = select_replica(me, list(args)), select_replica(me, kwargs)
-            with newborn, step, self._owner_steps.paused(), enter(self._strategy, self._context):
-                result = fn(*inputs[0], **inputs[1])
+            own_args = [select_replica(me, value) for value in args]
+            own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
+            with step, self._owner_steps.paused(), enter(self._strategy, self._context):
+                result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)
             if isinstance(error, Exception):
                 add_replica_note(error, me, self.num_replicas, weights)
             raise
         finally:
+            newborn.end()
             self._gradients.end()
             self._streams.end()
         self._bring_together(buffers)
@@ -340,9 +361,10 @@ class PerProcessReplica:
     def _bring_together(self, buffers: ProcessBuffers) -> None:
         """The end of a run: what replicas have changed differently becomes the same."""
         assert self._weights is not None
-        roster = roster_of(self.registry)
-        weight = self._weights.of(self._world.rank)
-        rows = agree(self._communicator, END_OF_RUN, (weight, *self._edits.summary(roster), *buffers.summary()))
+        members = self.registry.members()
+        roster = self._rosters.now(members)
+        numbers = (*self._edits.summary(roster), *buffers.summary(members.buffer_slots))
+        rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
         if not all_equal([row[1:4] for row in rows]):
             self._edits.make_equal(self._communicator, roster, END_OF_RUN)
         if not all_equal([row[4:] for row in rows]):
@@ -430,3 +452,8 @@ class PerProcessReplica:
         if not isinstance(value, DistributedValues):
             return reduction.gather_plain(value, axis)
         return gather_components(self._communicator, list(value.values), axis)
+
+
+def _is_there(slot: BufferSlot) -> bool:
+    """Whether the buffer has values by now."""
+    return slot.tensor is not None and not is_lazy(slot.tensor)

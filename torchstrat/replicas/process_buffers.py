@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.agreement import fingerprint
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.variables import VariableRegistry
+from torchstrat.variables import BufferSlot, VariableRegistry
 
 
 class ProcessBuffers:
-    """The buffers of modules that are in training mode when a run starts or when it ends.
+    """The buffers of modules that are in training mode when a run starts or when it ends. Made when it starts, with
+    the ``modules`` that there are.
 
     Afterwards floating ones that differ between ranks are averaged and integral ones are the first rank's. Buffers on
     which all agree are left alone: averaging equal numbers would change them by rounding.
     """
 
-    def __init__(self, registry: VariableRegistry) -> None:
+    def __init__(self, registry: VariableRegistry, modules: Iterable[nn.Module]) -> None:
         self._registry = registry
-        self._training_before = {id(module) for module in registry.modules() if module.training}
+        self._training_before = {id(module) for module in modules if module.training}
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            name: slot.tensor
-            for name, slot in self._registry.named_buffer_slots().items()
-            if slot.tensor is not None and (slot.module.training or id(slot.module) in self._training_before)
-        }
+    def _takes(self, slot: BufferSlot) -> bool:
+        return slot.module.training or id(slot.module) in self._training_before
 
-    def summary(self) -> tuple[float, float]:
-        """Numbers that are equal on ranks whose buffers are."""
-        return fingerprint(self._buffers().values())
+    def summary(self, slots: Iterable[BufferSlot]) -> tuple[float, float]:
+        """Numbers that are equal on ranks whose buffers are. ``slots``: of all buffers that there are by now."""
+        return fingerprint(slot.tensor for slot in slots if slot.tensor is not None and self._takes(slot))
 
     def merge(self, communicator: Communicator, weights: list[float], call: str) -> None:
         """All ranks call it, when summaries differ. ``weights``: of the ranks; where any has one, those without are
         left out of means."""
-        found = self._buffers()
+        slots = self._registry.named_buffer_slots().items()
+        found = {name: slot.tensor for name, slot in slots if slot.tensor is not None and self._takes(slot)}
         own = {name: (_kind(tensor), fingerprint([tensor])) for name, tensor in found.items()}
         everyone = communicator.all_gather_object(own, call)
         differing = []

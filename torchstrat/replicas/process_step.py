@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
@@ -26,8 +26,8 @@ OWNER = 0
 
 
 class ProcessStep:
-    """The step hooks of one run. ``central``: only the owner (the first rank of ``communicator``) steps, and then hands
-    out the new values; the others' optimizers stay without state.
+    """The step hooks of one run, under ``hook_key`` among torch's. ``central``: only the owner (the first rank of
+    ``communicator``) steps, and then hands out the new values; the others' optimizers stay without state.
 
     ``storage``: central storage in memory that the ranks share. Steps that can be are shared out among them, and what
     the owner does alone all ranks see without being told.
@@ -39,6 +39,7 @@ class ProcessStep:
         gradients: BucketedGradients,
         edits: ParameterEdits,
         mean_loss: Callable[[Any], Any],
+        hook_key: int,
         *,
         central: bool,
         storage: CentralStorage | None = None,
@@ -50,19 +51,19 @@ class ProcessStep:
         self._central = central
         self._storage = storage
         self._order: dict[int, int] = {}
-        self._handles: list[Any] = []
+        self._hook_key = hook_key
         self._in_closure_step = False
         self._late: dict[int, Any] = {}  # hooks of steps that are shared out
 
     def __enter__(self) -> ProcessStep:
-        self._handles = [
-            register_optimizer_step_pre_hook(self.before),
-            register_optimizer_step_post_hook(self.after),
-        ]
+        optimizer_pre_hooks[self._hook_key] = self.before
+        optimizer_post_hooks[self._hook_key] = self.after
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for handle in (*self._handles, *self._late.values()):
+        optimizer_pre_hooks.pop(self._hook_key, None)
+        optimizer_post_hooks.pop(self._hook_key, None)
+        for handle in self._late.values():
             handle.remove()
         self._late.clear()
         if self._storage is not None:
@@ -77,7 +78,7 @@ class ProcessStep:
         return f"{type(optimizer).__name__}.step() (optimizer {number})"
 
     def _variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        return [t for group in optimizer.param_groups for t in group["params"] if self._gradients.knows(t)]
+        return self._gradients.known(t for group in optimizer.param_groups for t in group["params"])
 
     def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those that each rank has a copy of."""
@@ -148,9 +149,11 @@ class ProcessStep:
         parameters always do, because there is one copy to take them; and what it put into the state of ``shared``.
         """
         elsewhere = self._elsewhere(tensors)
-        left_over = {id(tensor) for tensor in self._gradients.left_over(tensors)}
         edited = self._edits.since_noted(elsewhere)
-        edited += self._gradients.edited(t for t in tensors if id(t) not in left_over)
+        left_over: set[int] = set()
+        if not self._gradients.are_as_combined(tensors):
+            left_over = {id(tensor) for tensor in self._gradients.left_over(tensors)}
+            edited += self._gradients.edited(t for t in tensors if id(t) not in left_over)
         missing = zlib.crc32(bytes(tensor.grad is None for tensor in tensors))
         numbers: tuple[float, ...] = (float(bool(left_over)), float(len(edited)), float(missing), *fingerprint(edited))
         storage = self._storage

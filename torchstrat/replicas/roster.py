@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import functools
+import weakref
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -10,9 +12,37 @@ from torch.nn.parameter import is_lazy
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.agreement import code
-from torchstrat.variables import VariableRegistry
+from torchstrat.variables import Members, VariableRegistry
 
 Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
+
+
+class Layout:
+    """What is known of the variables of a roster without holding them. It stays the same object while they stay the
+    same, so what follows from them need not be found out in every run."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        self.names = tuple(named)
+        self.index = {id(tensor): place for place, tensor in enumerate(named.values())}
+        self.signature: Signature = tuple((name, t.shape, t.dtype, t.device) for name, t in named.items())
+        self._references = [weakref.ref(tensor) for tensor in named.values()]
+        self._kinds = _kinds(list(named.values()))
+
+    def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are its variables, with the shapes and dtypes, and on the devices, that they had."""
+        return (
+            len(tensors) == len(self._references)
+            and all(reference() is tensor for reference, tensor in zip(self._references, tensors, strict=True))
+            and _kinds(tensors) == self._kinds
+        )
+
+    @functools.cached_property
+    def digest(self) -> float:
+        return code(repr([(name, tuple(shape), str(dtype)) for name, shape, dtype, _ in self.signature]))
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Size], list[torch.dtype], list[torch.device]]:
+    return [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors], [t.device for t in tensors]
 
 
 class Roster:
@@ -22,18 +52,28 @@ class Roster:
     collected it. ``digest`` tells whether they do, and `in_common` leaves what all of them hold.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
-        self.names = tuple(named)
-        self.tensors = list(named.values())
-        self.signature: Signature = tuple((name, t.shape, t.dtype, t.device) for name, t in named.items())
+    def __init__(self, tensors: list[torch.Tensor], layout: Layout) -> None:
+        self.tensors, self.layout = tensors, layout
+
+    @staticmethod
+    def of(named: Mapping[str, torch.Tensor]) -> Roster:
+        return Roster(list(named.values()), Layout(named))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.layout.names
+
+    @property
+    def signature(self) -> Signature:
+        return self.layout.signature
 
     @property
     def digest(self) -> float:
         """Equal on all ranks that hold the same variables."""
-        return _digest(self.signature)
+        return self.layout.digest
 
     def only(self, names: Container[str]) -> Roster:
-        return Roster({name: tensor for name, tensor in self.items() if name in names})
+        return Roster.of({name: tensor for name, tensor in self.items() if name in names})
 
     def items(self) -> list[tuple[str, torch.Tensor]]:
         return list(zip(self.names, self.tensors, strict=True))
@@ -53,17 +93,18 @@ class Roster:
         return self.only({name for name in own if all(name in other for other in everyone)})
 
 
-_latest: tuple[Signature, float] = ((), 0.0)
+class Rosters:
+    """Calls the roll of a registry."""
 
+    def __init__(self, registry: VariableRegistry) -> None:
+        self._registry = registry
+        self._latest = Layout({})
 
-def _digest(signature: Signature) -> float:
-    global _latest
-    if signature != _latest[0]:
-        text = repr([(name, tuple(shape), str(dtype)) for name, shape, dtype, _ in signature])
-        _latest = signature, code(text)
-    return _latest[1]
-
-
-def roster_of(registry: VariableRegistry) -> Roster:
-    """All variables that have values by now."""
-    return Roster({name: tensor for name, tensor in registry.named_tensors().items() if not is_lazy(tensor)})
+    def now(self, members: Members | None = None) -> Roster:
+        """All variables that have values by now. ``members``: of the registry, if they have just been looked up."""
+        tensors = self._registry.tensors() if members is None else members.tensors
+        if not self._latest.describes(tensors):
+            named = {name: tensor for name, tensor in self._registry.named_tensors().items() if not is_lazy(tensor)}
+            self._latest = Layout(named)
+            tensors = list(named.values())
+        return Roster(tensors, self._latest)
