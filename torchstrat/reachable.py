@@ -36,6 +36,12 @@ _ATOMS: tuple[type, ...] = (
     torch.device,
     types.BuiltinFunctionType,
 )
+_WHOLES: tuple[type, ...] = (torch.Tensor, nn.Module, types.ModuleType, *HELPER_TYPES)  # looked at in any case
+
+# Of types: every run asks.
+_is_atom: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _ATOMS))
+_is_whole: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _WHOLES))
+
 _LIBRARIES = frozenset(
     {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
 )
@@ -60,26 +66,17 @@ class Start:
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:
-        self._objects: list[Any] = []
-        self._keys: list[tuple[int, weakref.ref[Any] | None]] = []
-        self.is_closed = True
-        for value in itertools.chain(_from_callable(fn), arguments):
-            if isinstance(value, _ATOMS):
-                continue
-            self._objects.append(value)
-            if not _is_data(value):
-                self._keys.append(_key(value))
-            if self.is_closed and not _is_closed(value):
-                self.is_closed = False
+        self._objects = [one for one in itertools.chain(_from_callable(fn), arguments) if not _is_atom(type(one))]
+        self._ids = [id(one) for one in self._objects if not _is_data(one)]
+        self._references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
+        self.is_closed = all(_is_whole(type(one)) or _is_library_function(one) for one in self._objects)
 
     def is_same(self, earlier: Start) -> bool:
-        """Whether it starts from the very same objects as one whose objects may be gone by now."""
-        if len(self._keys) != len(earlier._keys):
+        """Whether it starts from the very same objects as one that has forgotten its objects."""
+        if self._ids != earlier._ids:
             return False
-        for (own, _), (other, reference) in zip(self._keys, earlier._keys, strict=True):
-            if own != other or (reference is not None and reference() is None):
-                return False
-        return True
+        # An id alone may have been given to another object since.
+        return all(reference is None or reference() is not None for reference in earlier._references)
 
     def walk(self, *, again: bool = False) -> Reached:
         """What is reached. The nearest first, so that a step that reaches a whole data set still shows its model.
@@ -102,25 +99,23 @@ class Start:
 
     def forget_objects(self) -> None:
         """Keep only what `is_same` needs, which holds nothing alive."""
+        self._references = [_reference_to(one) for one in self._objects if not _is_data(one)]
         self._objects = []
 
 
-def _key(value: Any) -> tuple[int, weakref.ref[Any] | None]:
-    """Weakly where that is possible: an id alone may be given to another object later."""
+def _reference_to(value: Any) -> weakref.ref[Any] | None:
     try:
-        return id(value), weakref.ref(value)
+        return weakref.ref(value)
     except TypeError:
-        return id(value), None
+        return None
 
 
 def _is_data(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not (value.requires_grad and value.is_leaf)
 
 
-def _is_closed(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, nn.Module, types.ModuleType, *HELPER_TYPES)) or (
-        isinstance(value, types.FunctionType) and _is_library(value.__module__)
-    )
+def _is_library_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and _is_library(value.__module__)
 
 
 @functools.lru_cache(maxsize=1024)

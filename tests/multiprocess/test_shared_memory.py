@@ -11,12 +11,14 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import torchstrat as ts
 from torchstrat.collectives.shared_memory import futex, neighbours, segment
+from torchstrat.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.errors import CommunicationError, UnsupportedError
 from torchstrat.testing import Workers, contract
 
@@ -287,6 +289,39 @@ def attach_as_another_user() -> int | None:
 def test_another_user_gets_nothing(two_processes: Workers) -> None:
     _, status = two_processes.run(attach_as_another_user)
     assert status == 0
+
+
+def count_meetings(width: int) -> int:
+    """Of one training step with a model of two tensors."""
+    strategy = ts.MirroredStrategy(timeout=SECONDS)
+    meet = Lockstep.meet
+    met = []
+    try:
+        with strategy.scope():
+            model = torch.nn.Linear(width, width)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train_step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        def counted(self: Lockstep, seconds: float) -> None:
+            met.append(self)
+            meet(self, seconds)
+
+        strategy.run(train_step, args=(torch.ones(2, width),))
+        with mock.patch.object(Lockstep, "meet", counted):
+            strategy.run(train_step, args=(torch.ones(2, width),))
+        return len(met)
+    finally:
+        strategy.close()
+
+
+def test_small_gradients_need_no_meeting_of_their_own(two_processes: Workers) -> None:
+    """One at the end of the backward pass, one before the optimizer's step, and one at the end of the run."""
+    assert two_processes.run(count_meetings, 8) == [3, 3]
+    assert two_processes.run(count_meetings, 200) == [5, 5]  # two for what is cut into chunks
 
 
 # -- nothing is left ---------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Threads:
     def __init__(self, descriptor: int, pidfds: list[int]) -> None:
         self._descriptor, self.processes = descriptor, tuple(pidfds)
 
-    def share(self, size: int, **_: Any) -> Segment:
+    def share(self, size: int) -> Segment:
         return Segment(os.dup(self._descriptor), size)
 
 
@@ -254,6 +254,43 @@ def test_sums_are_those_of_a_loop_in_the_order_of_ranks(
         for factor, found in zip((1.0, 0.5, 1.0), results, strict=True):
             for one, total in zip(found, expected, strict=True):
                 assert torch.equal(one, total * factor)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_tensors_travel_behind_a_message(size: int, pidfds: list[int]) -> None:
+    message = bytes(range(100))
+
+    def work(blocks: Blocks) -> Iterator[bool]:
+        add_up = InPlaceSum(blocks, lambda: blocks.lockstep.meet(SECONDS))
+        for number in range(40):  # more kinds than are kept, and blocks are written again and again
+            parts = [torch.randn(number + 1, 3), torch.randn(7)]
+            whole = [part.clone() for part in parts]
+            turn = blocks.take_turns(1)
+            blocks.rows[turn][blocks.rank][: len(message)] = message
+            finish = add_up.publish_small(parts, turn, after_bytes=len(message))
+            blocks.lockstep.meet(SECONDS)
+            yield all(row[: len(message)] == message for row in blocks.rows[turn])
+            assert finish is not None
+            finish(0.5)
+            add_up(whole, 0.5)
+            yield all(map(torch.equal, parts, whole))
+
+    for found in on_ranks(size, pidfds, lambda blocks: list(work(blocks))):
+        assert len(found) == 80
+        assert all(found)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [[torch.ones(in_place_sum.SMALL_BYTES // 4 + 1)], [torch.ones(2), torch.ones(2, dtype=torch.float64)]],
+    ids=["too many", "of two dtypes"],
+)
+def test_others_do_not(tensors: list[torch.Tensor], pidfds: list[int]) -> None:
+    def work(blocks: Blocks) -> bool:
+        add_up = InPlaceSum(blocks, lambda: None)
+        return add_up.publish_small(tensors, 0, after_bytes=0) is None and not any(blocks.rows[0][blocks.rank])
+
+    assert on_ranks(2, pidfds, work) == [True, True]
 
 
 @pytest.mark.parametrize("size", [2, 3])

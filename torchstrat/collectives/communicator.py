@@ -9,7 +9,7 @@ this communicator, its subgroups and its other channels raises at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -84,12 +84,20 @@ class Communicator(Protocol):
 
 
 @runtime_checkable
-class SumsInPlace(Protocol):
+class SumsInPlace(Communicator, Protocol):
     """A `Communicator` that adds gradients up where they lie: collecting them in buckets would only cost copies."""
 
     def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
         """Replace each tensor (contiguous, in host memory, without a graph) by ``factor`` times its sum over all ranks.
         All ranks pass tensors of equal lengths and dtypes in one order, and get the same bits."""
+
+    def all_gather_numbers_and_sum(
+        self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
+    ) -> tuple[list[list[float]], Callable[[float], None] | None]:
+        """`all_gather_numbers` that in the same meeting does what `sum_in_place` has to wait for, where ``tensors`` are
+        small: the numbers, and a function that makes the sums, times the factor it is given. None where they are not,
+        or of several dtypes. It may be called if the numbers tell that all ranks have passed tensors alike, and only
+        before the next collective."""
 
     def sum_to_owners(
         self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str

@@ -66,14 +66,21 @@ class SharedMemoryCommunicator:
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
+        return self.all_gather_numbers_and_sum(numbers, (), what)[0]
+
+    def all_gather_numbers_and_sum(
+        self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
+    ) -> tuple[list[list[float]], Callable[[float], None] | None]:
         layout = f"<{len(numbers)}d"
         message = struct.pack(layout, *numbers)
 
-        def exchange() -> list[list[float]]:
-            rows = self._blocks.take_turn()
+        def exchange() -> tuple[list[list[float]], Callable[[float], None] | None]:
+            turn = self._blocks.take_turns(1)
+            rows = self._blocks.rows[turn]
             rows[self.rank][: len(message)] = message
+            add_up = self._in_place_sum.publish_small(tensors, turn, after_bytes=len(message)) if tensors else None
             self._meet()
-            return [list(struct.unpack_from(layout, row)) for row in rows]
+            return [list(struct.unpack_from(layout, row)) for row in rows], add_up
 
         return self._guard(what, exchange)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.errors import ReplicaDivergenceError
 
 _WIDTH = 10
@@ -51,10 +51,25 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
     ``call`` must be equal on all ranks, up to the last letter; the count of numbers belongs to the call. Raises
     `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.
     """
+    return _checked(communicator, call, communicator.all_gather_numbers(_header(call, numbers), call), len(numbers))
+
+
+def agree_and_sum(
+    communicator: SumsInPlace, call: str, numbers: tuple[float, ...], tensors: Sequence[torch.Tensor]
+) -> tuple[list[list[float]], Callable[[float], None] | None]:
+    """The same, and in the same meeting the better part of a sum; see `SumsInPlace.all_gather_numbers_and_sum`."""
+    headers, add_up = communicator.all_gather_numbers_and_sum(_header(call, numbers), tensors, call)
+    return _checked(communicator, call, headers, len(numbers)), add_up
+
+
+def _header(call: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """All calls send equally many: gloo would end a process that receives more than it expects."""
     assert len(numbers) < _WIDTH
-    own = code(call)
-    # All calls send equally many: gloo would end a process that receives more than it expects.
-    headers = communicator.all_gather_numbers((own, *numbers, *_PADDING[len(numbers) :]), call)
+    return (code(call), *numbers, *_PADDING[len(numbers) :])
+
+
+def _checked(communicator: Communicator, call: str, headers: list[list[float]], count: int) -> list[list[float]]:
+    own = headers[communicator.rank][0]
     if any(other[0] != own for other in headers):
         calls = communicator.all_gather_object(call, call)
         doing = ", ".join(
@@ -65,7 +80,7 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
             "backward passes, collectives and merge calls, in the same order; look for a branch that depends on the "
             "replica's data or rank."
         )
-    return [other[1 : len(numbers) + 1] for other in headers]
+    return [other[1 : count + 1] for other in headers]
 
 
 def all_equal(rows: list[list[float]]) -> bool:

@@ -18,7 +18,7 @@ from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain, shares
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree, all_equal
+from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
 from torchstrat.replicas.roster import Layout, Roster
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
@@ -32,6 +32,8 @@ _SPARSE = 1 << 20  # it is sparse
 _AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
 
 _NOTHING, _DENSE, _SPARSE_TOO = range(3)  # what a rank contributes to a gradient
+
+_PLAIN = (torch.float32, torch.float64)  # sums in half precision are scaled before: see `_factors_of`
 
 _EMPTY = Roster.of({})
 
@@ -277,16 +279,25 @@ class BucketedGradients:
         self.pending = False
 
     def _flush_in_place(self) -> None:
-        """The same where gradients are added up in place, with a single exchange if all ranks have the same ones."""
+        """The same where gradients are added up in place, with a single exchange if all ranks have the same ones and
+        they are small."""
         assert self._ready is not None
+        assert self._summing is not None
         ready, self._ready = self._ready, None
         self._forget_zeroed(ready)
         kinds = self._kinds_here(ready)
-        rows = agree(self._communicator, BACKWARD, (self._weight(), self._roster.digest, float(zlib.crc32(kinds))))
+        plain = self._plain_gradients(kinds)
+        numbers = (self._weight(), self._roster.digest, float(zlib.crc32(kinds, len(plain))))
+        rows, add_up = agree_and_sum(self._summing, BACKWARD, numbers, plain)
         self._set_shares(BACKWARD, self._shares_of([row[0] for row in rows]))
         if all_equal([row[1:] for row in rows]):
             dense = [index for index, kind in enumerate(kinds) if kind == _DENSE]
             sparse = [index for index, kind in enumerate(kinds) if kind == _SPARSE_TOO]
+            if add_up is not None and all(share == self._factor_after for share in self._shares):
+                add_up(self._factor_after)
+                for index in dense:
+                    self._record(self._tensors[index])
+                dense = []
         else:
             found = [self._tensors[index] for index in ready]
             self._use_what_all_have([row[1] for row in rows], BACKWARD)
@@ -308,6 +319,13 @@ class BucketedGradients:
                 for index, tensor in enumerate(self._tensors)
             ]
         )
+
+    def _plain_gradients(self, kinds: bytes) -> list[torch.Tensor]:
+        """The gradients of this pass, if each can be added up where and as it lies; else none."""
+        if self._works_by_parts or self._owners is not None or _SPARSE_TOO in kinds:
+            return []
+        found = [t.grad for t, kind in zip(self._tensors, kinds, strict=True) if kind == _DENSE and t.grad is not None]
+        return found if all(g.dtype in _PLAIN and is_plain(g) and g.is_contiguous() and g.is_cpu for g in found) else []
 
     def _has_part(self, tensor: torch.Tensor) -> bool:
         """Whether something was accumulated under ``no_sync`` and is still there."""

@@ -42,14 +42,12 @@ class OwnerSteps:
                 optimizer.register_step_post_hook(self._after)
                 optimizer.register_load_state_dict_post_hook(self._after_loading)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> None:
         """In a run its own hooks are at work."""
         self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+
+    def resume(self) -> None:
+        self._paused -= 1
 
     @contextmanager
     def keeping_state(self) -> Iterator[None]:

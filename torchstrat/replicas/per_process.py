@@ -341,10 +341,11 @@ class PerProcessReplica:
         self._streams.begin([me])
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
+        self._owner_steps.pause()
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            with step, self._owner_steps.paused(), enter(self._strategy, self._context):
+            with step, enter(self._strategy, self._context):
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)
@@ -353,6 +354,7 @@ class PerProcessReplica:
             raise
         finally:
             newborn.end()
+            self._owner_steps.resume()
             self._gradients.end()
             self._streams.end()
         self._bring_together(buffers)

@@ -27,7 +27,8 @@ class Blocks:
         self._segment = neighbours.share(self._start + 2 * size * BLOCK_BYTES)
         self._segment.close()
         self._memory = memoryview(self._segment.mapping)
-        self._rows = [[self._row_of(turn, other) for other in range(size)] for turn in (0, 1)]
+        self.rows = [[self._row_of(turn, other) for other in range(size)] for turn in (0, 1)]
+        """Everybody's blocks, by turn."""
         self._tensors: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self.lockstep = Lockstep(self._segment, rank, size, neighbours.processes)
         self._turn = 0
@@ -41,7 +42,7 @@ class Blocks:
 
     def take_turn(self) -> list[memoryview]:
         """Everybody's block of the turn that begins."""
-        return self._rows[self.take_turns(1)]
+        return self.rows[self.take_turns(1)]
 
     def take_turn_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The same as flat tensors."""
@@ -54,7 +55,7 @@ class Blocks:
         return first
 
     def both_turns_of(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Everybody's blocks, by turn."""
+        """`rows` as flat tensors."""
         if dtype not in self._tensors:
             count = BLOCK_BYTES // dtype.itemsize
             self._tensors[dtype] = [

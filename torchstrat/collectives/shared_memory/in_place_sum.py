@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
 SMALL_BYTES = 64 << 10
 """Up to this size together, adding up everything on every rank beats meeting more often."""
 
+_KEPT_VIEWS = 32
 _ALIGNMENT_BYTES = 64  # of portions: ranks that write one cache line in turns slow each other down
 
 
@@ -119,6 +120,7 @@ class InPlaceSum:
 
     def __init__(self, blocks: Blocks, meet: Callable[[], None]) -> None:
         self._blocks, self._meet = blocks, meet
+        self._kept_views: dict[tuple[Any, ...], list[list[torch.Tensor]]] = {}
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
@@ -131,7 +133,7 @@ class InPlaceSum:
         for dtype, row in rows.items():
             numels = tuple(flat.numel() for flat in row)
             if sum(numels) * dtype.itemsize <= SMALL_BYTES:
-                self._sum_small(row, numels, factor)
+                self._sum_small(row, factor)
             else:
                 self._sum_in_chunks(row, make_chunks(numels, dtype.itemsize, self._blocks.size), factor, for_all=True)
 
@@ -146,21 +148,60 @@ class InPlaceSum:
             return
         numels = tuple(flat.numel() for flat in row)
         if sum(numels) * row[0].itemsize <= SMALL_BYTES:
-            self._sum_small(row, numels, factor)
+            self._sum_small(row, factor)
         else:
             chunks = make_owned_chunks(tuple(tuple(pieces) for pieces in owned), row[0].itemsize)
             self._sum_in_chunks(row, chunks, factor, for_all=False)
 
-    def _sum_small(self, row: list[torch.Tensor], numels: tuple[int, ...], factor: float) -> None:
-        blocks = [block[: sum(numels)] for block in self._blocks.take_turn_of(row[0].dtype)]
-        _join(row, blocks[self._blocks.rank])
+    def _sum_small(self, row: list[torch.Tensor], factor: float) -> None:
+        views = self._views(row[0].dtype, self._blocks.take_turns(1), 0, tuple(flat.shape for flat in row))
+        foreach_copy_(views[self._blocks.rank], row)
         self._meet()
-        total = blocks[0] + blocks[1]
-        for block in blocks[2:]:
-            total.add_(block)
+        self._add_up_small(row, views, factor)
+
+    @torch.no_grad()
+    def publish_small(
+        self, tensors: Sequence[torch.Tensor], turn: int, after_bytes: int
+    ) -> Callable[[float], None] | None:
+        """Publish tensors in the blocks of ``turn``, behind what else stands there. Returns what is to be called with
+        the factor after a meeting; None if they are not small, or of several dtypes, and nothing is published."""
+        dtype = tensors[0].dtype
+        if sum([t.numel() for t in tensors]) * dtype.itemsize > SMALL_BYTES or any(t.dtype != dtype for t in tensors):
+            return None
+        start = -(-after_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES // dtype.itemsize
+        views = self._views(dtype, turn, start, tuple(tensor.shape for tensor in tensors))
+        foreach_copy_(views[self._blocks.rank], tensors)
+        return functools.partial(self._add_up_small, tensors, views)
+
+    @torch.no_grad()
+    def _add_up_small(self, tensors: Sequence[torch.Tensor], views: list[list[torch.Tensor]], factor: float) -> None:
+        """``views``: for each rank what it has published of the tensors."""
+        if len(views) == 2:  # the order of two does not matter
+            foreach_add_(tensors, views[1 - self._blocks.rank])
+        else:
+            foreach_copy_(tensors, views[0])
+            for others in views[1:]:
+                foreach_add_(tensors, others)
         if factor != 1.0:
-            total.mul_(factor)
-        _spread(total, row, numels)
+            foreach_mul_(tensors, factor)
+
+    def _views(
+        self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]
+    ) -> list[list[torch.Tensor]]:
+        """For each rank, places in its block for tensors one after the other, from element ``start`` on."""
+        key = (dtype, turn, start, shapes)
+        if key not in self._kept_views:
+            if len(self._kept_views) >= _KEPT_VIEWS:
+                self._kept_views.clear()
+            self._kept_views[key] = self._make_views(*key)
+        return self._kept_views[key]
+
+    def _make_views(
+        self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]
+    ) -> list[list[torch.Tensor]]:
+        sizes = [shape.numel() for shape in shapes]
+        blocks = [block[start : start + sum(sizes)].split(sizes) for block in self._blocks.both_turns_of(dtype)[turn]]
+        return [[part.view(shape) for part, shape in zip(block, shapes, strict=True)] for block in blocks]
 
     def _sum_in_chunks(
         self, row: list[torch.Tensor], chunks: tuple[Chunk, ...], factor: float, *, for_all: bool
@@ -185,7 +226,7 @@ class InPlaceSum:
         mine = blocks[self._blocks.rank]
         for rank, portion in enumerate(chunk):
             if rank != self._blocks.rank and portion.pieces:
-                _join(_views(row, portion), mine[portion.start : portion.stop], factor)
+                _join(_pieces_of(row, portion), mine[portion.start : portion.stop], factor)
 
     def _add_up(
         self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor], factor: float, *, publish: bool
@@ -194,7 +235,7 @@ class InPlaceSum:
         portion = chunk[me]
         if not portion.pieces:
             return
-        views = _views(row, portion)
+        views = _pieces_of(row, portion)
         parts = [block[portion.start : portion.stop] for block in blocks]
         if len(parts) == 2:  # the order of two does not matter, and the sum can be made where it is kept
             _scale_and_add(views, factor, parts[1 - me], portion.sizes)
@@ -214,10 +255,10 @@ class InPlaceSum:
     def _read_back(self, row: list[torch.Tensor], chunk: Chunk, blocks: list[torch.Tensor]) -> None:
         for rank, portion in enumerate(chunk):
             if rank != self._blocks.rank and portion.pieces:
-                _spread(blocks[rank][portion.start : portion.stop], _views(row, portion), portion.sizes)
+                _spread(blocks[rank][portion.start : portion.stop], _pieces_of(row, portion), portion.sizes)
 
 
-def _views(row: list[torch.Tensor], portion: Portion) -> list[torch.Tensor]:
+def _pieces_of(row: list[torch.Tensor], portion: Portion) -> list[torch.Tensor]:
     return [row[piece.tensor][piece.start : piece.stop] for piece in portion.pieces]
 
 
