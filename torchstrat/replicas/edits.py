@@ -9,7 +9,7 @@ import ctypes
 import functools
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,10 +65,13 @@ class ParameterEdits:
 
 def _probe(tensors: Iterable[torch.Tensor]) -> float:
     """A checksum of a few bytes of each tensor in host memory. Reading them on a GPU would make the host wait."""
-    return float(zlib.crc32(b"".join(_sample(t) for t in tensors if type(t) in _PLAIN and t.is_cpu)))
+    return float(zlib.crc32(b"".join([_sample(t) for t in tensors if _is_memory(type(t)) and t.is_cpu])))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may have no elements of their own
+# Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own.
+_is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
+    lambda kind: kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+)
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
