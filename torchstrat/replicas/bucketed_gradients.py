@@ -6,7 +6,6 @@ it ends: both cores of a busy machine have nothing to overlap.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -16,11 +15,12 @@ import torch
 from torchstrat._torch_private import queue_backward_callback
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain, shares
+from torchstrat.gradients import Owned, is_plain, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
-from torchstrat.replicas.roster import Layout, Roster
+from torchstrat.replicas.gradient_records import GradientRecords
+from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
 
 BACKWARD = "backward() (gradients are combined as they become ready)"
@@ -41,18 +41,6 @@ Owners = Callable[[torch.Tensor], Owned | None]
 """Who is to have which elements of a variable's gradient; None if every rank needs all."""
 
 
-class _State:
-    """What is known of one tensor's gradient on this rank."""
-
-    __slots__ = ("accumulated", "base", "combined", "reference")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.reference = weakref.ref(tensor)
-        self.accumulated = False  # something was added that is not combined yet
-        self.base: torch.Tensor | None = None  # what was there before that, alike on all ranks; see `_works_by_parts`
-        self.combined: CombinedGradient | None = None
-
-
 class BucketedGradients:
     """The gradients of one process. Each decision that starts a collective follows from what all ranks know alike.
 
@@ -69,8 +57,7 @@ class BucketedGradients:
         self.no_sync = False
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
-        self._states: dict[int, _State] = {}
-        self._states_of: Layout | None = None
+        self.records = GradientRecords(op)
         self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
         self._index: dict[int, int] = {}
         self._set_roster(_EMPTY)
@@ -98,9 +85,7 @@ class BucketedGradients:
     def use(self, roster: Roster) -> None:
         """The variables are these from now on. Not in the middle of a backward pass."""
         self._set_roster(roster)
-        if self._states_of is not roster.layout:
-            self._states = {id(tensor): self._state(tensor) for tensor in roster.tensors}
-            self._states_of = roster.layout
+        self.records.use(roster)
 
     def _set_roster(self, roster: Roster) -> None:
         self._roster, self._tensors, self._index = roster, roster.tensors, roster.layout.index
@@ -127,16 +112,12 @@ class BucketedGradients:
         """Whether `before_accumulation` has to be called."""
         return self._op is ReduceOp.SUM or self.no_sync or self.pending or self._owners is not None
 
-    def _state(self, tensor: torch.Tensor) -> _State:
-        state = self._states.get(id(tensor))
-        return state if state is not None and state.reference() is tensor else _State(tensor)
-
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
     def before_accumulation(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         if not self._active or id(tensor) not in self._index or not self._works_by_parts:
             return None
-        state = self._states[id(tensor)]
+        state = self.records.current(tensor)
         if tensor.grad is None:
             state.base = None
         elif not state.accumulated or not tensor.grad.any():  # zeroed in place since: nothing earlier is left
@@ -152,7 +133,7 @@ class BucketedGradients:
         index = self._index.get(id(tensor))
         if index is None or not self._active:
             return
-        state = self._states[id(tensor)]
+        state = self.records.current(tensor)
         state.accumulated, state.combined = True, None
         if self.no_sync:
             return
@@ -229,7 +210,7 @@ class BucketedGradients:
         where the mean does.
         """
         before, after = self._shares[self._communicator.rank] / self._factor_after, self._factor_after
-        if self._op is ReduceOp.SUM or (self._scaled and self._states[id(tensor)].accumulated):
+        if self._op is ReduceOp.SUM or (self._scaled and self.records.current(tensor).accumulated):
             before = 1.0  # it was weighted when it was accumulated
         return (before * after, 1.0) if tensor.dtype == torch.float16 else (before, after)
 
@@ -239,7 +220,7 @@ class BucketedGradients:
         assert tensor.grad is not None
         self._contributed.add(index)
         bucket.waiting.discard(index)
-        state = self._states[id(tensor)]
+        state = self.records.current(tensor)
         with torch.no_grad():
             view.copy_(_dense(tensor.grad))
             if self._works_by_parts and state.accumulated and state.base is not None:
@@ -253,7 +234,7 @@ class BucketedGradients:
         tensor = self._tensors[index]
         if tensor.grad is None:
             return False
-        return index in ready or not self._works_by_parts or self._states[id(tensor)].accumulated
+        return index in ready or not self._works_by_parts or self.records.current(tensor).accumulated
 
     def _flush(self) -> None:
         """At the end of a pass: send the rest, learn what the others had, write the combined gradients back."""
@@ -296,7 +277,7 @@ class BucketedGradients:
             if add_up is not None and all(share == self._factor_after for share in self._shares):
                 add_up(self._factor_after)
                 for index in dense:
-                    self._record(self._tensors[index])
+                    self.records.note_combined(self._tensors[index])
                 dense = []
         else:
             found = [self._tensors[index] for index in ready]
@@ -329,12 +310,12 @@ class BucketedGradients:
 
     def _has_part(self, tensor: torch.Tensor) -> bool:
         """Whether something was accumulated under ``no_sync`` and is still there."""
-        return self._works_by_parts and self._states[id(tensor)].accumulated
+        return self._works_by_parts and self.records.current(tensor).accumulated
 
     def _forget_zeroed(self, ready: Container[int]) -> None:
         """Gradients that were accumulated under ``no_sync`` and have been zeroed or removed since."""
         for index, tensor in enumerate(self._tensors if self._works_by_parts else ()):
-            state = self._states[id(tensor)]
+            state = self.records.current(tensor)
             if state.accumulated and index not in ready and (tensor.grad is None or not _dense(tensor.grad).any()):
                 state.accumulated, state.base = False, None
 
@@ -422,24 +403,10 @@ class BucketedGradients:
             communicator.sum_to_owners([part for _, part, _ in kept], after, pieces, self._call)
             for index, part, owned in kept:
                 self._put(index, part)
-                combined = self._states[id(self._tensors[index])].combined
+                combined = self.records.current(self._tensors[index]).combined
                 assert combined is not None
                 combined.owned = owned
         return everywhere
-
-    def owned(self, tensor: torch.Tensor) -> Owned | None:
-        """Who has which elements of its gradient; None if every rank has all, or there is none."""
-        combined = self._state(tensor).combined
-        return None if combined is None or tensor.grad is None else combined.owned
-
-    def torn(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether any of these has a gradient that was left with its owners and has been changed or replaced since."""
-
-        def is_left(tensor: torch.Tensor) -> bool:
-            combined = self._state(tensor).combined
-            return combined is not None and combined.owned is not None and not combined.used
-
-        return bool(self.edited(filter(is_left, tensors)))
 
     def _own_part(self, index: int, ready: Container[int], factor: float) -> torch.Tensor:
         """What this rank contributes, where it may be overwritten: its gradient itself, if that can be."""
@@ -448,7 +415,7 @@ class BucketedGradients:
             return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         assert tensor.grad is not None
         self._contributed.add(index)
-        state, part = self._states[id(tensor)], tensor.grad
+        state, part = self.records.current(tensor), tensor.grad
         if not is_plain(part) or not part.is_contiguous():
             part = _dense(part).detach().clone(memory_format=torch.contiguous_format)
         if self._works_by_parts and state.accumulated and state.base is not None:
@@ -461,17 +428,17 @@ class BucketedGradients:
         if self._works_by_parts and (earlier := self._earlier(index)) is not None:
             combined.add_(_dense(earlier))
         if tensor.grad is combined:
-            self._record(tensor)
+            self.records.note_combined(tensor)
             return
         if tensor.grad is None or not is_plain(tensor.grad) or not _is_dense_in_memory(tensor.grad):
             tensor.grad = torch.empty_like(tensor, requires_grad=False)
         tensor.grad.copy_(combined)
-        self._record(tensor)
+        self.records.note_combined(tensor)
 
     def _earlier(self, index: int) -> torch.Tensor | None:
         """What the combined gradient is to be added to: what this rank has and did not contribute."""
         tensor = self._tensors[index]
-        state = self._states[id(tensor)]
+        state = self.records.current(tensor)
         if not self._works_by_parts:
             return None
         if state.accumulated:
@@ -499,99 +466,19 @@ class BucketedGradients:
             before, after = self._factors_of(tensor)
             total = sum_of_sparse(self._communicator, tensor, own, before * after, self._call)
             tensor.grad = (total if earlier is None else total + earlier).to(tensor.device)
-            self._record(tensor)
-
-    def _record(self, tensor: torch.Tensor) -> None:
-        state = self._states[id(tensor)]
-        state.accumulated, state.base = False, None
-        state.combined = None if tensor.grad is None else CombinedGradient(tensor.grad)
+            self.records.note_combined(tensor)
 
     # -- at the optimizer's step ------------------------------------------------------------------------------------
-
-    def are_as_combined(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether nothing has happened to any of these gradients since they were combined: the usual case, in which
-        there is no need to look closer."""
-        states = self._states
-        for tensor in tensors:
-            if (gradient := tensor.grad) is not None:
-                state = states.get(id(tensor))
-                if state is None or state.combined is None or not state.combined.is_new(gradient):
-                    return False
-        return True
-
-    def left_over(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those with a gradient that no backward pass has combined: assigned by hand, or left by ``no_sync``."""
-        return [t for t in tensors if is_left_over(t.grad, self._state(t).combined, self._op)]
 
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
         """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
         self._begin_pass(CATCH_UP)
-        ready = {self._index[id(t)]: None for t in self.left_over(candidates) if id(t) in self._index}
+        ready = {self._index[id(t)]: None for t in self.records.left_over(candidates) if id(t) in self._index}
         self._forget_zeroed(ready)
         dense, sparse, _ = _kinds(self._exchange_places(ready))
         self._combine_dense(sorted(dense), ready)
         self._combine_sparse(sorted(sparse - dense), ready)
         self.pending = False
-
-    def edited(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Combined gradients that the step has changed since (clipped, unscaled, made noisy), or put others in place
-        of: those that `left_over` does not report because they count as combined."""
-        found = []
-        for tensor in tensors:
-            combined = self._state(tensor).combined
-            if tensor.grad is None or combined is None:
-                continue
-            is_replaced = not combined.used and not combined.is_in(tensor.grad)
-            if is_replaced or combined.is_edited(tensor.grad):
-                found.append(tensor.grad)
-        return found
-
-    def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
-        for tensor in tensors:
-            combined = self._state(tensor).combined
-            if combined is not None:
-                combined.use_up()
-
-    # -- replicas that sit a run out --------------------------------------------------------------------------------
-
-    def accumulated(self, roster: Roster) -> list[str]:
-        """The variables that hold something uncombined, by name."""
-        return [name for name, tensor in roster.items() if self._state(tensor).accumulated]
-
-    def take_part(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Remove and return what is uncombined in a gradient; what was there before stays."""
-        state = self._state(tensor)
-        part, base = tensor.grad, state.base
-        self.take_over(tensor, None if part is None else base, used=False)
-        return part if part is None or base is None else part - base
-
-    def add_part(self, tensor: torch.Tensor, part: torch.Tensor) -> None:
-        """Add to a gradient what another rank has accumulated, as if it had been accumulated here."""
-        self._states[id(tensor)] = state = self._state(tensor)
-        if not state.accumulated:
-            state.accumulated, state.combined = True, None
-            state.base = None if tensor.grad is None else tensor.grad.detach().clone()
-        tensor.grad = part.to(tensor.device) if tensor.grad is None else tensor.grad + part.to(tensor.device)
-
-    def combined_part(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool] | None:
-        """What is alike on all ranks in a gradient, and whether an optimizer has used it; None where nobody knows
-        (assigned by hand, or in a backward pass outside of any run)."""
-        state = self._state(tensor)
-        if tensor.grad is None:
-            return None, False
-        if state.accumulated:
-            return state.base, False
-        return None if state.combined is None else (tensor.grad.detach(), state.combined.used)
-
-    def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, used: bool) -> None:
-        """Make ``gradient`` the combined one of ``tensor``. See `combined_part`."""
-        tensor.grad = gradient
-        self._states[id(tensor)] = state = self._state(tensor)
-        state.accumulated, state.base, state.combined = False, None, None
-        if gradient is not None:
-            state.combined = CombinedGradient(gradient)
-            state.combined.used = used
 
 
 def _kinds(places: torch.Tensor) -> tuple[set[int], set[int], set[int]]:

@@ -78,6 +78,7 @@ class IdleReplicas:
         self._registry = registry
         self._rosters = rosters
         self._gradients = gradients
+        self._records = gradients.records
         self._keeping_state = keeping_state
         self._is_of_owner = is_of_owner
         self._storage = storage
@@ -111,7 +112,7 @@ class IdleReplicas:
         parts = {}
         if self._is_idle:
             own = dict(roster.items())
-            parts = {name: self._gradients.take_part(own[name]) for name in self._gradients.accumulated(roster)}
+            parts = {name: self._records.take_part(own[name]) for name in self._records.accumulated(roster)}
         everyone = self._world.all_gather_object(parts, BEFORE)
         if self._world.rank != self._first:
             return
@@ -119,7 +120,7 @@ class IdleReplicas:
             for name, tensor in roster.items():
                 part = parts.get(name)
                 if part is not None:
-                    self._gradients.add_part(tensor, part)
+                    self._records.add_part(tensor, part)
 
     # -- after ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class IdleReplicas:
                 if self._storage is not None and tensor in self._storage.parameters
             },
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
-            {name: part[1] for name, tensor in roster.items() if (part := self._gradients.combined_part(tensor))},
+            {name: part[1] for name, tensor in roster.items() if (part := self._records.combined_part(tensor))},
             self._gradients.pending,
             [self._state_of(helper) for helper in self._registry.helpers()],
         )
@@ -234,7 +235,7 @@ class IdleReplicas:
         for name in manifest.gradients:
             kind, tensor = manifest.parameters[name], own.get(name)
             target = tensor if tensor is not None and self._takes(tensor, kind) else None
-            part = None if target is None else self._gradients.combined_part(target)
+            part = None if target is None else self._records.combined_part(target)
             targets.append(target)
             gradients.append(None if part is None else part[0])
             like.append(self._room_for(kind) if target is None else target)
@@ -242,7 +243,7 @@ class IdleReplicas:
         if self._is_idle:
             for target, gradient, used in zip(targets, received, manifest.gradients.values(), strict=True):
                 if target is not None:
-                    self._gradients.take_over(target, gradient, used=used)
+                    self._records.take_over(target, gradient, used=used)
 
 
 def _buffers(registry: VariableRegistry) -> dict[str, torch.Tensor | None]:

@@ -139,7 +139,7 @@ class ProcessStep:
             call = f"{self._call_name(optimizer)}: the owner's new parameters"
             broadcast_tensors(self._communicator, [t.data for t in self._elsewhere(tensors)], OWNER, call)
         self._edits.note(tensors)
-        self._gradients.after_step(tensors)
+        self._gradients.records.after_step(tensors)
 
     def _make_equal(self, call: str, tensors: list[torch.Tensor], shared: Optimizer | None = None) -> None:
         """Before a step: combine what no backward pass has, and undo what edits made different.
@@ -151,15 +151,15 @@ class ProcessStep:
         elsewhere = self._elsewhere(tensors)
         edited = self._edits.since_noted(elsewhere)
         left_over: set[int] = set()
-        if not self._gradients.are_as_combined(tensors):
-            left_over = {id(tensor) for tensor in self._gradients.left_over(tensors)}
-            edited += self._gradients.edited(t for t in tensors if id(t) not in left_over)
+        if not self._gradients.records.are_as_combined(tensors):
+            left_over = {id(tensor) for tensor in self._gradients.records.left_over(tensors)}
+            edited += self._gradients.records.edited(t for t in tensors if id(t) not in left_over)
         missing = zlib.crc32(bytes(tensor.grad is None for tensor in tensors))
         numbers: tuple[float, ...] = (float(bool(left_over)), float(len(edited)), float(missing), *fingerprint(edited))
         storage = self._storage
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
-            is_torn = self._gradients.torn(tensors)
+            is_torn = self._gradients.records.torn(tensors)
             numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
         everyone = agree(self._communicator, call, numbers)
         if storage is not None and any(row[7] for row in everyone):
@@ -175,7 +175,7 @@ class ProcessStep:
             grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, call)
             for tensor, grad in zip(tensors, grads, strict=True):
                 if tensor.grad is not grad:
-                    self._gradients.take_over(tensor, grad, used=False)
+                    self._gradients.records.take_over(tensor, grad, used=False)
         if storage is not None and any(row[5] for row in everyone):
             storage.publish_edits(self._communicator, call)
         if storage is not None and shared is not None and any(row[6] for row in everyone):
@@ -201,7 +201,7 @@ class ProcessStep:
                 value = self._mean_loss(closure())
         tensors = self._variables_of(optimizer)
         self._make_equal(call, tensors, optimizer)
-        own = storage.begin_step(self._communicator, optimizer, self._gradients.owned, call)
+        own = storage.begin_step(self._communicator, optimizer, self._gradients.records.owned, call)
         bare_step(own)
         storage.end_step(self._communicator, optimizer, f"{self._call_name(optimizer)}: the end of the step")
         self._finish(optimizer, tensors)

@@ -1,0 +1,146 @@
+"""What one rank knows of each gradient: what has been accumulated and not combined, and what is combined."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from torchstrat.gradients import CombinedGradient, Owned, is_left_over
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.roster import Layout, Roster
+
+
+class GradientRecord:
+    """What is known of one tensor's gradient on this rank."""
+
+    __slots__ = ("accumulated", "base", "combined", "reference")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.reference = weakref.ref(tensor)
+        self.accumulated = False  # something was added that is not combined yet
+        self.base: torch.Tensor | None = None
+        """What was there before that, alike on all ranks. Kept where only what is new is combined."""
+        self.combined: CombinedGradient | None = None
+
+
+class GradientRecords:
+    """The records of a run's variables, which last from run to run."""
+
+    def __init__(self, op: ReduceOp) -> None:
+        self._op = op
+        self._records: dict[int, GradientRecord] = {}
+        self._layout: Layout | None = None
+
+    def use(self, roster: Roster) -> None:
+        """The variables are these from now on."""
+        if self._layout is not roster.layout:
+            self._records = {id(tensor): self.of(tensor) for tensor in roster.tensors}
+            self._layout = roster.layout
+
+    def current(self, tensor: torch.Tensor) -> GradientRecord:
+        """Of a variable of this run."""
+        return self._records[id(tensor)]
+
+    def of(self, tensor: torch.Tensor) -> GradientRecord:
+        """Of any tensor; a new one, which is not kept, if nothing is known."""
+        record = self._records.get(id(tensor))
+        return record if record is not None and record.reference() is tensor else GradientRecord(tensor)
+
+    def note_combined(self, tensor: torch.Tensor) -> None:
+        """Its gradient is from now on the combined one."""
+        record = self._records[id(tensor)]
+        record.accumulated, record.base = False, None
+        record.combined = None if tensor.grad is None else CombinedGradient(tensor.grad)
+
+    # -- at an optimizer's step -------------------------------------------------------------------------------------
+
+    def owned(self, tensor: torch.Tensor) -> Owned | None:
+        """Who has which elements of its gradient; None if every rank has all, or there is none."""
+        combined = self.of(tensor).combined
+        return None if combined is None or tensor.grad is None else combined.owned
+
+    def torn(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these has a gradient that was left with its owners and has been changed or replaced since."""
+
+        def is_left(tensor: torch.Tensor) -> bool:
+            combined = self.of(tensor).combined
+            return combined is not None and combined.owned is not None and not combined.used
+
+        return bool(self.edited(filter(is_left, tensors)))
+
+    def are_as_combined(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether nothing has happened to any of these gradients since they were combined: the usual case, in which
+        there is no need to look closer."""
+        records = self._records
+        for tensor in tensors:
+            if (gradient := tensor.grad) is not None:
+                record = records.get(id(tensor))
+                if record is None or record.combined is None or not record.combined.is_new(gradient):
+                    return False
+        return True
+
+    def left_over(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those with a gradient that no backward pass has combined: assigned by hand, or left by ``no_sync``."""
+        return [t for t in tensors if is_left_over(t.grad, self.of(t).combined, self._op)]
+
+    def edited(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Combined gradients that the step has changed since (clipped, unscaled, made noisy), or put others in place
+        of: those that `left_over` does not report because they count as combined."""
+        found = []
+        for tensor in tensors:
+            combined = self.of(tensor).combined
+            if tensor.grad is None or combined is None:
+                continue
+            is_replaced = not combined.used and not combined.is_in(tensor.grad)
+            if is_replaced or combined.is_edited(tensor.grad):
+                found.append(tensor.grad)
+        return found
+
+    def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
+        for tensor in tensors:
+            combined = self.of(tensor).combined
+            if combined is not None:
+                combined.use_up()
+
+    # -- replicas that sit a run out --------------------------------------------------------------------------------
+
+    def accumulated(self, roster: Roster) -> list[str]:
+        """The variables that hold something uncombined, by name."""
+        return [name for name, tensor in roster.items() if self.of(tensor).accumulated]
+
+    def take_part(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Remove and return what is uncombined in a gradient; what was there before stays."""
+        record = self.of(tensor)
+        part, base = tensor.grad, record.base
+        self.take_over(tensor, None if part is None else base, used=False)
+        return part if part is None or base is None else part - base
+
+    def add_part(self, tensor: torch.Tensor, part: torch.Tensor) -> None:
+        """Add to a gradient what another rank has accumulated, as if it had been accumulated here."""
+        self._records[id(tensor)] = record = self.of(tensor)
+        if not record.accumulated:
+            record.accumulated, record.combined = True, None
+            record.base = None if tensor.grad is None else tensor.grad.detach().clone()
+        tensor.grad = part.to(tensor.device) if tensor.grad is None else tensor.grad + part.to(tensor.device)
+
+    def combined_part(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool] | None:
+        """What is alike on all ranks in a gradient, and whether an optimizer has used it; None where nobody knows
+        (assigned by hand, or in a backward pass outside of any run)."""
+        record = self.of(tensor)
+        if tensor.grad is None:
+            return None, False
+        if record.accumulated:
+            return record.base, False
+        return None if record.combined is None else (tensor.grad.detach(), record.combined.used)
+
+    def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, used: bool) -> None:
+        """Make ``gradient`` the combined one of ``tensor``. See `combined_part`."""
+        tensor.grad = gradient
+        self._records[id(tensor)] = record = self.of(tensor)
+        record.accumulated, record.base, record.combined = False, None, None
+        if gradient is not None:
+            record.combined = CombinedGradient(gradient)
+            record.combined.used = used
