@@ -6,47 +6,50 @@ Importing this package touches no device, reads no environment and starts nothin
 import importlib
 import typing
 
-from torchstrat import cluster_resolver, data, errors, experimental, partitioners, registry, tpu
-from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate
-from torchstrat.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from torchstrat.data.distributed import DistributedDataset, DistributedIterator
-from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
-from torchstrat.errors import OutOfRangeError
-from torchstrat.evaluation import SidecarEvaluator
-from torchstrat.explain import explain_sharding
-from torchstrat.extended import StrategyExtended
-from torchstrat.ftrl import Ftrl
-from torchstrat.losses import compute_average_loss, scale_regularization_loss
-from torchstrat.parameter_server.coordinator import ClusterCoordinator
-from torchstrat.parameter_server.leases.dataset import LeasedDataset
-from torchstrat.parameter_server.leases.lease import Lease
-from torchstrat.parameter_server.leases.ledger import Ledger
-from torchstrat.parameter_server.meeting.task_server import Server
-from torchstrat.parameter_server.per_worker import PerWorkerValues
-from torchstrat.parameter_server.remote_value import RemoteValue
-from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.preemption import PreemptionHandler
-from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
-from torchstrat.run_options import RunOptions
-from torchstrat.strategies.central_storage import CentralStorageStrategy
-from torchstrat.strategies.mirrored import MirroredStrategy
-from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from torchstrat.strategies.one_device import OneDeviceStrategy
-from torchstrat.strategies.parameter_server import ParameterServerStrategy
-from torchstrat.strategies.tpu import TPUStrategy
-from torchstrat.strategy import Strategy
-from torchstrat.sync_batchnorm import convert_sync_batchnorm
-from torchstrat.value_functions import ValueContext
-from torchstrat.values import DistributedValues, Mirrored, PerReplica
-from torchstrat.variable.variable import Variable
+from torchstrat import _importing
+
+with _importing.without_collection():
+    from torchstrat import cluster_resolver, data, errors, experimental, partitioners, registry, tpu
+    from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate
+    from torchstrat.context import (
+        ReplicaContext,
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from torchstrat.data.distributed import DistributedDataset, DistributedIterator
+    from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+    from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
+    from torchstrat.errors import OutOfRangeError
+    from torchstrat.evaluation import SidecarEvaluator
+    from torchstrat.explain import explain_sharding
+    from torchstrat.extended import StrategyExtended
+    from torchstrat.ftrl import Ftrl
+    from torchstrat.losses import compute_average_loss, scale_regularization_loss
+    from torchstrat.parameter_server.coordinator import ClusterCoordinator
+    from torchstrat.parameter_server.leases.dataset import LeasedDataset
+    from torchstrat.parameter_server.leases.lease import Lease
+    from torchstrat.parameter_server.leases.ledger import Ledger
+    from torchstrat.parameter_server.meeting.task_server import Server
+    from torchstrat.parameter_server.per_worker import PerWorkerValues
+    from torchstrat.parameter_server.remote_value import RemoteValue
+    from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+    from torchstrat.preemption import PreemptionHandler
+    from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
+    from torchstrat.run_options import RunOptions
+    from torchstrat.strategies.central_storage import CentralStorageStrategy
+    from torchstrat.strategies.mirrored import MirroredStrategy
+    from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+    from torchstrat.strategies.one_device import OneDeviceStrategy
+    from torchstrat.strategies.parameter_server import ParameterServerStrategy
+    from torchstrat.strategies.tpu import TPUStrategy
+    from torchstrat.strategy import Strategy
+    from torchstrat.sync_batchnorm import convert_sync_batchnorm
+    from torchstrat.value_functions import ValueContext
+    from torchstrat.values import DistributedValues, Mirrored, PerReplica
+    from torchstrat.variable.variable import Variable
 
 if typing.TYPE_CHECKING:
     from torchstrat import testing as testing

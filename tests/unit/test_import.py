@@ -1,5 +1,7 @@
 """Importing torchstrat is free: no optional dependency, no device, no environment variable, no thread."""
 
+import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -7,6 +9,8 @@ import sys
 import textwrap
 
 import pytest
+
+from torchstrat._importing import without_collection
 
 FORBIDDEN = [
     "torch.distributed.rpc",
@@ -22,13 +26,14 @@ FORBIDDEN = [
 
 PROBE = textwrap.dedent(
     """
-    import builtins, json, os, sys, threading
+    import builtins, gc, json, os, sys, threading
 
     import torch  # what torch itself reads and imports is not ours
     import numpy
 
     before = set(sys.modules)
     threads = threading.active_count()
+    collections = sum(generation["collections"] for generation in gc.get_stats())
     reads, devices = [], []
 
 
@@ -77,6 +82,8 @@ PROBE = textwrap.dedent(
         "written": {k: v for k, v in os.environ.items() if environment.get(k) != v},
         "devices": devices,
         "threads": threading.active_count() - threads,
+        "collects": gc.isenabled(),
+        "collections": sum(generation["collections"] for generation in gc.get_stats()) - collections,
     }))
     """
 )
@@ -129,3 +136,23 @@ def test_reads_no_environment(imported):
 def test_touches_no_device_and_starts_no_thread(imported):
     assert imported["devices"] == []
     assert imported["threads"] == 0
+
+
+def test_collects_no_garbage_meanwhile_and_does_afterwards(imported):
+    assert imported["collects"]
+    assert imported["collections"] <= 1  # before torchstrat/__init__.py has said so
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_afterwards_as_it_was(enabled):
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(ImportError), without_collection():
+            assert not gc.isenabled()
+            with without_collection():
+                pass
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

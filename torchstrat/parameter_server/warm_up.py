@@ -1,4 +1,4 @@
-"""What PyTorch imports at an optimizer's first step (its compiler, about two seconds), imported ahead of it.
+"""What PyTorch imports at an optimizer's first step (its compiler, about a second), imported ahead of it.
 
 In a thread, while a process that has just started waits for its coordinator. And torchstrat's own code must not be
 compiled where it is called in the middle of a compiled training step: `uncompiled` needs that same import.
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from torchstrat._importing import without_collection
 
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
@@ -38,4 +40,5 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _import() -> None:
-    torch.compiler.disable(_import)
+    with without_collection():
+        torch.compiler.disable(_import)
