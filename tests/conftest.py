@@ -85,7 +85,7 @@ def nothing_left_behind(deadline: None) -> Iterator[None]:
     yield
     problems = [
         *_leaked("thread", lambda: _new_threads(threads), end=lambda _thread: None),
-        *_leaked("child process", lambda: child_processes().items() - processes.items(), end=_kill),
+        *_leaked("child process", lambda: _new_processes(processes), end=_kill),
         *_changed_environment(environment),
     ]
     if Path.cwd() != folder:
@@ -115,6 +115,11 @@ def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
         and not thread.name.startswith(("tqdm", "TMonitor", "SubprocPool", "ThreadPoolExecutor-inductor"))
         and type(thread).__name__ != "TMonitor"
     ]
+
+
+def _new_processes(before: dict[int, str]) -> list[tuple[int, str]]:
+    # By their ids alone: one that was about to become another program then (exec) had no command yet, or its parent's.
+    return [(pid, command) for pid, command in child_processes().items() if pid not in before]
 
 
 def child_processes() -> dict[int, str]:
