@@ -40,5 +40,5 @@ class Workload:
 WORKLOADS = {
     "mlp": Workload((784, 1024, 1024, 10), replica_rows=128, steps=100, warm_up_steps=20),
     "wide": Workload((1024, 4096, 4096, 1024), replica_rows=32, steps=20, warm_up_steps=4),
-    "tiny": Workload((8, 8), replica_rows=8, steps=500, warm_up_steps=100),
+    "tiny": Workload((8, 8), replica_rows=8, steps=5000, warm_up_steps=500),
 }
