@@ -364,17 +364,8 @@ class BucketedGradients:
         groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
         with torch.no_grad():
             for index in indices:
-                tensor = self._tensors[index]
-                before, after = self._factors_of(tensor)
-                part = tensor.grad
-                if (
-                    part is None
-                    or before != 1.0
-                    or self._works_by_parts
-                    or not (is_plain(part) and part.is_contiguous())
-                ):
-                    part = self._own_part(index, ready, before)
-                groups.setdefault(after, []).append((index, part))
+                before, after = self._factors_of(self._tensors[index])
+                groups.setdefault(after, []).append((index, self._own_part(index, ready, before)))
             for after, members in groups.items():
                 everywhere = self._combine_at_owners(communicator, members, after)
                 communicator.sum_in_place([part for _, part in everywhere], after, self._call)
@@ -425,7 +416,8 @@ class BucketedGradients:
     def _put(self, index: int, combined: torch.Tensor) -> None:
         """Make the combined gradient this rank's own, if it is not already."""
         tensor = self._tensors[index]
-        if self._works_by_parts and (earlier := self._earlier(index)) is not None:
+        earlier = self._earlier(index)
+        if earlier is not None:
             combined.add_(_dense(earlier))
         if tensor.grad is combined:
             self.records.note_combined(tensor)
@@ -473,7 +465,7 @@ class BucketedGradients:
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
         """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
         self._begin_pass(CATCH_UP)
-        ready = {self._index[id(t)]: None for t in self.records.left_over(candidates) if id(t) in self._index}
+        ready = {self._index[id(tensor)]: None for tensor in self.known(self.records.left_over(candidates))}
         self._forget_zeroed(ready)
         dense, sparse, _ = _kinds(self._exchange_places(ready))
         self._combine_dense(sorted(dense), ready)

@@ -151,7 +151,8 @@ class ProcessStep:
         elsewhere = self._elsewhere(tensors)
         edited = self._edits.since_noted(elsewhere)
         left_over: set[int] = set()
-        if not self._gradients.records.are_as_combined(tensors):
+        as_combined = self._gradients.records.are_as_combined(tensors)
+        if not as_combined:
             left_over = {id(tensor) for tensor in self._gradients.records.left_over(tensors)}
             edited += self._gradients.records.edited(t for t in tensors if id(t) not in left_over)
         missing = zlib.crc32(bytes(tensor.grad is None for tensor in tensors))
@@ -159,7 +160,7 @@ class ProcessStep:
         storage = self._storage
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
-            is_torn = self._gradients.records.torn(tensors)
+            is_torn = not as_combined and self._gradients.records.torn(tensors)
             numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
         everyone = agree(self._communicator, call, numbers)
         if storage is not None and any(row[7] for row in everyone):

@@ -154,10 +154,9 @@ class InPlaceSum:
             self._sum_in_chunks(row, chunks, factor, for_all=False)
 
     def _sum_small(self, row: list[torch.Tensor], factor: float) -> None:
-        views = self._views(row[0].dtype, self._blocks.take_turns(1), 0, tuple(flat.shape for flat in row))
-        foreach_copy_(views[self._blocks.rank], row)
+        add_up = self._publish_whole(row, self._blocks.take_turns(1), 0)
         self._meet()
-        self._add_up_small(row, views, factor)
+        add_up(factor)
 
     @torch.no_grad()
     def publish_small(
@@ -169,7 +168,11 @@ class InPlaceSum:
         if sum([t.numel() for t in tensors]) * dtype.itemsize > SMALL_BYTES or any(t.dtype != dtype for t in tensors):
             return None
         start = -(-after_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES // dtype.itemsize
-        views = self._views(dtype, turn, start, tuple(tensor.shape for tensor in tensors))
+        return self._publish_whole(tensors, turn, start)
+
+    def _publish_whole(self, tensors: Sequence[torch.Tensor], turn: int, start: int) -> Callable[[float], None]:
+        """In this rank's block of ``turn``, from element ``start`` on."""
+        views = self._views(tensors[0].dtype, turn, start, tuple(tensor.shape for tensor in tensors))
         foreach_copy_(views[self._blocks.rank], tensors)
         return functools.partial(self._add_up_small, tensors, views)
 
