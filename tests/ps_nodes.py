@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.parameter_server.endpoint import Endpoint, Handler
+from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
 
@@ -74,6 +74,11 @@ class Handlers:
             "lambda": Handler(lambda _sender, _payload: lambda: None),
             "call_back": Handler(self._call_back, self._executor),
             "push": Handler(self._push, self._executor),
+            "push_in_place": Handler(
+                self._push_in_place, self._executor, takes_memory=True, borrows=True, may_hold_up_its_caller=True
+            ),
+            "keep": Handler(self._keep),
+            "kept": Handler(lambda _sender, _payload: self._kept),
             "count": Handler(self._counted, self._executor),
         }
 
@@ -103,6 +108,14 @@ class Handlers:
         with self._lock:
             self._count += 1
             return self._count
+
+    def _push_in_place(self, _sender: Peer, gradient: torch.Tensor, memory: AnswerMemory) -> torch.Tensor:
+        with self._lock:
+            self._sum += gradient
+            return memory.empty(0, tuple(self._sum.shape), self._sum.dtype).copy_(self._sum)
+
+    def _keep(self, _sender: Peer, tensor: torch.Tensor) -> None:
+        self._kept = tensor
 
     def _push(self, _sender: Peer, gradient: torch.Tensor) -> torch.Tensor:
         with self._lock:
@@ -177,11 +190,13 @@ class Node:
 class Nodes:
     """Starts processes, and ends those that are left."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        """``options``: of all their endpoints."""
+        self._options = options
         self._nodes: list[Node] = []
 
     def start(self, job: str = "worker", index: int = 0, **options: Any) -> Node:
-        self._nodes.append(Node(Task(job, index), **options))
+        self._nodes.append(Node(Task(job, index), **{**self._options, **options}))
         return self._nodes[-1]
 
     def end(self) -> None:

@@ -33,18 +33,34 @@ def forks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=[False, True], ids=["rpc", "memory"])
+def same_host(request: pytest.FixtureRequest) -> bool:
+    """How calls travel."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def nodes(forks: None) -> Iterator[Nodes]:
-    nodes = Nodes()
+def nodes(forks: None, same_host: bool) -> Iterator[Nodes]:
+    nodes = Nodes(same_host=same_host)
     yield nodes
     nodes.end()
 
 
 @pytest.fixture
-def me(request: pytest.FixtureRequest) -> Iterator[RpcEndpoint]:
-    endpoint = RpcEndpoint(Task("chief", 0), secret=SECRET, **getattr(request, "param", {}))
+def me(request: pytest.FixtureRequest, same_host: bool) -> Iterator[RpcEndpoint]:
+    endpoint = RpcEndpoint(Task("chief", 0), secret=SECRET, same_host=same_host, **getattr(request, "param", {}))
     yield endpoint
     endpoint.close()
+
+
+def meet(me: RpcEndpoint, node: Node) -> None:
+    me.add_peer(node.peer)
+    wanted = "shared memory" if node.run(_shares_memory) else "torch.distributed.rpc"
+    assert me.describe_way(node.peer).startswith(wanted)
+
+
+def _shares_memory(endpoint: RpcEndpoint) -> bool:
+    return endpoint._neighbours is not None
 
 
 class Load:
@@ -78,10 +94,10 @@ class Load:
         assert self.wait_for_end() is None
 
     def _run(self) -> None:
-        gradient = torch.ones(ELEMENTS)
+        gradient, into = torch.ones(ELEMENTS), self._me.empty((ELEMENTS,), torch.float32)
         try:
             while not self._leaving:
-                values = self._me.call(self._peer, "push", gradient).result(PATIENCE_SECONDS)
+                values = self._me.call(self._peer, "push_in_place", gradient, into=[into]).result(PATIENCE_SECONDS)
                 first = float(values[0])
                 assert first >= self.rounds + 1, "an update was lost"
                 assert bool((values == first).all()), "torn"
@@ -150,7 +166,7 @@ def test_a_kill_under_load_is_noticed_and_disturbs_nobody_else(me: RpcEndpoint, 
     lost = Lost()
     loads = []
     for node in (victim, other):
-        me.add_peer(node.peer)
+        meet(me, node)
         me.watch(node.peer, lost)
         loads.append(Load(me, node.peer))
     for load in loads:
@@ -169,13 +185,13 @@ def test_a_kill_under_load_is_noticed_and_disturbs_nobody_else(me: RpcEndpoint, 
 
 def test_ten_kills_and_restarts_under_load_leave_nothing_behind(me: RpcEndpoint, nodes: Nodes) -> None:
     steady = nodes.start("ps", 1)
-    me.add_peer(steady.peer)
+    meet(me, steady)
     load_beside = Load(me, steady.peer)
     at_rest = resources()
     for round_number in range(12):
         victim = nodes.start("ps", 0)
         lost = Lost()
-        me.add_peer(victim.peer)
+        meet(me, victim)
         me.watch(victim.peer, lost)
         load = Load(me, victim.peer)
         load.wait_for_rounds(2)
@@ -200,7 +216,7 @@ def test_a_stopped_process_is_noticed_removed_and_its_late_answers_are_harmless(
     stopped, other = nodes.start("worker", 0), nodes.start("worker", 1)
     lost = Lost()
     for node in (stopped, other):
-        me.add_peer(node.peer)
+        meet(me, node)
         me.watch(node.peer, lost)
         me.call(node.peer, "echo").result(PATIENCE_SECONDS)
     before = resources().connections
@@ -257,7 +273,7 @@ def test_removing_a_living_peer_closes_the_connection(me: RpcEndpoint, nodes: No
     before = resources().connections
     for index in range(5):
         node = nodes.start("worker", index)
-        me.add_peer(node.peer)
+        meet(me, node)
         me.watch(node.peer, print)
         me.call(node.peer, "echo", torch.ones(ELEMENTS)).result(PATIENCE_SECONDS)
         me.remove_peer(node.peer)
@@ -279,7 +295,7 @@ def test_those_who_watch_cost_the_watched_nothing_once_they_are_gone(nodes: Node
 def test_closing_does_not_wait_for_the_dead_or_the_stopped(nodes: Nodes, fate: signal.Signals) -> None:
     me = RpcEndpoint(Task("chief", 0), secret=SECRET)
     node = nodes.start()
-    me.add_peer(node.peer)
+    meet(me, node)
     me.watch(node.peer, print)
     me.call(node.peer, "echo").result(PATIENCE_SECONDS)
     waiting = me.call(node.peer, "wait")
@@ -293,7 +309,7 @@ def test_closing_does_not_wait_for_the_dead_or_the_stopped(nodes: Nodes, fate: s
 def test_a_process_that_is_killed_while_it_is_sent_to(me: RpcEndpoint, nodes: Nodes) -> None:
     """Messages of all sizes are on their way in both directions; every future ends."""
     node = nodes.start()
-    me.add_peer(node.peer)
+    meet(me, node)
     me.call(node.peer, "echo").result(PATIENCE_SECONDS)
     futures = [me.call(node.peer, "echo", torch.ones(4**power)) for power in range(12) for _ in range(3)]
     node.kill()
@@ -309,10 +325,10 @@ def restarted(nodes: Nodes, node: Node) -> Node:
 
 def test_a_restarted_process_is_called_again_at_once(me: RpcEndpoint, nodes: Nodes) -> None:
     node = nodes.start("worker", 3)
-    me.add_peer(node.peer)
+    meet(me, node)
     me.call(node.peer, "echo").result(PATIENCE_SECONDS)
     for _ in range(3):
         node.kill()
         node = restarted(nodes, node)
-        me.add_peer(node.peer)
+        meet(me, node)
         assert me.call(node.peer, "who").result(PATIENCE_SECONDS) == me.peer

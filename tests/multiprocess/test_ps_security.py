@@ -45,7 +45,7 @@ def forks() -> Iterator[None]:
 
 @pytest.fixture
 def nodes(forks: None) -> Iterator[Nodes]:
-    nodes = Nodes()
+    nodes = Nodes(same_host=False)  # what is said here is said of RPC
     yield nodes
     nodes.end()
 

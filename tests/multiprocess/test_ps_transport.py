@@ -48,14 +48,21 @@ class Pair(Protocol):
 
 
 class RpcPair:
+    same_host = False
+
     def __init__(self) -> None:
-        self._nodes = Nodes()
+        self._nodes = Nodes(same_host=self.same_host)
         self._node = self._nodes.start()
         self.other = self._node.peer
         self.me: Endpoint = RpcEndpoint(
-            Task("chief", 0), secret=SECRET, heartbeat_seconds=HEARTBEAT_SECONDS, deadline_seconds=DEADLINE_SECONDS
+            Task("chief", 0),
+            secret=SECRET,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            deadline_seconds=DEADLINE_SECONDS,
+            same_host=self.same_host,
         )
         self.me.add_peer(self.other)
+        assert (self.me.describe_way(self.other) == "shared memory") is self.same_host
 
     def kill(self) -> None:
         self._node.kill()
@@ -78,6 +85,10 @@ class RpcPair:
     def end(self) -> None:
         self.me.close()
         self._nodes.end()
+
+
+class MemoryPair(RpcPair):
+    same_host = True
 
 
 class FakePair:
@@ -125,7 +136,7 @@ def forks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[RpcPair, FakePair])
+@pytest.fixture(params=[RpcPair, MemoryPair, FakePair])
 def pair(request: pytest.FixtureRequest, forks: None) -> Iterator[Pair]:
     made = request.param()
     yield made

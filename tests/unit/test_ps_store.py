@@ -25,6 +25,7 @@ from tests.unit.ps_server_helpers import (
 from torchstrat import host_memory
 from torchstrat.errors import FencedError, InvalidArgumentError, NotSendableError, TorchstratError, UnsupportedError
 from torchstrat.host_memory import available_bytes
+from torchstrat.parameter_server.endpoint import FRESH
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     NewShard,
@@ -688,7 +689,9 @@ def server() -> Iterator[VariableServer]:
 def ask(server: VariableServer, method: str, payload: Any = None) -> Any:
     handler = server.handlers()[method]
     assert handler.executor is not None
-    return handler.executor.submit(handler.answer, Peer(Task("worker", 0), "w", "url"), payload).result(timeout=30)
+    arguments = (FRESH,) if handler.takes_memory else ()
+    sender = Peer(Task("worker", 0), "w", "url")
+    return handler.executor.submit(handler.answer, sender, payload, *arguments).result(timeout=30)
 
 
 def test_the_service_answers_with_what_the_store_does(server):
@@ -731,7 +734,10 @@ def test_orders_do_not_queue_behind_pushes(server, monkeypatch):
     monkeypatch.setattr("torchstrat.parameter_server.server.store.apply_edit", half_way.apply)
     pushes = [
         handler.executor.submit(  # type: ignore[union-attr]
-            handler.answer, Peer(Task("worker", 0), "w", "url"), push_of(edits=(add_edit(0, 1.0, torch.zeros(8)),))
+            handler.answer,
+            Peer(Task("worker", 0), "w", "url"),
+            push_of(edits=(add_edit(0, 1.0, torch.zeros(8)),)),
+            FRESH,
         )
         for _ in range(3)
     ]

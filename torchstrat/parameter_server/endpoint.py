@@ -6,25 +6,51 @@ Implementations: `torchstrat.parameter_server.transport` on torch.distributed.rp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from torchstrat.parameter_server.tasks import Peer
+
+
+class AnswerMemory(Protocol):
+    """Where a handler should put the tensors of its answer, so that they need not be copied on their way."""
+
+    def empty(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor, values arbitrary, for number ``index`` of the tensors in the answer."""
+
+
+class FreshMemory:
+    """An `AnswerMemory` of the process itself."""
+
+    def empty(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+FRESH = FreshMemory()
 
 
 @dataclass(frozen=True)
 class Handler:
-    """What answers a method: ``answer(sender, payload)``.
+    """What answers a method: ``answer(sender, payload)``; if it ``takes_memory``, with an `AnswerMemory` after these.
 
     ``payload`` and the result are picklable and may hold tensors anywhere, which travel beside the pickle. With an
     ``executor`` the call is handed to it, so that a long one holds up nobody; without, it runs on the transport's own
     thread and must be short. What it raises is raised at the caller.
+
+    ``borrows``: it keeps no tensor of the payload once it has answered, so that these may lie in the caller's memory.
+    ``may_hold_up_its_caller``: where a caller has a thread here to itself, that runs it, in the place of the executor;
+    only what the same process asks after it has to wait.
     """
 
-    answer: Callable[[Peer, Any], Any]
+    answer: Callable[..., Any]
     executor: Executor | None = None
+    takes_memory: bool = False
+    borrows: bool = False
+    may_hold_up_its_caller: bool = False
 
 
 class Endpoint(Protocol):
@@ -44,8 +70,27 @@ class Endpoint(Protocol):
         """Never call it again; its calls are refused from now on, and those that wait for it fail. ``reason``: for what
         they raise."""
 
-    def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor, its values arbitrary, that `call` can send or fill without a copy where the way allows it. It is
+        an ordinary tensor of this process otherwise, and everywhere else."""
+
+    def describe_way(self, to: Peer) -> str:
+        """For people: how calls to this peer travel, and why. Waits until it is known."""
+
+    def call(
+        self,
+        to: Peer,
+        method: str,
+        payload: Any = None,
+        *,
+        timeout_seconds: float | None = None,
+        into: Sequence[torch.Tensor] = (),
+    ) -> Future[Any]:
         """Ask ``to``; the future has its answer.
+
+        ``into``: contiguous tensors of `empty`. Where the way allows it, number i of the tensors in the answer is
+        written into ``into[i]``, and is this very tensor; so its values are arbitrary until the call is answered. If it
+        fails, somebody may go on writing to them: they must not be used any more.
 
         The future fails with `PeerUnavailableError` when the process is gone or was removed, with `PeerTimeoutError`
         after ``timeout_seconds`` (None: the endpoint's default), with what the handler raised otherwise. Callbacks of

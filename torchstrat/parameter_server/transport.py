@@ -31,23 +31,32 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchstrat.collectives.shared_memory.segment import NoRoomError
 from torchstrat.errors import (
     CommunicationError,
     InvalidArgumentError,
-    PeerTimeoutError,
     PeerUnavailableError,
     TorchstratError,
 )
 from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.same_host.caller import timed_out
+from torchstrat.parameter_server.same_host.neighbours import Neighbours, why_not
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.wire.answers import Answerer, pack_failure, pack_request, pack_result, result_of
+from torchstrat.parameter_server.wire.answers import (
+    Answerer,
+    Incoming,
+    pack_failure,
+    pack_request,
+    pack_result,
+    result_of,
+)
 from torchstrat.parameter_server.wire.envelopes import REFUSAL, SELF_TEST, Envelopes, Received, Request
 from torchstrat.parameter_server.wire.interfaces import interface_of
 from torchstrat.parameter_server.wire.payloads import Packed
@@ -117,6 +126,9 @@ class RpcEndpoint:
 
     A connection that broke is never made again: its peer is gone, and comes back as another incarnation if at all.
 
+    Peers on the same host are called through memory (see `torchstrat.parameter_server.same_host`) as soon as a way to
+    them was found, unless ``same_host`` is False; RPC still tells who is alive, and carries everything else.
+
     Raises `InvalidArgumentError` for a host that is not this machine's, `CommunicationError` if the process uses RPC
     already.
     """
@@ -130,6 +142,7 @@ class RpcEndpoint:
         timeout_seconds: float = 60.0,
         heartbeat_seconds: float = 1.0,
         deadline_seconds: float = 3.0,
+        same_host: bool = True,
     ) -> None:
         self._timeout_seconds = _positive("timeout_seconds", timeout_seconds)
         self._waiting = Waiting()
@@ -153,6 +166,15 @@ class RpcEndpoint:
         self._peer = dataclasses.replace(peer, url=self._agent.url)
         self._envelopes = Envelopes(secret, self._peer)
         self._answerer = Answerer(self._peer)
+        self._apart = why_not() if same_host else "same_host=False"
+        self._neighbours: Neighbours | None = None
+        if self._apart is None:
+            try:
+                self._neighbours = Neighbours(
+                    self._peer, self._envelopes, self._answerer.answer, on_sign=self._watching.heard, on_gone=self._gone
+                )
+            except OSError as error:
+                self._apart = f"a socket of this host could not be opened: {error}"
         atexit.register(self.close)  # RPC's threads must not reach for an interpreter that is gone
 
     @property
@@ -173,6 +195,8 @@ class RpcEndpoint:
             known = peer.incarnation in self._links or self._answerer.is_fenced(peer.incarnation)
             if not known and not self._closed:
                 self._links[peer.incarnation] = _Link(peer, self._agent.add(peer, is_self=peer == self._peer))
+        if not known and self._neighbours is not None and peer != self._peer:
+            self._neighbours.add(peer)
 
     def remove_peer(self, peer: Peer, reason: str | None = None) -> None:
         self._answerer.fence(peer.incarnation)
@@ -183,8 +207,29 @@ class RpcEndpoint:
         if link is not None:
             link.removed = True
             self._disconnect(link)
+        if self._neighbours is not None:
+            self._neighbours.remove(peer)
 
-    def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As `Endpoint.empty`. Where there is no more memory to be shared, it is this process's own."""
+        if self._neighbours is not None:
+            with contextlib.suppress(NoRoomError):
+                return self._neighbours.pool.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype)
+
+    def describe_way(self, to: Peer) -> str:
+        reason = self._apart if self._neighbours is None else self._neighbours.wait_for_way(to)
+        return "shared memory" if reason is None else f"torch.distributed.rpc ({reason})"
+
+    def call(
+        self,
+        to: Peer,
+        method: str,
+        payload: Any = None,
+        *,
+        timeout_seconds: float | None = None,
+        into: Sequence[torch.Tensor] = (),
+    ) -> Future[Any]:
         seconds = self._timeout_seconds if timeout_seconds is None else _positive("timeout_seconds", timeout_seconds)
         future = self._waiting.add(to.incarnation)
         if future.done():
@@ -205,7 +250,8 @@ class RpcEndpoint:
                 if self._waiting.claim(to.incarnation, future):
                     future.set_result(result)
 
-        self._send(link, method, packed, seconds, arrived)
+        if not self._send_on_this_host(link, method, packed, seconds, arrived, into):
+            self._send(link, method, packed, seconds, arrived)
         return future
 
     def watch(self, peer: Peer, on_lost: Callable[[Peer, str], None], *, deadline_seconds: float | None = None) -> None:
@@ -229,6 +275,8 @@ class RpcEndpoint:
         atexit.unregister(self.close)
         self._watching.close()
         self._waiting.close(CommunicationError(f"{self._peer}, this process, has closed its end of the cluster."))
+        if self._neighbours is not None:
+            self._neighbours.close()
         self._agent.close()
 
     # Sending
@@ -242,6 +290,34 @@ class RpcEndpoint:
     def _settle(self, peer: Peer, future: Future[Any], error: BaseException) -> None:
         if self._waiting.claim(peer.incarnation, future):
             future.set_exception(error)
+
+    def _send_on_this_host(
+        self,
+        link: _Link,
+        method: str,
+        packed: Packed,
+        seconds: float,
+        arrived: _Arrived,
+        into: Sequence[torch.Tensor],
+    ) -> bool:
+        """Send one request through memory; False if it has to go another way."""
+        if self._neighbours is None:
+            return False
+        caller = self._neighbours.caller(link.peer.incarnation)
+        if caller is None:
+            return False
+        if not link.has_lifeline:
+            self._hold_on(link)
+        if not caller.call(method, packed, seconds, lambda answer: arrived(lambda: result_of(answer())), into):
+            return False
+        self._neighbours.will_wait(seconds)
+        return True
+
+    def _gone(self, peer: Peer) -> None:
+        """A process of this host has hung up."""
+        link = self._links.get(peer.incarnation)
+        if link is not None and not self._closed:
+            self._broke(link)
 
     def _send(self, link: _Link, method: str, packed: Packed, seconds: float, arrived: _Arrived) -> None:
         """Send one request. ``arrived`` is called once, with a function that returns or raises what came back."""
@@ -280,14 +356,17 @@ class RpcEndpoint:
             try:
                 answer()
             except PeerUnavailableError:
-                link.broken = "its connection broke: the process has ended, or the way to it"
-                gone = PeerUnavailableError(f"{link.peer} is gone: {link.broken}.", link.peer)
-                self._waiting.fail(link.peer.incarnation, gone)
-                self._watching.lost(link.peer.incarnation, link.broken)
+                self._broke(link)
             except Exception as error:  # it refuses this process
                 self._watching.lost(link.peer.incarnation, str(error))
 
         self._send(link, _LIFELINE, Packed(b""), _NEVER, ended)
+
+    def _broke(self, link: _Link) -> None:
+        link.broken = "its connection broke: the process has ended, or the way to it"
+        gone = PeerUnavailableError(f"{link.peer} is gone: {link.broken}.", link.peer)
+        self._waiting.fail(link.peer.incarnation, gone)
+        self._watching.lost(link.peer.incarnation, link.broken)
 
     def _ping(self, peer: Peer) -> None:
         with self._lock:
@@ -328,8 +407,8 @@ class RpcEndpoint:
             return future
         self._watching.heard(request.sender.incarnation)
         if request.method not in (_PING, _LIFELINE):
-            payload, reply = request.payload, functools.partial(self._reply, future, request)
-            self._answerer.answer(request.sender, request.method, payload, reply)
+            incoming = Incoming(request.sender, request.method, request.payload)
+            self._answerer.answer(incoming, functools.partial(self._reply, future, request))
         elif (refusal := self._answerer.refusal(request.sender, request.method)) is not None:
             self._reply(future, request, refusal)
         elif request.method == _PING:
@@ -497,10 +576,7 @@ def _classified(error: RuntimeError, peer: Peer, method: str, seconds: float) ->
     """
     text = str(error).splitlines()[0] if str(error) else "no reason given"
     if text.startswith("RPCErr:1:"):  # the number of RPCErrorType::TIMEOUT
-        return PeerTimeoutError(
-            f"{peer} did not answer {method!r} within {seconds:g} s. It may be busy, stopped, or cut off; "
-            "allow more time if the call is a long one."
-        )
+        return timed_out(peer, method, seconds)
     return PeerUnavailableError(f"{peer} is gone; {method!r} was not answered ({text}).", peer)
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,7 +40,7 @@ from torchstrat.errors import (
 )
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.parameter_server.wire.answers import Answerer, pack_request, result_of
+from torchstrat.parameter_server.wire.answers import Answerer, Incoming, pack_request, result_of
 from torchstrat.parameter_server.wire.payloads import Packed
 from torchstrat.parameter_server.wire.waiting import Waiting
 
@@ -158,7 +158,7 @@ class FakeNetwork:
         if self._pass(call, "before"):
             copy = _copied(call.payload)
             call.receiver._answerer.answer(
-                call.sender.peer, call.method, copy, lambda answer: self._return(call, answer)
+                Incoming(call.sender.peer, call.method, copy), lambda answer: self._return(call, answer)
             )
 
     def _return(self, call: _Call, answer: Packed) -> None:
@@ -274,7 +274,21 @@ class FakeEndpoint:
             self._watchers.pop(peer.incarnation, None)
         self._waiting.fail_removed(peer, reason)
 
-    def call(self, to: Peer, method: str, payload: Any = None, *, timeout_seconds: float | None = None) -> Future[Any]:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def describe_way(self, to: Peer) -> str:
+        return "a fake network"
+
+    def call(
+        self,
+        to: Peer,
+        method: str,
+        payload: Any = None,
+        *,
+        timeout_seconds: float | None = None,
+        into: Sequence[torch.Tensor] = (),
+    ) -> Future[Any]:
         seconds = self._network.timeout_seconds if timeout_seconds is None else timeout_seconds
         if not seconds > 0:
             raise InvalidArgumentError(

@@ -25,19 +25,20 @@ class Segment:
     """``size`` bytes, zero at first, mapped by every process that was given ``descriptor``.
 
     Processes forked from this one (workers of a data loader) have no part in it: they cannot touch it by accident, nor
-    keep it.
+    keep it. Unless it is ``for_children`` too, because what lies there may be used by them.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int, size: int, *, for_children: bool = False) -> None:
         self.descriptor, self.size = descriptor, size
         self.mapping = mmap.mmap(descriptor, size)
-        self.mapping.madvise(mmap.MADV_DONTFORK)
+        if not for_children:
+            self.mapping.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
             self.mapping.madvise(_MADV_POPULATE_WRITE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
 
     @staticmethod
-    def allocate(size: int) -> Segment:
+    def allocate(size: int, *, for_children: bool = False) -> Segment:
         """Raises `NoRoomError`. A page that is missing later would end the process with SIGBUS, so all are there."""
         free = available_bytes()
         if free is not None and size + _KEPT_FREE_BYTES > free:
@@ -52,7 +53,7 @@ class Segment:
                 ) from error
             # Nobody it is passed to can cut it short under the others.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return Segment(descriptor, size)
+            return Segment(descriptor, size, for_children=for_children)
         except BaseException:
             os.close(descriptor)
             raise

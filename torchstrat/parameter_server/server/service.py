@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from torchstrat.errors import CommunicationTimeoutError
-from torchstrat.parameter_server.endpoint import Endpoint, Handler
+from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
 from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.tasks import Peer
 
@@ -65,8 +65,9 @@ class VariableServer:
     ``ps.add_peer``             `Peer` that will call                      None
     ==========================  =========================================  ===================================
 
-    Reads, pushes and checkpoints run on ``threads`` threads, so that several fused optimizers step at once. Short
-    orders of the coordinator (fence, forget, catalog, peers) have a thread of their own and never queue behind those.
+    Reads, pushes and checkpoints run on ``threads`` threads, so that several fused optimizers step at once; reads and
+    pushes of processes of the same host on a thread per process. Short orders of the coordinator (fence, forget,
+    catalog, peers) have a thread of their own and never queue behind those.
     """
 
     def __init__(self, threads: int = 4) -> None:
@@ -80,12 +81,14 @@ class VariableServer:
 
     def handlers(self) -> Mapping[str, Handler]:
         store = self.store
-        work: dict[str, Callable[[Any], Any]] = {
-            "ps.create": store.create,
-            "ps.add_optimizer": store.add_optimizer,
+        steps: dict[str, Callable[[Any, AnswerMemory], Any]] = {
             "ps.read": store.read,
             "ps.read_rows": store.read_rows,
             "ps.push": store.push,
+        }
+        work: dict[str, Callable[[Any], Any]] = {
+            "ps.create": store.create,
+            "ps.add_optimizer": store.add_optimizer,
             "ps.optimizer_state": lambda payload: store.optimizer_state(*payload),
             "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),
             "ps.snapshot": lambda _: store.snapshot(),
@@ -103,9 +106,18 @@ class VariableServer:
             "ps.catalog": lambda _: store.catalog(),
             "ps.add_peer": self._add_peer,
         }
-        return {name: Handler(_without_sender(answer), self._work) for name, answer in work.items()} | {
-            name: Handler(_without_sender(answer), self._orders) for name, answer in orders.items()
-        }
+        handlers = {name: Handler(_without_sender(answer), self._work) for name, answer in work.items()}
+        handlers |= {name: Handler(_without_sender(answer), self._orders) for name, answer in orders.items()}
+        return handlers | {name: self._step(answer) for name, answer in steps.items()}
+
+    def _step(self, answer: Callable[[Any, AnswerMemory], Any]) -> Handler:
+        return Handler(
+            lambda _sender, payload, memory: answer(payload, memory),
+            self._work,
+            takes_memory=True,
+            borrows=True,
+            may_hold_up_its_caller=True,
+        )
 
     def attach(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

@@ -103,7 +103,7 @@ class HeldOptimizer:
                 f"{names} already; restore a checkpoint before training goes on."
             ) from error
         for part in parts:
-            self._keep(part, states.get(part.parameter, {}), step, shards)
+            self._keep(part, _without_gradient(states.get(part.parameter, {}), part.parameter), step, shards)
 
     def _group(self, key: ShardKey) -> int:
         return self._place_of[key[0]][0]
@@ -188,6 +188,17 @@ class _Part:
     parameter: torch.Tensor
     state: StateOfShard
     ids: torch.Tensor | None = None
+
+
+def _without_gradient(state: StateOfShard, parameter: torch.Tensor) -> StateOfShard:
+    """An optimizer may keep the gradient itself in its state. Its memory is the worker's, and lent for this step."""
+    if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        lent = parameter.grad.untyped_storage().data_ptr()
+        for name, value in state.items():
+            is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() > 0
+            if is_plain and value.untyped_storage().data_ptr() == lent:
+                state[name] = value.clone()
+    return state
 
 
 def _check_gradient(gradient: Any, shards: HeldShards, key: ShardKey, shape: tuple[int, ...]) -> None:

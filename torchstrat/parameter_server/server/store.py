@@ -16,6 +16,7 @@ import torch
 
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.host_memory import check_fits
+from torchstrat.parameter_server.endpoint import FRESH, AnswerMemory
 from torchstrat.parameter_server.messages import (
     AppliedPushes,
     NewOptimizer,
@@ -135,35 +136,38 @@ class VariableStore:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def read(self, keys: Sequence[ShardKey]) -> list[torch.Tensor]:
+    def read(self, keys: Sequence[ShardKey], memory: AnswerMemory = FRESH) -> list[torch.Tensor]:
         """Copies of whole shards, none of them torn: each is its variable's value between two pushes."""
-        values: dict[ShardKey, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
         for number in sorted({key[0] for key in keys}):
             with self._locked([number]) as shards:
-                values.update({key: shards.tensor(key).clone() for key in keys if key[0] == number})
-        return [values[key] for key in keys]
+                for place, key in enumerate(keys):
+                    if key[0] == number:
+                        values[place] = _copy_to(memory, place, shards.tensor(key))
+        return [values[place] for place in range(len(keys))]
 
-    def read_rows(self, requests: Sequence[RowsRequest]) -> list[torch.Tensor]:
+    def read_rows(self, requests: Sequence[RowsRequest], memory: AnswerMemory = FRESH) -> list[torch.Tensor]:
         """Copies of rows, ``(n, …)`` per request, in the order asked for; ids may repeat."""
         rows: dict[int, torch.Tensor] = {}
         for number in sorted({request.key[0] for request in requests}):
             with self._locked([number]) as shards:
                 for place, request in enumerate(requests):
                     if request.key[0] == number:
-                        rows[place] = self._rows(shards, request)
+                        rows[place] = self._rows(shards, request, memory, place)
         return [rows[place] for place in range(len(requests))]
 
     @staticmethod
-    def _rows(shards: HeldShards, request: RowsRequest) -> torch.Tensor:
+    def _rows(shards: HeldShards, request: RowsRequest, memory: AnswerMemory, place: int) -> torch.Tensor:
         table = shards.tensor(request.key)
         if table.dim() == 0:
             raise InvalidArgumentError(f"{shards.name(request.key)} is a scalar and has no rows to read.")
         check_rows(request.ids, table.shape[0], shards.name(request.key), sorted_and_unique=False)
-        return table.index_select(0, request.ids)
+        rows = memory.empty(place, (len(request.ids), *table.shape[1:]), table.dtype)
+        return torch.index_select(table, 0, request.ids, out=rows)
 
     # -- pushes -----------------------------------------------------------------------------------------------------
 
-    def push(self, push: Push) -> PushReply:
+    def push(self, push: Push, memory: AnswerMemory = FRESH) -> PushReply:
         """Apply it whole, exactly once: edits first, in order, then the optimizers' steps, in order.
 
         An invalid push (an unknown shard, a wrong shape or dtype, ids out of range) raises and changes nothing. The
@@ -184,7 +188,8 @@ class VariableStore:
                     end(push.function, push.index, push.incarnation)
             else:
                 applied = False
-            return PushReply(tuple(shards.tensor(key).clone() for key in push.wants), applied)
+            values = (_copy_to(memory, place, shards.tensor(key)) for place, key in enumerate(push.wants))
+            return PushReply(tuple(values), applied)
 
     def _apply(self, push: Push, shards: HeldShards) -> None:
         optimizers = [self._optimizer(step.optimizer) for step in push.steps]
@@ -441,6 +446,10 @@ class VariableStore:
         _check_value(new.value, torch.empty(shape, dtype=spec.dtype, device="meta"), f"{spec.name!r} on {self.owner}")
         # A copy of its own: what came by message may be a view of something larger, or of somebody's live variable.
         return new.value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _copy_to(memory: AnswerMemory, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    return memory.empty(place, tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def _numbers_of(push: Push) -> set[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
+
+import torch
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable, PeerUnavailableError
@@ -48,6 +50,14 @@ class ServerGroup:
         with self._lock:
             return dict(self._peers)
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As `Endpoint.empty`: for what goes to servers, or comes from them."""
+        return self._endpoint.empty(shape, dtype)
+
+    def describe_ways(self) -> dict[int, str]:
+        """For people: how calls to each server travel."""
+        return {index: self._endpoint.describe_way(peer) for index, peer in sorted(self.peers().items())}
+
     def ask(
         self,
         method: str,
@@ -55,14 +65,19 @@ class ServerGroup:
         on_answer: Callable[[], None] | None = None,
         *,
         timeout_seconds: float | None = None,
+        into: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> dict[int, Any]:
         """Send each server its payload, and wait for all answers. ``on_answer`` is called for each that comes.
-        ``timeout_seconds``: None for the group's.
+        ``timeout_seconds``: None for the group's. ``into``: as `Endpoint.call`, for each server.
 
         Raises `ParameterServerUnavailable` naming the server that is gone or did not answer in time. What a handler
         raised is raised here. All answers have arrived, or failed, when this returns or raises.
         """
-        futures = {index: self.send(index, method, payload, timeout_seconds) for index, payload in payloads.items()}
+        places = into or {}
+        futures = {
+            index: self.send(index, method, payload, timeout_seconds, places.get(index, ()))
+            for index, payload in payloads.items()
+        }
         if on_answer is not None:
             for future in futures.values():
                 future.add_done_callback(lambda _: on_answer())
@@ -73,7 +88,14 @@ class ServerGroup:
         """Send all servers the same."""
         return self.ask(method, dict.fromkeys(self.peers(), payload))
 
-    def send(self, index: int, method: str, payload: Any, timeout_seconds: float | None = None) -> Future[Any]:
+    def send(
+        self,
+        index: int,
+        method: str,
+        payload: Any,
+        timeout_seconds: float | None = None,
+        into: Sequence[torch.Tensor] = (),
+    ) -> Future[Any]:
         with self._lock:
             peer, lost = self._peers.get(index), self._lost.get(index)
         if peer is None or lost is not None:
@@ -81,7 +103,7 @@ class ServerGroup:
             failed.set_exception(PeerUnavailableError(lost or "it has not joined yet", peer))
             return failed
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        return self._endpoint.call(peer, method, payload, timeout_seconds=seconds)
+        return self._endpoint.call(peer, method, payload, timeout_seconds=seconds, into=into)
 
     def _result(self, index: int, method: str, future: Future[Any]) -> Any:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -51,34 +51,33 @@ class VariableAccess:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        """The values of whole variables, on the CPU, each read without tearing; one call per server."""
+    def read(self, specs: Sequence[VariableSpec], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The values of whole variables, on the CPU, each read without tearing; one call per server.
+
+        ``into``: a contiguous tensor per variable that it may be written to, and then is the one returned; see
+        `Endpoint.call`, also for what holds when this raises.
+        """
         wanted = shard_keys(specs)
-        answers = self.servers.ask("ps.read", wanted)
+        answers = self.servers.ask("ps.read", wanted, into=None if into is None else places_by_server(specs, into))
         values = {key: value for index, keys in wanted.items() for key, value in zip(keys, answers[index], strict=True)}
-        return [assemble(spec, values) for spec in specs]
+        return [assemble(spec, values, None if into is None else into[n]) for n, spec in enumerate(specs)]
 
     def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``(n, …)`` of one variable. ``ids`` ``(n,)`` int64 on the CPU, sorted, unique and in range."""
         parts = split_rows(spec, ids)
         if not parts:
             return torch.empty((0, *spec.shape[1:]), dtype=spec.dtype)
+        rows = self.servers.empty((len(ids), *spec.shape[1:]), spec.dtype)
         requests: dict[int, list[RowsRequest]] = defaultdict(list)
-        places: dict[int, list[slice]] = defaultdict(list)
+        places: dict[int, list[torch.Tensor]] = defaultdict(list)
         for number, shard, where in parts:
             requests[shard.server].append(RowsRequest((spec.number, number), ids[where] - shard.start))
-            places[shard.server].append(where)
-        answers = self.servers.ask("ps.read_rows", requests)
-        found = [
-            (where, rows)
-            for index, rows_of in answers.items()
-            for where, rows in zip(places[index], rows_of, strict=True)
-        ]
-        if len(found) == 1:
-            return found[0][1]  # type: ignore[no-any-return]
-        rows = torch.empty((len(ids), *spec.shape[1:]), dtype=spec.dtype)
-        for where, part in found:
-            rows[where] = part
+            places[shard.server].append(rows[where])
+        answers = self.servers.ask("ps.read_rows", requests, into=places)
+        for index, found in answers.items():
+            for place, part in zip(places[index], found, strict=True):
+                if part is not place:
+                    place.copy_(part)
         return rows
 
     # -- changing ---------------------------------------------------------------------------------------------------
@@ -94,13 +93,16 @@ class VariableAccess:
                 by_server[server].append(edit)
         self.send_push({server: {"edits": tuple(of_server)} for server, of_server in by_server.items()})
 
-    def send_push(self, parts: dict[int, dict[str, Any]]) -> dict[int, PushReply]:
-        """One push in parts, one for each server, under one name."""
+    def send_push(
+        self, parts: dict[int, dict[str, Any]], into: Mapping[int, Sequence[torch.Tensor]] | None = None
+    ) -> dict[int, PushReply]:
+        """One push in parts, one for each server, under one name. ``into``: for the values that it wants."""
         if not parts:
             return {}
         function, index, incarnation = self._sender().next_push()
         pushes = {server: Push(function, index, incarnation, **part) for server, part in parts.items()}
-        replies = self.servers.ask("ps.push", pushes, _one_has_answered if phases.is_observed() else None)
+        on_answer = _one_has_answered if phases.is_observed() else None
+        replies = self.servers.ask("ps.push", pushes, on_answer, into=into)
         phases.reached(phases.PUSHED)
         return replies
 
@@ -118,11 +120,25 @@ def shard_keys(specs: Iterable[VariableSpec]) -> dict[int, list[ShardKey]]:
     return keys
 
 
-def assemble(spec: VariableSpec, values: dict[ShardKey, torch.Tensor]) -> torch.Tensor:
-    """The whole variable from its shards' values."""
-    if len(spec.shards) == 1:
-        return values[spec.number, 0]
-    return torch.cat([values[spec.number, number] for number in range(len(spec.shards))])
+def places_by_server(specs: Sequence[VariableSpec], into: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """The parts of ``into``, a tensor per variable, that belong to the shards; in the order of `shard_keys`."""
+    places: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for spec, whole in zip(specs, into, strict=True):
+        for shard, part in zip(spec.shards, pieces(spec, whole), strict=True):
+            places[shard.server].append(part)
+    return places
+
+
+def assemble(
+    spec: VariableSpec, values: Mapping[ShardKey, torch.Tensor], into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The whole variable from its shards' values; ``into`` itself, if all of them lie where they belong in it."""
+    parts = [values[spec.number, number] for number in range(len(spec.shards))]
+    if into is not None and all(
+        part.data_ptr() == place.data_ptr() for part, place in zip(parts, pieces(spec, into), strict=True)
+    ):
+        return into
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def split_rows(spec: VariableSpec, ids: torch.Tensor) -> list[tuple[int, Shard, slice]]:

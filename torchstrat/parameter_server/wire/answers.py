@@ -11,11 +11,12 @@ import pickle
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError as FutureCancelledError
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from typing import Any
 
 from torchstrat.errors import CommunicationError, FencedError, NotSendableError, TorchstratError
-from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.endpoint import FRESH, AnswerMemory, Handler
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.wire.payloads import Packed, pack, unpack
 
@@ -23,6 +24,21 @@ _RESULT = b"\x00"
 _FAILURE = b"\x01"
 
 Reply = Callable[[Packed], None]
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A request that is authentic. ``memory``: where its sender would like the answer's tensors.
+
+    ``is_borrowed``: the payload's tensors lie in memory of the sender's, which is its own again once it is answered;
+    and it has a thread here to itself, the one that brings this.
+    """
+
+    sender: Peer
+    method: str
+    payload: Packed
+    memory: AnswerMemory = FRESH
+    is_borrowed: bool = False
 
 
 class RemoteHandlerError(TorchstratError, RuntimeError):
@@ -59,50 +75,56 @@ class Answerer:
             f"{self._peer}, refusing {method!r}",
         )
 
-    def answer(self, sender: Peer, method: str, payload: Packed, reply: Reply) -> None:
-        refusal = self.refusal(sender, method)
+    def answer(self, request: Incoming, reply: Reply) -> None:
+        refusal = self.refusal(request.sender, request.method)
         if refusal is not None:
             reply(refusal)
             return
-        where = f"{self._peer}, answering {method!r}"
-        handler = self._handlers.get(method)
+        handler = self._handlers.get(request.method)
         if handler is None:
             known = ", ".join(sorted(self._handlers)) or "nothing yet"
-            error = CommunicationError(f"{self._peer} does not answer {method!r}; it answers {known}.")
-            reply(pack_failure(error, where))
-        elif handler.executor is None:
-            reply(_outcome(handler, sender, payload, where))
+            error = CommunicationError(f"{self._peer} does not answer {request.method!r}; it answers {known}.")
+            reply(pack_failure(error, self._where(request)))
+        elif handler.executor is None or (handler.may_hold_up_its_caller and request.is_borrowed):
+            reply(self._outcome(handler, request))
         else:
-            self._hand_over(handler, sender, payload, where, reply)
+            self._hand_over(handler.executor, handler, request, reply)
 
-    def _hand_over(self, handler: Handler, sender: Peer, payload: Packed, where: str, reply: Reply) -> None:
-        assert handler.executor is not None
+    def _where(self, request: Incoming) -> str:
+        return f"{self._peer}, answering {request.method!r}"
+
+    def _hand_over(self, executor: Executor, handler: Handler, request: Incoming, reply: Reply) -> None:
         try:
-            work = handler.executor.submit(_outcome, handler, sender, payload, where)
+            work = executor.submit(self._outcome, handler, request)
         except RuntimeError as error:  # it has been shut down
-            reply(pack_failure(CommunicationError(f"{self._peer} is closing: {error}."), where))
+            reply(pack_failure(CommunicationError(f"{self._peer} is closing: {error}."), self._where(request)))
             return
         # Not inside the work itself: an executor that is shut down drops what it has not begun, and says so here only.
-        work.add_done_callback(lambda done: reply(self._outcome_of(done, where)))
+        work.add_done_callback(lambda done: reply(self._outcome_of(done, request)))
 
-    def _outcome_of(self, work: Future[Packed], where: str) -> Packed:
+    def _outcome_of(self, work: Future[Packed], request: Incoming) -> Packed:
         try:
             return work.result()
         except FutureCancelledError:
-            return pack_failure(CommunicationError(f"{self._peer} is closing; it has not begun this call."), where)
+            error = CommunicationError(f"{self._peer} is closing; it has not begun this call.")
+            return pack_failure(error, self._where(request))
 
-
-def _outcome(handler: Handler, sender: Peer, payload: Packed, where: str) -> Packed:
-    """Unpickle, run, pickle: whatever may take long or fail, on the handler's thread."""
-    try:
-        result = handler.answer(sender, unpack(payload))
-    except BaseException as error:
-        # Whatever a handler raises ends its call and nothing else; the thread is not its own to end.
-        return pack_failure(error, where)
-    try:
-        return pack_result(result)
-    except Exception as error:
-        return pack_failure(NotSendableError(f"the result of {where} cannot be sent: {_text(error)}"), where)
+    def _outcome(self, handler: Handler, request: Incoming) -> Packed:
+        """Unpickle, run, pickle: whatever may take long or fail, on the handler's thread."""
+        payload = request.payload
+        if request.is_borrowed and not handler.borrows and payload.tensors:
+            payload = Packed(payload.data, [tensor.clone() for tensor in payload.tensors])
+        arguments = (request.memory,) if handler.takes_memory else ()
+        try:
+            result = handler.answer(request.sender, unpack(payload), *arguments)
+        except BaseException as error:
+            # Whatever a handler raises ends its call and nothing else; the thread is not its own to end.
+            return pack_failure(error, self._where(request))
+        try:
+            return pack_result(result)
+        except Exception as error:
+            where = self._where(request)
+            return pack_failure(NotSendableError(f"the result of {where} cannot be sent: {_text(error)}"), where)
 
 
 def pack_result(result: Any) -> Packed:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ class Copies:
         self._slots: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         self._reference: dict[int, torch.Tensor] = {}
         self._by_rows: set[int] = set()
+        self._staging: dict[int, torch.Tensor] = {}
         self._fresh: set[int] = set()
 
     # -- made from a skeleton ---------------------------------------------------------------------------------------
@@ -41,12 +43,18 @@ class Copies:
             value = torch.zeros((), dtype=spec.dtype, device=self._device).expand(spec.shape)
             self._by_rows.add(spec.number)
         else:
-            value = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+            value = self._memory_for(spec).zero_()
         tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
         self._specs[spec.number] = spec
         self._tensors[spec.number] = tensor
         self._numbers[id(tensor)] = spec.number
         return tensor
+
+    def _memory_for(self, spec: VariableSpec) -> torch.Tensor:
+        """Where the values of a dense variable are here. Servers may write to parameters on the CPU themselves."""
+        if spec.kind == "parameter" and self._device.type == "cpu":
+            return self.access.servers.empty(spec.shape, spec.dtype)
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
     def note_buffers(self, modules: Iterable[nn.Module]) -> None:
         """Remember where the buffers are: modules may replace the tensor by assignment."""
@@ -88,8 +96,40 @@ class Copies:
         """Pull what is not known to be up to date; one call per server."""
         stale = [spec for spec in self.dense(numbers) if spec.number not in self._fresh]
         if stale:
-            for spec, value in zip(stale, self.access.read(stale), strict=True):
-                self.store(spec, value)
+            with self.landing(stale) as places:
+                for spec, value in zip(stale, self.access.read(stale, places), strict=True):
+                    self.store(spec, value)
+
+    @contextmanager
+    def landing(self, specs: Sequence[VariableSpec]) -> Iterator[list[torch.Tensor]]:
+        """Where the servers may write the values of these variables while the block lasts, whole and on the CPU: the
+        parameters themselves, or something that is then stored.
+
+        If the block raises, a server that is slow, or was stopped, may write there at any later time. Then everything
+        moves elsewhere.
+        """
+        try:
+            yield [self._landing(spec) for spec in specs]
+        except BaseException:
+            for spec in specs:
+                self._move(spec)
+            raise
+
+    def _landing(self, spec: VariableSpec) -> torch.Tensor:
+        if spec.kind == "parameter" and self._device.type == "cpu":
+            own = self._parameter(spec.number).memory
+            if own.is_contiguous():
+                return own
+        if spec.number not in self._staging:
+            self._staging[spec.number] = self.access.servers.empty(spec.shape, spec.dtype)
+        return self._staging[spec.number]
+
+    def _move(self, spec: VariableSpec) -> None:
+        self._staging.pop(spec.number, None)
+        if spec.kind == "parameter" and self._device.type == "cpu":
+            parameter = self._parameter(spec.number)
+            parameter.replace(self._memory_for(spec).copy_(parameter.memory))
+        self._fresh.discard(spec.number)
 
     def store(self, spec: VariableSpec, value: torch.Tensor) -> None:
         """``value`` has just been read from the servers."""
@@ -118,7 +158,7 @@ class Copies:
         number = self._numbers[id(tensor)]
         spec = self._specs[number]
         self._by_rows.discard(number)
-        self._parameter(number).replace(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
+        self._parameter(number).replace(self._memory_for(spec))
         self.refresh([number])
 
     def _parameter(self, number: int) -> WatchedParameter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
 from torchstrat.parameter_server.variables.placement import pieces
-from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits, shard_keys
+from torchstrat.parameter_server.variables.variable_access import (
+    VariableAccess,
+    assemble,
+    places_by_server,
+    shard_edits,
+    shard_keys,
+)
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.central_step import closure_of, make_stand_in
 
@@ -133,19 +139,16 @@ class RemoteSteps:
         wanted = shard_keys(dense)
         for server, keys in wanted.items():
             parts[server]["wants"] = tuple(keys)
-        replies = self._access.send_push(dict(parts))
-        values = {
-            key: value
-            for server, keys in wanted.items()
-            for key, value in zip(keys, replies[server].values, strict=True)
-        }
-        for spec in dense:
-            self._store(spec, values)
+        with self._copies.landing(dense) as places:
+            replies = self._access.send_push(dict(parts), places_by_server(dense, places))
+            values = {
+                key: value
+                for server, keys in wanted.items()
+                for key, value in zip(keys, replies[server].values, strict=True)
+            }
+            for spec, place in zip(dense, places, strict=True):
+                self._copies.store(spec, assemble(spec, values, place))
         self.stepped = True
-
-    def _store(self, spec: VariableSpec, values: Mapping[ShardKey, torch.Tensor]) -> None:
-        parts = [values[spec.number, number] for number in range(len(spec.shards))]
-        self._copies.store(spec, parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 class _Gradients:

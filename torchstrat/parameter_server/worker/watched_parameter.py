@@ -40,9 +40,17 @@ class WatchedParameter(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def store(self, value: torch.Tensor) -> None:
-        """``value`` is what the servers hold."""
-        _DATA.__get__(self).copy_(value)
+        """``value`` is what the servers hold. They may have written it to `memory` themselves."""
+        memory = self.memory
+        if value.data_ptr() != memory.data_ptr():
+            memory.copy_(value)
         self.settle()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The values, to be written by who tells this object; see `data`."""
+        value: torch.Tensor = _DATA.__get__(self)
+        return value
 
     def replace(self, value: torch.Tensor) -> None:
         """Another tensor of the same shape takes the place of the values."""

@@ -1,0 +1,23 @@
+"""Calls between processes of one host: short messages over a unix socket, tensors in memory that both see. Linux.
+
+From the inside out::
+
+    pool.py         tensors whose memory other processes can be shown, and which comes back when they die
+    mapped.py       the memory of a caller, as the process that it calls sees it
+    message.py      one message: what is said, and where its tensors lie
+    channel.py      a socket that carries messages, and the descriptors of memory that is new to the other side
+    caller.py       the end that calls, and owns all memory
+    callee.py       the end that answers
+    process.py      whether a process has ended
+    greeting.py     both ends prove that they know the cluster's secret, and that they see the same memory
+    neighbours.py   the ways to all processes of this host: what the transport uses
+
+**Who owns what.** Everything is the caller's: tensors of a request, and the places where those of its answer are put.
+So a process that is killed takes its memory with it, whatever the others were doing to it, and nothing has a name that
+could be left behind. A caller that gives up waiting keeps the memory of that call untouched until the answer comes
+after all, or the other process has ended: one that was only stopped goes on where it was.
+
+**What is trusted.** Both ends of a connection have proved that they know the cluster's secret, and the kernel says that
+they belong to one user. Nobody can put anything into a unix socket from outside, so what comes after the greeting is
+not sealed again.
+"""

@@ -1,0 +1,265 @@
+"""The end of a connection that calls, and owns all memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstrat.collectives.shared_memory.segment import NoRoomError
+from torchstrat.errors import CommunicationError, PeerTimeoutError, PeerUnavailableError
+from torchstrat.parameter_server.same_host.channel import Channel, TooLongError
+from torchstrat.parameter_server.same_host.message import (
+    ASKED,
+    DTYPE_NUMBERS,
+    DTYPES,
+    INLINE,
+    Answer,
+    Dropped,
+    NeedsRoom,
+    Part,
+    Request,
+    Room,
+    from_inline,
+)
+from torchstrat.parameter_server.same_host.placing import bytes_for, put, split_inline
+from torchstrat.parameter_server.same_host.pool import Place, SharedPool
+from torchstrat.parameter_server.same_host.process import Process
+from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.wire.payloads import Packed
+
+Arrived = Callable[[Callable[[], Packed]], None]
+"""Called once, with a function that returns the answer or raises why there is none."""
+
+_LONG_BYTES = 32 << 10
+_DEATH_SECONDS = 10.0
+"""A process that has hung up is usually about to end. One that is not (it was stopped, and given up) costs the memory
+of its open calls."""
+
+
+@dataclass
+class _Call:
+    """``due``: on the monotonic clock. ``kept``: memory that the other end may use until it has answered. ``arrived``:
+    None once the caller was told that it took too long."""
+
+    method: str
+    arrived: Arrived | None
+    seconds: float
+    due: float
+    into: Sequence[torch.Tensor]
+    kept: list[torch.Tensor]
+
+
+class Caller:
+    """Thread-safe. Answers arrive on a thread of its own, which ends with the connection.
+
+    ``on_broken`` is called on that thread, once, when the other end has hung up; ``on_sign`` at every answer.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        pool: SharedPool,
+        peer: Peer,
+        process: Process,
+        *,
+        on_broken: Callable[[], None],
+        on_sign: Callable[[], None],
+    ) -> None:
+        self.peer = peer
+        self._channel, self._pool, self._process = channel, pool, process
+        self._on_broken, self._on_sign = on_broken, on_sign
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] | None = {}  # None: it is over
+        self._thread = threading.Thread(target=self._receive, name=f"torchstrat-answers-{peer.task}", daemon=True)
+        self._thread.start()
+
+    def call(
+        self, method: str, packed: Packed, seconds: float, arrived: Arrived, into: Sequence[torch.Tensor] = ()
+    ) -> bool:
+        """Send a request; False if it cannot go this way (nothing was sent, and ``arrived`` is not called).
+
+        Args:
+            seconds: how long to wait; infinite is fine.
+            into: memory for the answer's tensors, in their order; where it is this process's shared memory, and fits,
+                they are these very tensors.
+        """
+        try:
+            request, kept, segments = self._prepared(next(self._numbers), method, packed, into)
+        except NoRoomError:
+            return False
+        due = time.monotonic() + seconds
+        with self._lock:
+            if self._calls is None:
+                return False
+            self._calls[request.call] = _Call(method, arrived, seconds, due, into, kept)
+        try:
+            self._channel.send(request, segments)
+        except (TooLongError, OSError):
+            with self._lock:  # who receives may have found that it is over, and answered
+                return self._calls is None or self._calls.pop(request.call, None) is None
+        return True
+
+    def _prepared(
+        self, number: int, method: str, packed: Packed, into: Sequence[torch.Tensor]
+    ) -> tuple[Request, list[torch.Tensor], set[int]]:
+        """The request, the memory that it refers to, and in which segments that is."""
+        data: bytes | Part = packed.data
+        tensors = packed.tensors
+        is_long = len(packed.data) > _LONG_BYTES
+        if is_long:
+            tensors = [*tensors, torch.frombuffer(bytearray(packed.data), dtype=torch.uint8)]
+        if not tensors and not into:
+            return Request(number, method, data, (), ()), [], set()
+        parts, others = split_inline(tensors)
+        kept: list[torch.Tensor] = []
+        moving = []
+        for index in others:
+            place = self._pool.place_of(tensors[index]) if tensors[index].is_contiguous() else None
+            if place is None:
+                moving.append(index)
+            else:
+                parts[index] = (*place, tuple(tensors[index].shape), DTYPE_NUMBERS[tensors[index].dtype])
+                kept.append(tensors[index])
+        if moving:
+            block = self._pool.empty((bytes_for([tensors[index] for index in moving]),), torch.uint8)
+            kept.append(block)
+            start = self._pool.place_of(block)
+            assert start is not None
+            memory = _within(block, start)
+            for index, part in zip(moving, put([tensors[index] for index in moving], start, memory), strict=True):
+                parts[index] = part
+        found = [part for part in parts if part is not None]
+        if is_long:
+            data = found.pop()
+        places = tuple(self._part_of(tensor) for tensor in into)
+        segments = {part[0] for part in (*found, *places) if part is not None and part[0] >= 0}
+        if not isinstance(data, bytes):
+            segments.add(data[0])
+        return Request(number, method, data, tuple(found), places), kept, segments
+
+    def _part_of(self, tensor: torch.Tensor) -> Part | None:
+        place = self._pool.place_of(tensor) if tensor.is_contiguous() and tensor.numel() else None
+        return None if place is None else (*place, tuple(tensor.shape), DTYPE_NUMBERS[tensor.dtype])
+
+    def expire(self, now: float) -> float:
+        """Tell who has waited too long. Returns when the next one will have; infinity if nobody waits."""
+        late: list[tuple[_Call, Arrived]] = []
+        with self._lock:
+            waiting = [call for call in (self._calls or {}).values() if call.arrived is not None]
+            for call in waiting:
+                if call.due <= now and call.arrived is not None:
+                    late.append((call, call.arrived))
+                    call.arrived = None  # its memory stays as it is, until the other end has said that it is done
+            soonest = min((call.due for call in waiting if call.arrived is not None), default=math.inf)
+        for call, arrived in late:
+            arrived(_raising(timed_out(self.peer, call.method, call.seconds)))
+        return soonest
+
+    def hang_up(self) -> None:
+        self._channel.hang_up()
+
+    # -- on the thread that receives --------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while (received := self._channel.receive()) is not None:
+            message, _ = received
+            self._on_sign()
+            if isinstance(message, Answer):
+                self._answered(message)
+            elif isinstance(message, NeedsRoom):
+                self._make_room(message)
+        with self._lock:
+            calls, self._calls = self._calls or {}, None
+        self._channel.close()
+        self._on_broken()
+        for call in calls.values():
+            if call.arrived is not None:
+                gone = f"{self.peer} is gone; {call.method!r} was not answered (its connection was closed)."
+                call.arrived(_raising(PeerUnavailableError(gone, self.peer)))
+        if calls and not self._process.wait(_DEATH_SECONDS):
+            self._pool.give_up([tensor for call in calls.values() for tensor in (*call.kept, *call.into)])
+        self._process.close()
+
+    def _answered(self, answer: Answer) -> None:
+        with self._lock:
+            call = None if self._calls is None else self._calls.pop(answer.call, None)
+        if call is None or call.arrived is None:
+            return
+        into, kept = call.into, call.kept
+        call.arrived(
+            lambda: Packed(self._text(answer.data, kept), [self._tensor(part, into, kept) for part in answer.parts])
+        )
+
+    def _text(self, data: bytes | Part, kept: list[torch.Tensor]) -> bytes:
+        return data if isinstance(data, bytes) else self._tensor(data, (), kept).numpy().tobytes()
+
+    def _tensor(self, part: Part, into: Sequence[torch.Tensor], kept: list[torch.Tensor]) -> torch.Tensor:
+        """An answer's tensor: one that the caller gave, or a new one in memory of its own."""
+        where, offset, shape, dtype = part
+        if where == ASKED:
+            return into[offset]
+        if where == INLINE:
+            return from_inline(part)
+        room = kept[-1]  # what was made for this answer, see `_make_room`
+        start = self._pool.place_of(room)
+        assert start is not None
+        return _within(room, start)(Place(where, offset), shape, DTYPES[dtype]).clone()
+
+    def _make_room(self, wanted: NeedsRoom) -> None:
+        with self._lock:
+            call = None if self._calls is None else self._calls.get(wanted.call)
+        if call is None:
+            return
+        try:
+            room = self._pool.empty((wanted.size,), torch.uint8)
+        except NoRoomError as error:
+            with self._lock:
+                if self._calls is not None:
+                    self._calls.pop(wanted.call, None)
+            self._send(Dropped(wanted.call))
+            if call.arrived is not None:
+                text = f"the answer of {self.peer} to {call.method!r} does not fit into memory: {error.strerror}."
+                call.arrived(_raising(CommunicationError(text)))
+            return
+        call.kept.append(room)
+        place = self._pool.place_of(room)
+        assert place is not None
+        self._send(Room(wanted.call, *place), place.segment)
+
+    def _send(self, message: Room | Dropped, *segments: int) -> None:
+        try:
+            self._channel.send(message, segments)
+        except OSError:
+            self._channel.hang_up()  # it is over, and the thread will find out
+
+
+def _within(block: torch.Tensor, start: Place) -> Callable[[Place, tuple[int, ...], torch.dtype], torch.Tensor]:
+    """The tensors in a block of bytes that begins at ``start``, by their places."""
+
+    def tensor(place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        first = place.offset - start.offset
+        return block[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    return tensor
+
+
+def timed_out(peer: Peer, method: str, seconds: float) -> PeerTimeoutError:
+    return PeerTimeoutError(
+        f"{peer} did not answer {method!r} within {seconds:g} s. It may be busy, stopped, or cut off; "
+        "allow more time if the call is a long one."
+    )
+
+
+def _raising(error: Exception) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail

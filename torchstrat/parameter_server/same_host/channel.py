@@ -1,0 +1,78 @@
+"""A socket that carries messages, and beside them the descriptors of memory that the other side has not seen yet."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterable
+
+from torchstrat.parameter_server.meeting.control import keep_out_of_children, shut_down
+from torchstrat.parameter_server.same_host.message import LARGEST_BYTES, Message, decode, encode
+from torchstrat.parameter_server.same_host.pool import SharedPool
+
+_BUFFER_BYTES = 1 << 20
+_MOST_DESCRIPTORS = 64
+_DESCRIPTOR_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+
+
+class TooLongError(Exception):
+    """A message does not fit into the socket's buffer, or names too much new memory at once. Nothing was sent."""
+
+
+class Channel:
+    """One end. Anybody may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket, pool: SharedPool | None = None) -> None:
+        """``pool``: the memory that messages of this end refer to; None: they refer to the other end's."""
+        self._socket = sock
+        self._pool = pool
+        self._known: set[int] = set()  # segments that the other end has
+        self._sending = threading.Lock()
+        self._buffer = memoryview(bytearray(LARGEST_BYTES))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        keep_out_of_children(sock)
+
+    def send(self, message: Message, segments: Iterable[int] = ()) -> None:
+        """``segments``: those that the message refers to. Raises `TooLongError`, and OSError once it is broken."""
+        with self._sending:
+            new = tuple({number for number in segments if number not in self._known})
+            content = encode(message, new)
+            if len(content) > LARGEST_BYTES or len(new) > _MOST_DESCRIPTORS:
+                raise TooLongError(f"{len(content):,} bytes with {len(new)} descriptors")
+            if not new:
+                self._socket.send(content)
+                return
+            assert self._pool is not None
+            socket.send_fds(self._socket, [content], [self._pool.segment(number).descriptor for number in new])
+            self._known.update(new)
+
+    def receive(self) -> tuple[Message, list[tuple[int, int]]] | None:
+        """The next message, and (number, descriptor) of what it is the first to refer to; None at the end."""
+        try:
+            size, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError:
+            return None
+        descriptors = array.array("i")
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        if not size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            # The end; or this process has no room for more descriptors, and cannot understand what follows.
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return None
+        message, new = decode(self._buffer[:size])
+        return message, list(zip(new, descriptors, strict=True))
+
+    def hang_up(self) -> None:
+        """Let both ends find that it is over; who receives closes."""
+        shut_down(self._socket)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
