@@ -84,13 +84,14 @@ class Endpoint(Protocol):
         payload: Any = None,
         *,
         timeout_seconds: float | None = None,
-        into: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] | None = None,
     ) -> Future[Any]:
         """Ask ``to``; the future has its answer.
 
         ``into``: contiguous tensors of `empty`. Where the way allows it, number i of the tensors in the answer is
         written into ``into[i]``, and is this very tensor; so its values are arbitrary until the call is answered. If it
-        fails, somebody may go on writing to them: they must not be used any more.
+        fails, somebody may go on writing to them: they must not be used any more. None says that calls like this one
+        are rare, so that memory for its tensors is not worth keeping.
 
         The future fails with `PeerUnavailableError` when the process is gone or was removed, with `PeerTimeoutError`
         after ``timeout_seconds`` (None: the endpoint's default), with what the handler raised otherwise. Callbacks of

@@ -228,7 +228,7 @@ class RpcEndpoint:
         payload: Any = None,
         *,
         timeout_seconds: float | None = None,
-        into: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] | None = None,
     ) -> Future[Any]:
         seconds = self._timeout_seconds if timeout_seconds is None else _positive("timeout_seconds", timeout_seconds)
         future = self._waiting.add(to.incarnation)
@@ -298,7 +298,7 @@ class RpcEndpoint:
         packed: Packed,
         seconds: float,
         arrived: _Arrived,
-        into: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None,
     ) -> bool:
         """Send one request through memory; False if it has to go another way."""
         if self._neighbours is None:

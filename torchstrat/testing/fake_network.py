@@ -287,7 +287,7 @@ class FakeEndpoint:
         payload: Any = None,
         *,
         timeout_seconds: float | None = None,
-        into: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] | None = None,
     ) -> Future[Any]:
         seconds = self._network.timeout_seconds if timeout_seconds is None else timeout_seconds
         if not seconds > 0:

@@ -58,7 +58,9 @@ class Callee:
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
-            message, segments = received
+            message, segments, dropped = received
+            for number in dropped:
+                self._memory.remove(number)
             for number, descriptor in segments:
                 self._memory.add(number, descriptor)
             self._on_sign()

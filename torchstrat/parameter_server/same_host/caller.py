@@ -82,24 +82,29 @@ class Caller:
         self._thread.start()
 
     def call(
-        self, method: str, packed: Packed, seconds: float, arrived: Arrived, into: Sequence[torch.Tensor] = ()
+        self,
+        method: str,
+        packed: Packed,
+        seconds: float,
+        arrived: Arrived,
+        into: Sequence[torch.Tensor] | None = None,
     ) -> bool:
         """Send a request; False if it cannot go this way (nothing was sent, and ``arrived`` is not called).
 
         Args:
             seconds: how long to wait; infinite is fine.
             into: memory for the answer's tensors, in their order; where it is this process's shared memory, and fits,
-                they are these very tensors.
+                they are these very tensors. None: a rare call, for which no memory is kept.
         """
         try:
-            request, kept, segments = self._prepared(next(self._numbers), method, packed, into)
+            request, kept, segments = self._prepared(next(self._numbers), method, packed, into or (), into is not None)
         except NoRoomError:
             return False
         due = time.monotonic() + seconds
         with self._lock:
             if self._calls is None:
                 return False
-            self._calls[request.call] = _Call(method, arrived, seconds, due, into, kept)
+            self._calls[request.call] = _Call(method, arrived, seconds, due, into or (), kept)
         try:
             self._channel.send(request, segments)
         except (TooLongError, OSError):
@@ -108,7 +113,7 @@ class Caller:
         return True
 
     def _prepared(
-        self, number: int, method: str, packed: Packed, into: Sequence[torch.Tensor]
+        self, number: int, method: str, packed: Packed, into: Sequence[torch.Tensor], keep: bool
     ) -> tuple[Request, list[torch.Tensor], set[int]]:
         """The request, the memory that it refers to, and in which segments that is."""
         data: bytes | Part = packed.data
@@ -129,7 +134,7 @@ class Caller:
                 parts[index] = (*place, tuple(tensors[index].shape), DTYPE_NUMBERS[tensors[index].dtype])
                 kept.append(tensors[index])
         if moving:
-            block = self._pool.empty((bytes_for([tensors[index] for index in moving]),), torch.uint8)
+            block = self._pool.empty((bytes_for([tensors[index] for index in moving]),), torch.uint8, keep=keep)
             kept.append(block)
             start = self._pool.place_of(block)
             assert start is not None
@@ -170,7 +175,7 @@ class Caller:
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
-            message, _ = received
+            message = received.message
             self._on_sign()
             if isinstance(message, Answer):
                 self._answered(message)
@@ -219,7 +224,7 @@ class Caller:
         if call is None:
             return
         try:
-            room = self._pool.empty((wanted.size,), torch.uint8)
+            room = self._pool.empty((wanted.size,), torch.uint8, keep=False)
         except NoRoomError as error:
             with self._lock:
                 if self._calls is not None:

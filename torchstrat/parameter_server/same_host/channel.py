@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torchstrat.parameter_server.meeting.control import keep_out_of_children, shut_down
 from torchstrat.parameter_server.same_host.message import LARGEST_BYTES, Message, decode, encode
@@ -22,6 +23,15 @@ class TooLongError(Exception):
     """A message does not fit into the socket's buffer, or names too much new memory at once. Nothing was sent."""
 
 
+class Received(NamedTuple):
+    """``segments``: (number, descriptor) of what the message is the first to refer to; ``dropped``: of what none will
+    refer to any more."""
+
+    message: Message
+    segments: list[tuple[int, int]]
+    dropped: tuple[int, ...]
+
+
 class Channel:
     """One end. Anybody may send; one thread receives."""
 
@@ -30,6 +40,7 @@ class Channel:
         self._socket = sock
         self._pool = pool
         self._known: set[int] = set()  # segments that the other end has
+        self._dropped = 0  # how many of those that the pool has dropped it has been told of
         self._sending = threading.Lock()
         self._buffer = memoryview(bytearray(LARGEST_BYTES))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -39,18 +50,21 @@ class Channel:
         """``segments``: those that the message refers to. Raises `TooLongError`, and OSError once it is broken."""
         with self._sending:
             new = tuple({number for number in segments if number not in self._known})
-            content = encode(message, new)
+            dropped = () if self._pool is None else tuple(self._pool.dropped_since(self._dropped))
+            content = encode(message, new, tuple(number for number in dropped if number in self._known))
             if len(content) > LARGEST_BYTES or len(new) > _MOST_DESCRIPTORS:
                 raise TooLongError(f"{len(content):,} bytes with {len(new)} descriptors")
-            if not new:
+            if new:
+                assert self._pool is not None
+                socket.send_fds(self._socket, [content], [self._pool.segment(number).descriptor for number in new])
+                self._known.update(new)
+            else:
                 self._socket.send(content)
-                return
-            assert self._pool is not None
-            socket.send_fds(self._socket, [content], [self._pool.segment(number).descriptor for number in new])
-            self._known.update(new)
+            self._known.difference_update(dropped)
+            self._dropped += len(dropped)
 
-    def receive(self) -> tuple[Message, list[tuple[int, int]]] | None:
-        """The next message, and (number, descriptor) of what it is the first to refer to; None at the end."""
+    def receive(self) -> Received | None:
+        """The next message; None at the end."""
         try:
             size, ancillary, flags, _ = self._socket.recvmsg_into(
                 [self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -66,8 +80,8 @@ class Channel:
             for descriptor in descriptors:
                 os.close(descriptor)
             return None
-        message, new = decode(self._buffer[:size])
-        return message, list(zip(new, descriptors, strict=True))
+        message, new, dropped = decode(self._buffer[:size])
+        return Received(message, list(zip(new, descriptors, strict=True)), dropped)
 
     def hang_up(self) -> None:
         """Let both ends find that it is over; who receives closes."""

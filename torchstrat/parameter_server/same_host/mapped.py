@@ -34,5 +34,9 @@ class MappedMemory:
         array = np.ndarray((size,), np.uint8, buffer=segment.mapping, offset=place.offset)
         return torch.from_numpy(array).view(dtype).view(shape)
 
+    def remove(self, number: int) -> None:
+        """Its owner uses it no more. It stays mapped as long as a tensor is in it."""
+        self._segments.pop(number, None)
+
     def clear(self) -> None:
         self._segments.clear()

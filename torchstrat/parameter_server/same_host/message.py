@@ -81,15 +81,16 @@ _KINDS: tuple[type[Any], ...] = (Request, Answer, NeedsRoom, Room, Dropped)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 
 
-def encode(message: Message, new_segments: tuple[int, ...]) -> bytes:
-    """``new_segments``: the numbers of those whose descriptors go along."""
+def encode(message: Message, new_segments: tuple[int, ...], dropped_segments: tuple[int, ...]) -> bytes:
+    """``new_segments``: the numbers of those whose descriptors go along; ``dropped_segments``: of those that none will
+    refer to."""
     # As a plain tuple: naming the class would cost more than all the rest.
-    return pickle.dumps((new_segments, _NUMBER_OF[type(message)], tuple(message)), protocol=5)
+    return pickle.dumps((new_segments, dropped_segments, _NUMBER_OF[type(message)], tuple(message)), protocol=5)
 
 
-def decode(content: memoryview) -> tuple[Message, tuple[int, ...]]:
-    new_segments, number, values = pickle.loads(content)
-    return _KINDS[number](*values), new_segments
+def decode(content: memoryview) -> tuple[Message, tuple[int, ...], tuple[int, ...]]:
+    new_segments, dropped_segments, number, values = pickle.loads(content)
+    return _KINDS[number](*values), new_segments, dropped_segments
 
 
 def inline(tensor: torch.Tensor) -> Part:

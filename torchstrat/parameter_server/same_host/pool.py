@@ -7,7 +7,7 @@ import math
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -34,13 +34,15 @@ class Place(NamedTuple):
 class _Block:
     place: Place
     capacity: int
+    is_kept: bool
 
 
 class SharedPool:
     """Memory of this process that it can show to others. Thread-safe.
 
-    Blocks are used again when the last tensor in them dies. Segments stay: their size is the most that was in use at
-    one time. Children that are forked see the same memory; what they write, everybody sees.
+    Blocks are used again when the last tensor in them dies, and their segments stay: their size is the most that was in
+    use at one time. Large blocks that were not to be kept go back to the system instead. Children that are forked see
+    the same memory; what they write, everybody sees.
     """
 
     def __init__(self) -> None:
@@ -49,20 +51,22 @@ class SharedPool:
         self._numbers = itertools.count()
         self._starts: list[tuple[int, int]] = []  # (address, number of the segment), ascending
         self._free: dict[int, list[_Block]] = {}  # by capacity
+        self._dropped: list[int] = []
         self._given_up: list[torch.Tensor] = []
         self._slab: tuple[int, int] | None = None  # the segment that small blocks are cut from, and how far
         # What died says so here, whenever and in whatever thread that is: it must not wait for a lock.
         self._returned: deque[weakref.ref[np.ndarray]] = deque()
         self._lent: dict[int, tuple[weakref.ref[np.ndarray], _Block]] = {}  # by the id of the reference
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of this shape, its values arbitrary. Raises `NoRoomError`."""
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, keep: bool = True) -> torch.Tensor:
+        """A contiguous tensor of this shape, its values arbitrary. ``keep``: the like will be needed again and again.
+        Raises `NoRoomError`."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         size = count * dtype.itemsize
         with self._lock:
-            block = self._take(size)
+            block = self._take(size, keep)
             segment = self._segments[block.place.segment]
             array = np.ndarray((size,), np.uint8, buffer=segment.mapping, offset=block.place.offset)
             lent = weakref.ref(array, self._returned.append)
@@ -99,21 +103,40 @@ class SharedPool:
             for segment in self._segments.values():
                 segment.close()
 
-    def _take(self, size: int) -> _Block:
+    def dropped_since(self, count: int) -> Sequence[int]:
+        """The numbers of the segments that went back to the system, but for the first ``count`` of them."""
+        if not self._dropped[count:] and not self._returned:
+            return ()
+        with self._lock:
+            self._take_back()
+            return self._dropped[count:]
+
+    def _take_back(self) -> None:
         while self._returned:
             _, block = self._lent.pop(id(self._returned.popleft()))
-            self._free.setdefault(block.capacity, []).append(block)
+            if block.is_kept:
+                self._free.setdefault(block.capacity, []).append(block)
+            else:
+                segment = self._segments.pop(block.place.segment)
+                self._starts.remove((segment.address, block.place.segment))
+                segment.close()
+                self._dropped.append(block.place.segment)
+
+    def _take(self, size: int, keep: bool) -> _Block:
+        self._take_back()
         capacity = _capacity_for(size)
+        if not keep and capacity >= _LARGE_BYTES:
+            return _Block(Place(self._new_segment(capacity), 0), capacity, is_kept=False)
         free = self._free.get(capacity)
         if free:
             return free.pop()
         if capacity >= _LARGE_BYTES:
-            return _Block(Place(self._new_segment(capacity), 0), capacity)
+            return _Block(Place(self._new_segment(capacity), 0), capacity, is_kept=True)
         if self._slab is None or self._slab[1] + capacity > _SLAB_BYTES:
             self._slab = self._new_segment(_SLAB_BYTES), 0  # what is left of the one before is less than a block
         number, offset = self._slab
         self._slab = number, offset + capacity
-        return _Block(Place(number, offset), capacity)
+        return _Block(Place(number, offset), capacity, is_kept=True)
 
     def _new_segment(self, size: int) -> int:
         segment = Segment.allocate(size, for_children=True)

@@ -73,9 +73,8 @@ class ServerGroup:
         Raises `ParameterServerUnavailable` naming the server that is gone or did not answer in time. What a handler
         raised is raised here. All answers have arrived, or failed, when this returns or raises.
         """
-        places = into or {}
         futures = {
-            index: self.send(index, method, payload, timeout_seconds, places.get(index, ()))
+            index: self.send(index, method, payload, timeout_seconds, None if into is None else into.get(index, ()))
             for index, payload in payloads.items()
         }
         if on_answer is not None:
@@ -94,7 +93,7 @@ class ServerGroup:
         method: str,
         payload: Any,
         timeout_seconds: float | None = None,
-        into: Sequence[torch.Tensor] = (),
+        into: Sequence[torch.Tensor] | None = None,
     ) -> Future[Any]:
         with self._lock:
             peer, lost = self._peers.get(index), self._lost.get(index)

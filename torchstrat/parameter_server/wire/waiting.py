@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -12,7 +13,11 @@ from torchstrat.parameter_server.tasks import Peer
 
 class Waiting:
     """The futures that wait for answers, by the incarnation they wait for. Each is settled exactly once, by whoever
-    comes first: an answer, a timeout, `fail` because its peer was removed, the end. Thread-safe."""
+    comes first: an answer, a timeout, `fail` because its peer was removed, the end. Thread-safe.
+
+    Each gets an exception of its own: one that was raised keeps everything that the raising functions held, and those
+    here are kept for whoever calls later.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +34,7 @@ class Waiting:
             if error is None:
                 self._futures.setdefault(incarnation, set()).add(future)
                 return future
-        future.set_exception(error)
+        future.set_exception(copy.copy(error))
         return future
 
     def claim(self, incarnation: str, future: Future[Any]) -> bool:
@@ -46,7 +51,7 @@ class Waiting:
             self._refused.setdefault(incarnation, error)
             failing = self._futures.pop(incarnation, set())
         for future in failing:
-            future.set_exception(error)
+            future.set_exception(copy.copy(error))
 
     def fail_removed(self, peer: Peer, reason: str | None) -> None:
         """Fail what waits for a peer that was removed; ``reason``: why it was."""
@@ -59,4 +64,4 @@ class Waiting:
             failing = [future for futures in self._futures.values() for future in futures]
             self._futures.clear()
         for future in failing:
-            future.set_exception(error)
+            future.set_exception(copy.copy(error))
