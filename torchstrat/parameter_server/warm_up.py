@@ -16,6 +16,7 @@ from torchstrat._importing import without_collection
 
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
+_is_done = False
 
 
 def begin() -> None:
@@ -29,7 +30,7 @@ def begin() -> None:
 
 def wait() -> None:
     """Until it is done; it is not waited for where `begin` was not called."""
-    if _thread is not None:
+    if _thread is not None and not _is_done:
         _thread.join()
 
 
@@ -40,5 +41,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _import() -> None:
+    global _is_done
     with without_collection():
         torch.compiler.disable(_import)
+    _is_done = True  # every function asks

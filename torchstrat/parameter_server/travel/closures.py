@@ -27,8 +27,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.parameter_server.travel import plain
 from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import Outgoing, Token, culprit_of
+from torchstrat.parameter_server.travel.plain import is_plain
 from torchstrat.parameter_server.travel.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.variable.tensor_like import TensorLike
@@ -112,6 +114,8 @@ def unpack(packed: Packed, world: World) -> Any:
     Raises:
         FunctionError: it refers to what this worker lacks: an increment not loaded, a module not installed.
     """
+    if not packed.tokens and not packed.tensors:
+        return world.unpickle_plain(packed.blob, packed.what)
     return world.unpickle(packed.blob, packed.tensors, packed.buffers, packed.what)
 
 
@@ -124,6 +128,10 @@ def pack_result(value: Any, world: World, what: str = "result") -> Packed:
     Raises:
         NotSendableError: a part cannot travel, such as a captured module; the message names the path to it.
     """
+    if value is None:
+        return _NONE
+    if is_plain(value):
+        return Packed(plain.dumps(value), what=what)
     from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
 
     pickler = ObjectPickler(_Returning(world))
@@ -138,9 +146,15 @@ def pack_result(value: Any, world: World, what: str = "result") -> Packed:
 
 def unpack_result(packed: Packed) -> Any:
     """What a function returned, on the coordinator."""
+    if not packed.tensors and plain.holds_no_class_of_a_program(packed.blob):
+        return pickle.loads(packed.blob)
     from torchstrat.parameter_server.travel.pickling import ResultUnpickler
 
     return ResultUnpickler(packed.blob, packed.tensors, packed.buffers, _unknown, torch.device("cpu")).load()
+
+
+_NONE = Packed(plain.dumps(None), what="result")
+"""What most functions return that are scheduled for what they do."""
 
 
 def _unknown(reference: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,10 +84,14 @@ class World:
         try:
             return ObjectUnpickler(blob, tensors, buffers, self._look_up, self.device).load()
         except ModuleNotFoundError as error:
-            raise FunctionError(
-                f"{what} need the module {error.name!r}, which this worker cannot import. Install it on the workers, "
-                f"or have it sent: cloudpickle.register_pickle_by_value({error.name}) on the coordinator."
-            ) from error
+            raise _missing(error, what) from error
+
+    def unpickle_plain(self, blob: bytes, what: str) -> Any:
+        """The same for a pickle that refers to nothing captured, and has no tensors beside it."""
+        try:
+            return pickle.loads(blob)
+        except ModuleNotFoundError as error:
+            raise _missing(error, what) from error
 
     def _look_up(self, reference: tuple[Any, ...]) -> Any:
         if reference[0] == "tensor":
@@ -147,3 +152,10 @@ class World:
         """The variable of the job that a tensor of this world is; None for any other tensor."""
         token = self._tokens.get(id(tensor))
         return self._specs.get(token) if token is not None else None
+
+
+def _missing(error: ModuleNotFoundError, what: str) -> FunctionError:
+    return FunctionError(
+        f"{what} need the module {error.name!r}, which this worker cannot import. Install it on the workers, or have "
+        f"it sent: cloudpickle.register_pickle_by_value({error.name}) on the coordinator."
+    )

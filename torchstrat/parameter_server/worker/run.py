@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,12 +64,19 @@ def current_worker_index() -> int:
     return _running.run.worker_index
 
 
-@contextmanager
-def running(run: FunctionRun) -> Iterator[None]:
-    _running.run = run
-    try:
-        yield
-    finally:
+class _RunningHere:
+    """``with _RunningHere(run):`` the calling thread works for it. This and `_Seeded` are plain classes, no generators:
+    every function enters them, and the smallest take no longer than a few microseconds."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: FunctionRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        _running.run = self._run
+
+    def __exit__(self, *_: Any) -> None:
         _running.run = None
 
 
@@ -77,10 +84,11 @@ class Executor:
     """Runs functions one after the other in the strategy's cross-replica context."""
 
     def __init__(self, strategy: Any, copies: Copies, number_of: Callable[[Optimizer], int | None]) -> None:
-        self._strategy = strategy
         self._copies = copies
         self._access = copies.access
-        self._number_of = number_of
+        self._context = context.enter(strategy, None)
+        self._reached: frozenset[int] = frozenset()  # by the function that runs
+        self._steps = RemoteSteps(copies, self._access, number_of, lambda: self._reached)
         self._stepped = False
 
     def call(
@@ -102,19 +110,26 @@ class Executor:
         if rested or not self._stepped:
             self._copies.expire()
         self._stepped = False
-        with running(run), context.enter(self._strategy, None), _seeded(seed):
+        with _RunningHere(run), self._context, _Seeded(seed):
             fn, args, kwargs, captured = load()
-            reached = frozenset(self._variables(captured))
-            self._copies.refresh(reached)
-            steps = RemoteSteps(self._copies, self._access, self._number_of, lambda: reached)
-            with ExitStack() as stack:
-                stack.enter_context(steps)
-                if self._copies.has_tables(reached):
-                    stack.enter_context(TableLookups(self._copies, self._access))
-                result = _call(fn, args, kwargs)
-            self._access.push(self._copies.take_edits(reached))
-            self._stepped = steps.stepped
+            self._reached = reached = frozenset(self._variables(captured))
+            if reached:
+                result = self._call_with_variables(reached, fn, args, kwargs)
+            else:
+                with self._steps:
+                    result = _call(fn, args, kwargs)
+            self._stepped = self._steps.stepped
             return result
+
+    def _call_with_variables(
+        self, reached: frozenset[int], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._copies.refresh(reached)
+        has_tables = self._copies.has_tables(reached)
+        with self._steps, TableLookups(self._copies, self._access) if has_tables else nullcontext():
+            result = _call(fn, args, kwargs)
+        self._access.push(self._copies.take_edits(reached))
+        return result
 
     def _variables(self, captured: Iterable[Any]) -> Iterator[int]:
         for value in captured:
@@ -124,21 +139,32 @@ class Executor:
                     yield spec.number
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+class _Seeded:
     """PyTorch's generators, seeded for one function; afterwards as they were (this may be a thread of a test)."""
-    if torch.cuda.is_initialized():
-        with torch.random.fork_rng([torch.cuda.current_device()]):
-            torch.manual_seed(seed)
-            yield
-        return
-    # torch.manual_seed would note the stack for every kind of accelerator that may be used later: 0.3 ms per function.
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
+
+    __slots__ = ("_before", "_forked", "_seed")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._forked: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        if torch.cuda.is_initialized():
+            self._forked = torch.random.fork_rng([torch.cuda.current_device()])
+            self._forked.__enter__()
+            torch.manual_seed(self._seed)
+            return
+        # torch.manual_seed would note the stack for every kind of accelerator that may be used later: 0.3 ms per
+        # function.
+        generator = torch.default_generator
+        self._before = generator.get_state()
+        generator.manual_seed(self._seed)
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._forked is not None:
+            self._forked.__exit__(*raised)
+        else:
+            torch.default_generator.set_state(self._before)
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

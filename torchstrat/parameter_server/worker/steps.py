@@ -67,7 +67,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 class RemoteSteps:
-    """Optimizer steps while one function runs, on its thread.
+    """Optimizer steps while one function runs, on its thread. Entered anew for each function.
 
     Args:
         number_of: the job's number of an optimizer, None for one that it does not know.
@@ -85,11 +85,16 @@ class RemoteSteps:
         self._access = access
         self._number_of = number_of
         self._reached = reached
+        self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
+        # has been imported, and once: it takes as long as ten of the smallest functions
         self.stepped = False
         """Whether a step has brought fresh values."""
 
     def __enter__(self) -> RemoteSteps:
-        _here.before = warm_up.uncompiled(self.before)
+        if self._uncompiled is None:
+            self._uncompiled = warm_up.uncompiled(self.before)
+        self.stepped = False
+        _here.before = self._uncompiled
         return self
 
     def __exit__(self, *_: Any) -> None:
