@@ -71,6 +71,11 @@ class WeakOrdered:
     def number_of(self, value: Any) -> int:
         return self._numbers.get(id(value), -1)
 
+    @property
+    def population(self) -> tuple[int, int]:
+        """How many have ever been added, and how many of these are there still: other numbers for other members."""
+        return self.count, len(self._references)
+
     def ids(self) -> KeysView[int]:
         """What `id` gives for each of them."""
         return self._references.keys()
@@ -274,6 +279,11 @@ class VariableRegistry:
     def counts(self) -> tuple[int, int, int]:
         """How many modules, tensors and helpers have ever been recorded: what the next ones' numbers follow from."""
         return self._modules.count, self._tensors.count, self._helpers.count
+
+    @property
+    def population(self) -> tuple[int, ...]:
+        """Other numbers whenever something has been recorded since, or dropped by the program."""
+        return *self._modules.population, *self._tensors.population, *self._helpers.population
 
     def catch_up_with(self, counts: tuple[int, int, int]) -> None:
         """Go on numbering where another process is, which ran a step that this one did not."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchstrat import nest
 from torchstrat.cluster_spec import WORKER
 from torchstrat.errors import (
@@ -37,7 +39,9 @@ from torchstrat.parameter_server.server_loss import (
     require_kinds,
 )
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.travel.closures import pack, unpack_result
+from torchstrat.parameter_server.travel.closures import pack, pack_arguments, unpack_result
+from torchstrat.parameter_server.travel.plain import ATOMS
+from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.worker.resources import ResourceSpec
 from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.values import require_callable, require_list_or_tuple
@@ -80,6 +84,7 @@ class ClusterCoordinator:
         self.strategy = strategy
         self._job = job = strategy._job
         self._resources = ResourceTable()
+        self._functions = Remembered(job.catalog)
         job.connect()
         job.catalog.register(strategy, ("strategy",))
         job.catalog.register(self, ("coordinator",))
@@ -117,7 +122,8 @@ class ClusterCoordinator:
         require_list_or_tuple(args)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise WrongTypeError(f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}.")
-        refuse_remote_values((list(args), kwargs or {}), RemoteValue, "schedule")
+        if args or kwargs:
+            refuse_remote_values((list(args), kwargs or {}), RemoteValue, "schedule")
         self._on_server_loss.require_ready()
         try:
             return self._on_server_loss.attempt(
@@ -130,16 +136,24 @@ class ClusterCoordinator:
 
     def _schedule(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> RemoteValue:
         self._raise_pending("this call's function was not queued")
-        job = self._job
-        # Leases reach nothing. As objects that no earlier call had, they would have everything walked through anew.
-        given = [leaf for leaf in nest.leaves((list(args), kwargs or {})) if not isinstance(leaf, Lease)]
-        self.strategy._capture(fn, given)
-        job.commit()
-        code = pack(fn, job.catalog, what="fn")
+        job, catalog = self._job, self._job.catalog
+        reading = job.read()
+        known = job.known(reading)
+        code = None
+        if known is not None and self._brings_nothing_new(args, kwargs):
+            code = self._functions.find(fn)
+        if code is None:
+            known = None
+            # Leases reach nothing. As objects that no earlier call had, they would have everything walked through anew.
+            given = [leaf for leaf in nest.leaves((list(args), kwargs or {})) if not isinstance(leaf, Lease)]
+            self.strategy._capture(fn, given)
+            job.commit()
+            code = pack(fn, catalog, what="fn", remembered=self._functions)
         with leases_among_arguments() as leases:
-            arguments = pack((tuple(args), dict(kwargs or {})), job.catalog, what="args")
-        job.catalog.increments(job.catalog.version)  # what cannot travel is an error of this call
-        options, modes = job.options(), job.modes()
+            arguments = pack_arguments(tuple(args), dict(kwargs or {}), catalog)
+        if known is None or not catalog.is_up_to_date:
+            catalog.increments(catalog.version)  # what cannot travel is an error of this call
+        options, modes = known or job.settle(reading)
 
         def make(number: int) -> Work:
             claim_all(leases, number)
@@ -147,6 +161,19 @@ class ClusterCoordinator:
             return Work(code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases))
 
         return self._dispatcher.submit(make)
+
+    def _brings_nothing_new(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+        """Whether nothing trainable can be behind these arguments that has not been captured yet."""
+        if not args and not kwargs:
+            return True
+        token_of = self._job.catalog.token_of
+        return all(
+            type(leaf) in ATOMS
+            or isinstance(leaf, Lease)
+            or (type(leaf) is torch.Tensor and not leaf.requires_grad)
+            or token_of(leaf) is not None
+            for leaf in nest.leaves((list(args), kwargs or {}))
+        )
 
     def _came_too_late(self, fn: Callable[..., Any]) -> RemoteValue:
         value = RemoteValue(self._dispatcher.next_function, _name_of(fn), self._dispatcher.where)

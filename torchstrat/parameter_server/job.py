@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import defaultdict
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.parameter_server.dispatch import Modes, Options
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
@@ -34,6 +36,7 @@ from torchstrat.parameter_server.variables.captured_variables import CapturedVar
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
+from torchstrat.parameter_server.variables.reading import Reading
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import (
     CoordinatorSender,
@@ -93,6 +96,7 @@ class Job:
         self._early_workers: list[Peer] = []
         self._optimizers: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._standalone: dict[int, VariableSpec] = {}
+        self._settled: tuple[Reading, Options, Modes] | None = None
 
     # -- the cluster ------------------------------------------------------------------------------------------------
 
@@ -294,11 +298,12 @@ class Job:
             if spec is not None:
                 yield spec.number
 
-    def options(self) -> dict[int, tuple[dict[str, Any], ...]]:
+    def options(self) -> Options:
         """The parameter groups of all optimizers as they are now, with numbers in the place of parameters."""
         return {
             self._number_of(optimizer): tuple(
-                {**group, "params": tuple(self._numbers(group["params"]))} for group in optimizer.param_groups
+                {**_as_they_are(group), "params": tuple(self._numbers(group["params"]))}
+                for group in optimizer.param_groups
             )
             for optimizer in self._registry.optimizers()
         }
@@ -348,10 +353,29 @@ class Job:
         known = self.catalog.token_of(optimizer) is not None and self._specs_of(optimizer)
         return self._number_of(optimizer) if known else None
 
-    def modes(self) -> dict[Any, bool]:
+    def modes(self) -> Modes:
         """Which modules are in training mode and which parameters require gradients, by their tokens."""
         modes = {self.catalog.token_of(module): module.training for module in self._registry.modules()}
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
+
+    def read(self) -> Reading:
+        """All that `commit`, `options` and `modes` are made of, as it is now."""
+        return Reading(self._registry, self.variables)
+
+    def known(self, reading: Reading) -> tuple[Options, Modes] | None:
+        """`options` and `modes`, where nothing has changed since they were worked out for an equal reading; None where
+        everything is to be looked through, beginning with `commit`."""
+        settled = self._settled
+        if settled is None or not reading.is_same(settled[0]) or not self.catalog.is_up_to_date:
+            return None
+        return settled[1:]
+
+    def settle(self, reading: Reading) -> tuple[Options, Modes]:
+        """`options` and `modes`. ``reading`` was made before the `commit` that has just ended: what has changed since
+        then makes the next one another."""
+        options, modes = self.options(), self.modes()
+        self._settled = reading, options, modes
+        return options, modes
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -398,6 +422,11 @@ class Job:
                 if spec is not None:
                     found[tensor] = spec
         return found
+
+
+def _as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters that will not change: one may be a tensor, which the program writes to."""
+    return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:

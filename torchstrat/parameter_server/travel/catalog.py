@@ -80,6 +80,8 @@ class Catalog:
         self._has_dead = False
         self._has_looked = False  # at everything, since the last `begin`
         self.reach = Reach(self._matters, self._holds_captured)
+        self.captures = 0
+        """Counts what was given a token, but for tensors."""
         self.warned: set[Any] = set()
         """What has been warned about, so that each warning appears once."""
 
@@ -145,6 +147,7 @@ class Catalog:
         except TypeError:
             entry = _Entry(token, lambda: value, recipe)
         by_id[key] = entry
+        self.captures += 1
         return entry
 
     def _live(self) -> Iterator[_Entry]:
@@ -235,6 +238,15 @@ class Catalog:
             self._number -= 1
             raise
         self._pending, self._pending_specs, self._whole = [], {}, None
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether all that is captured is part of some increment, as far as the registry knows."""
+        return (
+            not self._pending_specs
+            and (not self._pending or all(entry.get() is None for entry in self._pending))
+            and self._registry.counts == self._seen_counts
+        )
 
     @property
     def version(self) -> int:

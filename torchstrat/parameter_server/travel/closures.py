@@ -31,6 +31,7 @@ from torchstrat.parameter_server.travel import plain
 from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import Outgoing, Token, culprit_of
 from torchstrat.parameter_server.travel.plain import is_plain
+from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.travel.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.variable.tensor_like import TensorLike
@@ -74,11 +75,11 @@ class Packed:
         return {**vars(self), "alive": ()}
 
 
-def pack(value: Any, catalog: Catalog, what: str = "fn") -> Packed:
+def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered | None = None) -> Packed:
     """Make a function (``what="fn"``) or its arguments (``what="args"``, say) ready for a worker. On the coordinator.
 
     ``what`` begins the paths in error messages; a function is called by its own name there. Call
-    `Catalog.increments` afterwards, for what the references stand for.
+    `Catalog.increments` afterwards, for what the references stand for. ``remembered`` keeps it, if it can.
 
     Raises:
         NotSendableError: a part cannot travel; the message names it and how it is reached.
@@ -105,7 +106,18 @@ def pack(value: Any, catalog: Catalog, what: str = "fn") -> Packed:
     )
     if what == "fn" and packed.nbytes > LARGE_BYTES:
         _warn_of_size(value, name, packed, catalog, references)
+    if remembered is not None:
+        remembered.keep(value, packed, references)
     return packed
+
+
+def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], catalog: Catalog) -> Packed:
+    """`pack` for the arguments of a function."""
+    if not args and not kwargs:
+        return _NO_ARGUMENTS
+    if is_plain(args) and is_plain(kwargs):
+        return Packed(plain.dumps((args, kwargs)), what="args")
+    return pack((args, kwargs), catalog, what="args")
 
 
 def unpack(packed: Packed, world: World) -> Any:
@@ -153,6 +165,7 @@ def unpack_result(packed: Packed) -> Any:
     return ResultUnpickler(packed.blob, packed.tensors, packed.buffers, _unknown, torch.device("cpu")).load()
 
 
+_NO_ARGUMENTS = Packed(plain.dumps(((), {})), what="args")
 _NONE = Packed(plain.dumps(None), what="result")
 """What most functions return that are scheduled for what they do."""
 

@@ -14,6 +14,7 @@ from torchstrat.parameter_server.travel.sendable import Refused, refusal, traini
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.travel.catalog import Catalog
+    from torchstrat.parameter_server.travel.reach import Look
     from torchstrat.parameter_server.travel.world import World
 
 Token = tuple[Any, ...]
@@ -111,6 +112,10 @@ class Outgoing:
 
     def by_value(self, value: Any) -> bool:
         return self._catalog.reach.by_value(value, self._root, self._memo)
+
+    def rests_on(self, value: Any) -> list[tuple[Look, list[Any]]] | None:
+        """Of a function or class that goes by name: see `Reach.rests_on`."""
+        return self._catalog.reach.rests_on(value)
 
     def names_used(self) -> frozenset[str]:
         return self._catalog.reach.names_from(self._root)

@@ -54,6 +54,20 @@ class References(Protocol):
         """The names that the functions use which are sent: the part of a module that goes by value."""
 
 
+def can_go_by_name(value: Any) -> bool:
+    """Whether another process that imports the same modules finds this function or class in one of them."""
+    return bool(cloudpickle.cloudpickle._should_pickle_by_reference(value))
+
+
+def globals_named(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that travel with a function by value."""
+    return tuple(cloudpickle.cloudpickle._extract_code_globals(code))
+
+
+modules_sent_by_value: Callable[[], set[str]] = cloudpickle.list_registry_pickle_by_value
+"""Modules that the program has registered to be sent by value."""
+
+
 class ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """One pickle. Afterwards ``tensors`` has what travels beside it; the last ``buffers`` of these are bytes."""
 

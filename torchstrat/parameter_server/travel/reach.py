@@ -14,13 +14,16 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchstrat.parameter_server.travel.code_names import names_in
+from torchstrat.reachable import HELPER_TYPES
+from torchstrat.variable.tensor_like import TensorLike
 
 _LIBRARIES = frozenset({"torch", "torchstrat", "numpy", "cloudpickle", "pytest", "_pytest"})
 _ATOMS = (
@@ -40,6 +43,9 @@ _CODE = (types.FunctionType, types.ModuleType, type)
 _MAX_OBJECTS = 20_000
 _MAX_KNOWN = 4_096
 _MAX_MEMBERS = 1_000  # of one container: longer ones hold data
+_MAX_LOOKS, _MAX_SEEN = 200, 2_000  # beyond, packing anew does not take much longer
+
+Look = Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,19 @@ class _Footprint:
 
     names: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = field(default_factory=list)
     """Namespaces, the names used of them, and what these meant."""
+    functions: list[tuple[types.FunctionType, tuple[Any, ...]]] = field(default_factory=list)
+    """Functions that were passed through, the root first, and their `_extras`."""
     spaces: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Namespaces of all modules that were passed through, by id."""
 
-    def is_same(self) -> bool:
-        return all(all(map(operator.is_, map(space.get, names), values)) for space, names, values in self.names)
+    def is_same(self, root: Any) -> bool:
+        """``root``: the function that the answer is wanted for now, of the same code, or the same class."""
+        functions = [(root, self.functions[0][1]), *self.functions[1:]] if self.functions else []
+        if not isinstance(root, types.FunctionType):
+            functions = self.functions
+        return all(
+            all(map(operator.is_, map(space.get, names), values)) for space, names, values in self.names
+        ) and all(_are_same(_extras(fn), extras) for fn, extras in functions)
 
 
 class Reach:
@@ -96,6 +110,43 @@ class Reach:
             )
         return self._reaches(value, memo)
 
+    def rests_on(self, root: Any) -> list[tuple[Look, list[Any]]] | None:
+        """What the answer "no" for a function or a class rests on: things to look at, and what was seen. It stands as
+        long as each of them shows the very same objects, and nothing else has been captured; None where that is too
+        much to look at.
+
+        Keeps what it names alive, which is of modules, and reaches nothing captured.
+        """
+        looks: list[Look] = []
+        spaces: dict[int, dict[str, Any]] = {}
+        is_fixed = is_installed(_module_of(root))  # installed code stays as it is
+        for value in _walk(root, None):
+            if isinstance(value, _CODE):
+                module = sys.modules.get(_module_of(value))
+                if module is not None and module.__name__ != "__main__":
+                    spaces[id(vars(module))] = vars(module)
+            if not is_fixed:
+                looks += self._looks_at(value)
+        for space in spaces.values():
+            looks.append(space.values)
+            name = space.get("__name__", "")
+            if not is_library(name) and not is_installed(name):
+                for value in _walk(_data_of(space), None, only_data=True):
+                    looks += self._looks_at(value)
+        if len(looks) > _MAX_LOOKS:
+            return None
+        seen = [(look, list(look())) for look in looks]
+        return seen if sum(len(parts) for _, parts in seen) <= _MAX_SEEN else None
+
+    def _looks_at(self, value: Any) -> Iterator[Look]:
+        """How to see whether the walk would go on from ``value`` as it did."""
+        if isinstance(value, types.FunctionType):
+            yield functools.partial(_parts_of_function, value)
+        elif isinstance(value, (torch.Tensor, nn.Module, *HELPER_TYPES, TensorLike)):
+            yield lambda: (self._is_captured(value),)
+        if isinstance(value, functools.partial | type | Mapping | list | set) or not is_library(type(value).__module__):
+            yield functools.partial(_parts, value)
+
     def names_from(self, root: Any) -> frozenset[str]:
         """All names that functions reached from ``root`` use."""
         names: set[str] = set()
@@ -109,7 +160,7 @@ class Reach:
         known = self._known.get(key) if key is not None else None
         if (
             known is not None
-            and known.is_same()
+            and known.is_same(root)
             and not any(self._holds(space, memo) for space in known.spaces.values())
         ):
             return False
@@ -150,8 +201,11 @@ class Reach:
         name = space.get("__name__", "")
         if is_library(name) or is_installed(name):
             return False
-        data = [value for value in list(space.values()) if not isinstance(value, (*_ATOMS, *_CODE))]
-        return any(map(self._is_captured, _walk(data, None, only_data=True)))
+        return any(map(self._is_captured, _walk(_data_of(space), None, only_data=True)))
+
+
+def _data_of(space: dict[str, Any]) -> list[Any]:
+    return [value for value in list(space.values()) if not isinstance(value, (*_ATOMS, *_CODE))]
 
 
 def members_used(module: types.ModuleType, names: frozenset[str]) -> dict[str, Any]:
@@ -200,7 +254,7 @@ def _from_function(fn: types.FunctionType, footprint: _Footprint | None) -> Iter
             yield cell.cell_contents, nothing
         except ValueError:  # a name that is assigned later
             continue
-    for part in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *vars(fn).values()):
+    for part in _extras(fn):
         yield part, nothing
     space = fn.__globals__
     if is_library(space.get("__name__", "")):
@@ -209,10 +263,26 @@ def _from_function(fn: types.FunctionType, footprint: _Footprint | None) -> Iter
     values = tuple(map(space.get, names))
     if footprint is not None and not is_installed(fn.__module__):  # installed code stays as it is
         footprint.names.append((space, names, values))
+        footprint.functions.append((fn, _extras(fn)))
     used = frozenset(names)
     for value in values:
         if value is not None:
             yield value, used
+
+
+def _extras(fn: types.FunctionType) -> tuple[Any, ...]:
+    """What a function reaches besides its cells and globals."""
+    return *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *vars(fn).values()
+
+
+def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _parts_of_function(fn: types.FunctionType) -> Iterator[Any]:
+    yield fn.__code__
+    for part, _ in _from_function(fn, None):
+        yield part
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -137,6 +137,22 @@ class CapturedVariables:
             if slot.tensor is not None:
                 self._numbers[id(slot.tensor)] = number
 
+    # -- whether anything has changed ---------------------------------------------------------------------------------
+
+    @property
+    def population(self) -> tuple[int, int, int]:
+        """Other numbers whenever there are other variables, or some that the servers do not know yet."""
+        return len(self._specs), len(self._numbers), len(self._to_create)
+
+    def states(self) -> Iterator[tuple[int, bool] | None]:
+        """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""
+        for reference in self._parameters.values():
+            tensor = reference()
+            yield None if tensor is None else (tensor._version, tensor.requires_grad)
+        for slot in self._buffers.values():
+            tensor = slot.tensor
+            yield None if tensor is None else (tensor._version, tensor.requires_grad)
+
     # -- values -----------------------------------------------------------------------------------------------------
 
     def store(self, spec: VariableSpec, value: torch.Tensor) -> None:

@@ -1,0 +1,246 @@
+"""What a packed function rests on, in a form in which it is quickly seen whether any of it has changed.
+
+A pickle of a function stays right as long as everything that was read for it is the same: the function's own parts, the
+values of its cells and of the globals that it names, and behind these whatever is not an atom, or captured and sent as
+a reference. All of this is noted by identity, part by part. What may change unseen (arrays, tensors, objects with a
+pickling of their own) is not noted; a function that reaches such things is `Unstable`, and is packed anew each time.
+
+Nothing that may lead to captured objects is kept alive by this: functions, classes and objects are noted weakly.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import operator
+import sys
+import types
+import typing
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchstrat.parameter_server.travel.outgoing import Outgoing
+from torchstrat.parameter_server.travel.plain import ATOMS, is_plain
+from torchstrat.parameter_server.travel.reach import is_library
+
+_MAX_PARTS = 500
+_MISSING = object()  # in place of a name that has no value
+_OF_MODULES = ("__name__", "__package__", "__path__", "__file__")  # globals that go with every function by value
+_FUNCTIONS_OWN = operator.attrgetter("__code__", "__name__", "__qualname__", "__module__", "__doc__")
+_CONSTANTS = (
+    *(torch.dtype, torch.device, types.CodeType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.UnionType),
+)
+_Look = Callable[[], Iterable[Any]]
+
+
+class Unstable(Exception):  # noqa: N818  # never leaves the package
+    """Raised for what may change unseen."""
+
+
+class _Weak(weakref.ref):  # type: ignore[type-arg]
+    """Of a class of its own: a program may have weak references too."""
+
+    __slots__ = ()
+
+
+class Parts:
+    """What something consisted of when it was looked at: identities, with what is needed to know that they hold."""
+
+    __slots__ = ("_kept", "_look")
+
+    def __init__(self, look: _Look, kept: Iterable[Any]) -> None:
+        self._look = look
+        self._kept = list(kept)
+
+    def are_same(self) -> bool:
+        return same_parts(list(self._look()), self._kept)
+
+
+def same_parts(now: list[Any], kept: list[Any]) -> bool:
+    """Whether these are the very objects that were there when ``kept`` was made of them by `keep`."""
+    if len(now) != len(kept):
+        return False
+    for value, known in zip(now, kept):  # noqa: B905  # of equal length, and this is the inner loop
+        if value is not known and (type(known) is not _Weak or known() is not value):
+            return False
+    return True
+
+
+def keep(value: Any) -> Any:
+    """``value``, or a weak reference to it, where it could hold captured objects."""
+    if type(value) in ATOMS or value is _MISSING or isinstance(value, _CONSTANTS):
+        return value
+    try:
+        return _Weak(value)
+    except TypeError:
+        if is_plain(value) or type(value) is types.BuiltinFunctionType or is_harmless_set(value):
+            return value
+        raise Unstable from None
+
+
+def is_harmless_set(value: Any) -> bool:
+    return type(value) in (set, frozenset) and ATOMS.issuperset(map(type, value))
+
+
+def function_parts(fn: types.FunctionType, names: tuple[str, ...]) -> list[Any]:
+    """All that a function consists of. ``names``: of the globals that count.
+
+    Raises `Unstable` where a cell is empty: the name is assigned later.
+    """
+    parts = [*_FUNCTIONS_OWN(fn)]
+    space = fn.__globals__
+    for name in names:
+        parts.append(space.get(name, _MISSING))
+    try:
+        for cell in fn.__closure__ or ():
+            parts.append(cell.cell_contents)
+    except ValueError:
+        raise Unstable from None
+    if fn.__defaults__:
+        parts += fn.__defaults__
+    for mapping in (fn.__kwdefaults__, fn.__dict__, fn.__annotations__):
+        if mapping:
+            parts += mapping
+            parts += mapping.values()
+    return parts
+
+
+def object_parts(value: Any) -> list[Any]:
+    """All that an object of an ordinary class consists of."""
+    members = vars(value)
+    return [type(value), *members, *members.values()]
+
+
+def class_parts(cls: type) -> list[Any]:
+    members = vars(cls)
+    return [*cls.__bases__, *members, *members.values()]
+
+
+def _of_weak(parts: Callable[..., list[Any]], reference: _Weak, *args: Any) -> list[Any]:
+    value = reference()
+    return [] if value is None else parts(value, *args)
+
+
+class Survey:
+    """Goes through what was pickled for a root, as the pickler does, and notes it. ``guards``: what there is to look at
+    again, but for the root's own parts. ``references``: those that the root was pickled with."""
+
+    def __init__(self, references: Outgoing) -> None:
+        self._references = references
+        self._seen: dict[int, Any] = {}
+        self.guards: list[Parts] = []
+
+    def visit(self, value: Any) -> None:
+        """Note ``value`` and all behind it. Raises `Unstable`."""
+        kind = type(value)
+        if kind in ATOMS or value is _MISSING or id(value) in self._seen:
+            return
+        if len(self._seen) >= _MAX_PARTS:
+            raise Unstable
+        self._seen[id(value)] = value
+        if kind is types.FunctionType:
+            self._function(value)
+        elif kind is types.MethodType:
+            self.visit(value.__func__)
+            self.visit(value.__self__)
+        elif isinstance(value, type):
+            self._class(value)
+        elif kind is types.ModuleType:
+            if not is_library(value.__name__) or sys.modules.get(value.__name__) is not value:
+                raise Unstable
+        elif kind is types.BuiltinFunctionType:
+            if not isinstance(value.__self__, types.ModuleType | type | None):
+                raise Unstable  # a method of an object
+        elif typing.get_origin(value) is not None:  # list[int], in an annotation
+            self._visit_all((typing.get_origin(value), *typing.get_args(value)))
+        elif kind is tuple or kind is frozenset:
+            self._visit_all(value)
+        elif kind is list or kind is dict or kind is set:
+            self._container(value)
+        elif not isinstance(value, _CONSTANTS) and self._references.reference_to(value) is None:
+            self._object(value)
+
+    def _visit_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.visit(value)
+
+    def _note(self, look: _Look) -> None:
+        parts = list(look())
+        self._visit_all(parts)
+        self.guards.append(Parts(look, map(keep, parts)))
+
+    def _container(self, value: Any) -> None:
+        """Of atoms alone, however deep; of others nobody can tell weakly whether they are the same."""
+        if len(value) > _MAX_PARTS or not (is_plain(value) or is_harmless_set(value)):
+            raise Unstable
+        self._note(partial(_contents, value))
+
+    def names_of(self, fn: types.FunctionType) -> tuple[str, ...]:
+        """The globals that travel with a function by value."""
+        from torchstrat.parameter_server.travel.pickling import globals_named
+
+        return *globals_named(fn.__code__), *_OF_MODULES
+
+    def goes_by_name(self, value: Any) -> bool:
+        from torchstrat.parameter_server.travel.pickling import can_go_by_name
+
+        return not self._references.by_value(value) and can_go_by_name(value)
+
+    def _function(self, fn: types.FunctionType) -> None:
+        if self.goes_by_name(fn):
+            self.note_name(fn)
+        else:
+            self._note(partial(_of_weak, function_parts, _Weak(fn), self.names_of(fn)))
+
+    def _class(self, cls: type) -> None:
+        if is_library(cls.__module__):
+            return
+        if type(cls) is not type:
+            raise Unstable
+        if self.goes_by_name(cls):
+            self.note_name(cls)
+        else:
+            self._note(partial(_of_weak, class_parts, _Weak(cls)))
+
+    def note_name(self, value: Any) -> None:
+        """A function or class that goes by name: that it still has it, and that it still reaches nothing captured."""
+        if is_library(value.__module__):
+            return
+        found = self._references.rests_on(value)
+        if found is None:
+            raise Unstable
+        holder: Any = sys.modules[value.__module__]
+        for name in value.__qualname__.split("."):
+            named = getattr(holder, name)
+            self.guards.append(Parts(partial(_named, holder, name), (named,)))
+            holder = named
+        for look, parts in found:
+            self.guards.append(Parts(look, parts))
+
+    def _object(self, value: Any) -> None:
+        """An object of a program's own class, pickled as objects are."""
+        kind: Any = type(value)
+        ordinary = (
+            all(not is_library(each.__module__) and "__slots__" not in vars(each) for each in kind.__mro__[:-1])
+            and kind.__reduce_ex__ is object.__reduce_ex__
+            and kind.__reduce__ is object.__reduce__
+            and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+            and not hasattr(kind, "__getnewargs__")
+            and not hasattr(kind, "__getnewargs_ex__")
+            and kind not in copyreg.dispatch_table
+        )
+        if not ordinary:
+            raise Unstable
+        self._note(partial(_of_weak, object_parts, _Weak(value)))
+
+
+def _named(holder: Any, name: str) -> tuple[Any, ...]:
+    return (getattr(holder, name, _MISSING),)
+
+
+def _contents(container: Any) -> list[Any]:
+    return [*container, *container.values()] if type(container) is dict else list(container)

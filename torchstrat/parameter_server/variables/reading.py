@@ -1,0 +1,66 @@
+"""One look at everything of the program that servers and workers have to be told of when it changes.
+
+Nothing tells of a parameter that was written, of ``model.eval()`` or of a new learning rate, so all of it is looked at
+whenever a function is scheduled. What is then done about a change takes a hundred times as long as to see that there is
+none: two equal readings mean that nothing has to be done.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchstrat.parameter_server.travel.plain import ATOMS, are_atoms
+from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.variables import VariableRegistry
+
+_members = operator.attrgetter("training", "_parameters", "_modules", "_buffers")
+
+
+class Reading:
+    """Of modules: their members and modes. Of variables: whether they were written, or take gradients. Of optimizers:
+    parameter groups and hyperparameters.
+
+    It keeps nothing of the program alive but hyperparameters. Members are told apart by id: that of a module or a
+    parameter is not given to another one unnoticed, since the registry and the variables count who is there, and a
+    buffer that took another one's place and id is the same variable.
+    """
+
+    def __init__(self, registry: VariableRegistry, variables: CapturedVariables) -> None:
+        self._marks: list[Any] = [registry.population, variables.population]
+        self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
+        self._is_comparable = True
+        self._read_modules(registry.modules())
+        self._marks += variables.states()
+        for optimizer in registry.optimizers():
+            self._read_groups(optimizer)
+
+    def is_same(self, earlier: Reading) -> bool:
+        """Whether nothing has changed that this is about. False where that cannot be told."""
+        return self._is_comparable and self._marks == earlier._marks
+
+    def _read_modules(self, modules: Iterable[Any]) -> None:
+        marks = self._marks
+        for training, parameters, children, buffers in map(_members, modules):
+            marks += (training, len(parameters), len(children), len(buffers))
+            for members in (parameters, children, buffers):
+                if members:
+                    marks += members
+                    marks += map(id, members.values())
+
+    def _read_groups(self, optimizer: Optimizer) -> None:
+        marks, kept = self._marks, self._hyperparameters
+        marks += (id(optimizer), len(optimizer.param_groups))
+        for group in optimizer.param_groups:
+            marks += group
+            marks += map(id, group.values())
+            marks += map(id, group["params"])
+            for name, value in group.items():
+                if name == "params":
+                    continue
+                kept.append(value)
+                if type(value) not in ATOMS and not (type(value) is tuple and are_atoms(map(type, value))):
+                    self._is_comparable = False  # a tensor, or a list: it may change and stay the same object
