@@ -71,11 +71,6 @@ class WeakOrdered:
     def number_of(self, value: Any) -> int:
         return self._numbers.get(id(value), -1)
 
-    @property
-    def population(self) -> tuple[int, int]:
-        """How many have ever been added, and how many of these are there still: other numbers for other members."""
-        return self.count, len(self._references)
-
     def ids(self) -> KeysView[int]:
         """What `id` gives for each of them."""
         return self._references.keys()
@@ -90,8 +85,7 @@ class WeakOrdered:
         return id(value) in self._references
 
     def __iter__(self) -> Iterator[Any]:
-        values = [reference() for reference in list(self._references.values())]
-        return iter([value for value in values if value is not None])
+        return iter([value for each in list(self._references.values()) if (value := each()) is not None])
 
 
 class VariableRegistry:
@@ -282,8 +276,13 @@ class VariableRegistry:
 
     @property
     def population(self) -> tuple[int, ...]:
-        """Other numbers whenever something has been recorded since, or dropped by the program."""
-        return *self._modules.population, *self._tensors.population, *self._helpers.population
+        """Of modules, tensors and helpers: how many were ever recorded, and how many of these are there still. Other
+        numbers whenever anything has been recorded since, or dropped by the program."""
+        modules, tensors, helpers = self._modules, self._tensors, self._helpers
+        return (
+            *(modules.count, len(modules.ids()), tensors.count, len(tensors.ids())),
+            *(helpers.count, len(helpers.ids())),
+        )
 
     def catch_up_with(self, counts: tuple[int, int, int]) -> None:
         """Go on numbering where another process is, which ran a step that this one did not."""

@@ -39,7 +39,7 @@ from torchstrat.parameter_server.server_loss import (
     require_kinds,
 )
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.travel.closures import pack, pack_arguments, unpack_result
+from torchstrat.parameter_server.travel.closures import pack, plain_arguments, unpack_result
 from torchstrat.parameter_server.travel.plain import ATOMS
 from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.worker.resources import ResourceSpec
@@ -149,8 +149,11 @@ class ClusterCoordinator:
             self.strategy._capture(fn, given)
             job.commit()
             code = pack(fn, catalog, what="fn", remembered=self._functions)
-        with leases_among_arguments() as leases:
-            arguments = pack_arguments(tuple(args), dict(kwargs or {}), catalog)
+        leases: list[Lease] = []
+        arguments = plain_arguments(args, kwargs)
+        if arguments is None:
+            with leases_among_arguments() as leases:
+                arguments = pack((tuple(args), dict(kwargs or {})), catalog, what="args")
         if known is None or not catalog.is_up_to_date:
             catalog.increments(catalog.version)  # what cannot travel is an error of this call
         options, modes = known or job.settle(reading)

@@ -12,6 +12,8 @@ import torch
 from torchstrat import nest
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
 
+_making_event = threading.Lock()
+
 
 class RemoteValue:
     """The result of a scheduled function. Made by `ClusterCoordinator.schedule` only.
@@ -23,7 +25,8 @@ class RemoteValue:
         self._function = function
         self._name = name
         self._who = who
-        self._ended = threading.Event()
+        self._has_ended = False
+        self._event: threading.Event | None = None  # made for the first who waits: most are never waited for
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -32,7 +35,7 @@ class RemoteValue:
 
         Raises the function's own error, `CancelledError` if it was cancelled, `CommunicationTimeoutError`.
         """
-        if not self._ended.wait(_seconds(timeout)):
+        if not self._has_ended and not self._wait(_seconds(timeout)):
             raise CommunicationTimeoutError(
                 f"{self._describe()} is not there after {timeout} s: {self._who(self._function)}."
             )
@@ -51,17 +54,31 @@ class RemoteValue:
 
     def _set_result(self, result: Any) -> None:
         self._result = result
-        self._ended.set()
+        self._end()
 
     def _set_error(self, error: BaseException) -> None:
         self._error = error
-        self._ended.set()
+        self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        with _making_event:  # whoever makes an event from now on sees that it has ended
+            event = self._event
+        if event is not None:
+            event.set()
+
+    def _wait(self, seconds: float | None) -> bool:
+        with _making_event:
+            if self._event is None:
+                self._event = threading.Event()
+            event = self._event
+        return self._has_ended or event.wait(seconds)
 
     def _describe(self) -> str:
         return f"the result of function {self._function} ({self._name})"
 
     def __repr__(self) -> str:
-        if not self._ended.is_set():
+        if not self._has_ended:
             state = f"pending: {self._who(self._function)}"
         elif self._error is not None:
             state = f"failed: {self._error!r:.200}"

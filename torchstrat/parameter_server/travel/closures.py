@@ -17,7 +17,7 @@ import hashlib
 import pickle
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -111,13 +111,12 @@ def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered 
     return packed
 
 
-def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], catalog: Catalog) -> Packed:
-    """`pack` for the arguments of a function."""
+def plain_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Packed | None:
+    """What `pack` makes of a function's arguments where there are none, or plain values only; None for others."""
     if not args and not kwargs:
         return _NO_ARGUMENTS
-    if is_plain(args) and is_plain(kwargs):
-        return Packed(plain.dumps((args, kwargs)), what="args")
-    return pack((args, kwargs), catalog, what="args")
+    positional, named = tuple(args), dict(kwargs or {})
+    return Packed(plain.dumps((positional, named)), what="args") if is_plain((positional, named)) else None
 
 
 def unpack(packed: Packed, world: World) -> Any:

@@ -9,6 +9,7 @@ them again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -43,6 +44,7 @@ _CODE = (types.FunctionType, types.ModuleType, type)
 _MAX_OBJECTS = 20_000
 _MAX_KNOWN = 4_096
 _MAX_MEMBERS = 1_000  # of one container: longer ones hold data
+_OF_EVERY_MODULE = frozenset({"__builtins__", "__loader__", "__spec__"})
 _MAX_LOOKS, _MAX_SEEN = 200, 2_000  # beyond, packing anew does not take much longer
 
 Look = Callable[[], Iterable[Any]]
@@ -131,8 +133,10 @@ class Reach:
             looks.append(space.values)
             name = space.get("__name__", "")
             if not is_library(name) and not is_installed(name):
-                for value in _walk(_data_of(space), None, only_data=True):
-                    looks += self._looks_at(value)
+                data = _data_of(space)
+                for value in _walk(data, None, only_data=True) if data else ():
+                    if value is not data:
+                        looks += self._looks_at(value)
         if len(looks) > _MAX_LOOKS:
             return None
         seen = [(look, list(look())) for look in looks]
@@ -141,10 +145,13 @@ class Reach:
     def _looks_at(self, value: Any) -> Iterator[Look]:
         """How to see whether the walk would go on from ``value`` as it did."""
         if isinstance(value, types.FunctionType):
-            yield functools.partial(_parts_of_function, value)
+            yield functools.partial(_look_at_function, value, names_in(value.__code__))
         elif isinstance(value, (torch.Tensor, nn.Module, *HELPER_TYPES, TensorLike)):
             yield lambda: (self._is_captured(value),)
-        if isinstance(value, functools.partial | type | Mapping | list | set) or not is_library(type(value).__module__):
+        if isinstance(value, type):
+            if not is_library(value.__module__):
+                yield functools.partial(_look_at_class, value)
+        elif isinstance(value, functools.partial | Mapping | list | set) or not is_library(type(value).__module__):
             yield functools.partial(_parts, value)
 
     def names_from(self, root: Any) -> frozenset[str]:
@@ -205,7 +212,12 @@ class Reach:
 
 
 def _data_of(space: dict[str, Any]) -> list[Any]:
-    return [value for value in list(space.values()) if not isinstance(value, (*_ATOMS, *_CODE))]
+    """What a module's globals hold, but for code and what Python itself puts there."""
+    return [
+        value
+        for name, value in list(space.items())
+        if not isinstance(value, (*_ATOMS, *_CODE)) and name not in _OF_EVERY_MODULE
+    ]
 
 
 def members_used(module: types.ModuleType, names: frozenset[str]) -> dict[str, Any]:
@@ -279,10 +291,20 @@ def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _parts_of_function(fn: types.FunctionType) -> Iterator[Any]:
-    yield fn.__code__
-    for part, _ in _from_function(fn, None):
-        yield part
+def _look_at_function(fn: types.FunctionType, names: tuple[str, ...]) -> list[Any]:
+    """What `_from_function` goes on to; an empty cell as nothing at all."""
+    parts = [fn.__code__, *map(fn.__globals__.get, names)]
+    if fn.__closure__ is not None:
+        for cell in fn.__closure__:
+            with contextlib.suppress(ValueError):  # a name that is assigned later
+                parts.append(cell.cell_contents)
+    if fn.__defaults__ is not None or fn.__kwdefaults__ is not None or fn.__dict__:
+        parts += _extras(fn)
+    return parts
+
+
+def _look_at_class(cls: type) -> list[Any]:
+    return [*cls.__bases__, *vars(cls).values()]
 
 
 def _parts(value: Any) -> Iterator[Any]:

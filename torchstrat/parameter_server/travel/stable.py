@@ -57,7 +57,9 @@ class Parts:
         self._kept = list(kept)
 
     def are_same(self) -> bool:
-        return same_parts(list(self._look()), self._kept)
+        now = list(self._look())
+        # The quick question first: whether they are the same where nothing is kept weakly.
+        return (len(now) == len(self._kept) and all(map(operator.is_, now, self._kept))) or same_parts(now, self._kept)
 
 
 def same_parts(now: list[Any], kept: list[Any]) -> bool:
@@ -132,6 +134,7 @@ class Survey:
     def __init__(self, references: Outgoing) -> None:
         self._references = references
         self._seen: dict[int, Any] = {}
+        self._looked: set[_Look] = set()  # of those that are equal for the same thing: methods of namespaces
         self.guards: list[Parts] = []
 
     def visit(self, value: Any) -> None:
@@ -219,7 +222,9 @@ class Survey:
             self.guards.append(Parts(partial(_named, holder, name), (named,)))
             holder = named
         for look, parts in found:
-            self.guards.append(Parts(look, parts))
+            if look not in self._looked:
+                self._looked.add(look)
+                self.guards.append(Parts(look, parts))
 
     def _object(self, value: Any) -> None:
         """An object of a program's own class, pickled as objects are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -144,14 +145,16 @@ class CapturedVariables:
         """Other numbers whenever there are other variables, or some that the servers do not know yet."""
         return len(self._specs), len(self._numbers), len(self._to_create)
 
-    def states(self) -> Iterator[tuple[int, bool] | None]:
+    def states(self) -> list[Any]:
         """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""
+        found: list[Any] = []
         for reference in self._parameters.values():
             tensor = reference()
-            yield None if tensor is None else (tensor._version, tensor.requires_grad)
+            found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
         for slot in self._buffers.values():
             tensor = slot.tensor
-            yield None if tensor is None else (tensor._version, tensor.requires_grad)
+            found.append(None if tensor is None else tensor._version)
+        return found
 
     # -- values -----------------------------------------------------------------------------------------------------
 

@@ -30,13 +30,15 @@ class Reading:
     """
 
     def __init__(self, registry: VariableRegistry, variables: CapturedVariables) -> None:
-        self._marks: list[Any] = [registry.population, variables.population]
+        population = registry.population
+        self._marks: list[Any] = [*population, *variables.population]
         self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
         self._is_comparable = True
-        self._read_modules(registry.modules())
-        self._marks += variables.states()
-        for optimizer in registry.optimizers():
-            self._read_groups(optimizer)
+        if any(population):
+            self._read_modules(registry.modules())
+            self._marks += variables.states()
+            for optimizer in registry.optimizers():
+                self._read_groups(optimizer)
 
     def is_same(self, earlier: Reading) -> bool:
         """Whether nothing has changed that this is about. False where that cannot be told."""
@@ -46,21 +48,29 @@ class Reading:
         marks = self._marks
         for training, parameters, children, buffers in map(_members, modules):
             marks += (training, len(parameters), len(children), len(buffers))
-            for members in (parameters, children, buffers):
-                if members:
-                    marks += members
-                    marks += map(id, members.values())
+            if parameters:
+                marks += parameters
+                marks += map(id, parameters.values())
+            if children:
+                marks += children
+                marks += map(id, children.values())
+            if buffers:
+                marks += buffers
+                marks += map(id, buffers.values())
 
     def _read_groups(self, optimizer: Optimizer) -> None:
         marks, kept = self._marks, self._hyperparameters
-        marks += (id(optimizer), len(optimizer.param_groups))
-        for group in optimizer.param_groups:
+        groups = optimizer.param_groups
+        marks += (id(optimizer), len(groups))
+        for group in groups:
             marks += group
             marks += map(id, group.values())
             marks += map(id, group["params"])
-            for name, value in group.items():
-                if name == "params":
-                    continue
-                kept.append(value)
-                if type(value) not in ATOMS and not (type(value) is tuple and are_atoms(map(type, value))):
-                    self._is_comparable = False  # a tensor, or a list: it may change and stay the same object
+            values = [value for name, value in group.items() if name != "params"]
+            kept += values
+            if not are_atoms(map(type, values)) and not all(map(_is_fixed, values)):
+                self._is_comparable = False  # a tensor, or a list: it may change and stay the same object
+
+
+def _is_fixed(value: Any) -> bool:
+    return type(value) in ATOMS or (type(value) is tuple and are_atoms(map(type, value)))
