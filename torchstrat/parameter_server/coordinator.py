@@ -39,7 +39,7 @@ from torchstrat.parameter_server.server_loss import (
     require_kinds,
 )
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.travel.closures import pack, plain_arguments, unpack_result
+from torchstrat.parameter_server.travel.closures import pack, simple_arguments, unpack_result
 from torchstrat.parameter_server.travel.plain import ATOMS
 from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.worker.resources import ResourceSpec
@@ -150,7 +150,7 @@ class ClusterCoordinator:
             job.commit()
             code = pack(fn, catalog, what="fn", remembered=self._functions)
         leases: list[Lease] = []
-        arguments = plain_arguments(args, kwargs)
+        arguments = simple_arguments(args, kwargs, catalog)
         if arguments is None:
             with leases_among_arguments() as leases:
                 arguments = pack((tuple(args), dict(kwargs or {})), catalog, what="args")
