@@ -688,3 +688,20 @@ def test_a_known_function_is_found_and_the_program_not_looked_through(
     with pytest.raises(AssertionError):
         program.seen()
     program.model.train()
+
+
+def test_tensors_among_the_arguments_are_copies_of_the_moment(program: Program) -> None:
+    def take(one: torch.Tensor, other: Any, found: Any) -> tuple[list[float], bool, bool]:
+        return one.tolist(), one is other[0], found.weight.shape == (2, 2)
+
+    tensor, model = torch.zeros(2), program.model
+    schedule = program.coordinator.schedule
+    for _ in range(3):
+        schedule(take, (tensor, [tensor], model[0])).get(timeout=60)
+    results = []
+    for number in range(3):
+        results.append(schedule(take, (tensor, [tensor], model[0])))
+        tensor.fill_(number + 1)
+    assert [result.get(timeout=60) for result in results] == [([float(n)] * 2, True, True) for n in range(3)]
+    with pytest.raises(NotSendableError, match=r"requires a gradient|gradient history"):
+        schedule(take, (torch.zeros(2, requires_grad=True) * 2, [0], model[0]))

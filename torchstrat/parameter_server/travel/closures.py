@@ -32,6 +32,7 @@ from torchstrat.parameter_server.travel import plain
 from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import Outgoing, Token, culprit_of
 from torchstrat.parameter_server.travel.plain import ATOMS, is_plain
+from torchstrat.parameter_server.travel.plain_tensors import is_dense, snapshot
 from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.travel.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
 from torchstrat.parameter_server.travel.world import World
@@ -113,7 +114,8 @@ def pack(value: Any, catalog: Catalog, what: str = "fn", remembered: Remembered 
 
 
 def simple_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None, catalog: Catalog) -> Packed | None:
-    """What `pack` makes of a function's arguments where they are plain values and captured objects; None for others.
+    """What `pack` makes of a function's arguments where they are plain values, tensors and captured objects; None for
+    others.
     For a catalog that has seen what the registry knows (`Catalog.is_up_to_date`)."""
     if not args and not kwargs:
         return _NO_ARGUMENTS
@@ -127,29 +129,43 @@ def simple_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None, cata
     except _NeedsMoreError:
         return None
     tokens = pickler.tokens
-    return Packed(buffer.getvalue(), tokens=frozenset(tokens), what="args", alive=tuple(tokens.values()))
+    return Packed(
+        buffer.getvalue(),
+        tuple(pickler.tensors),
+        tokens=frozenset(tokens),
+        what="args",
+        alive=tuple(tokens.values()),
+    )
 
 
 class _NeedsMoreError(Exception):
-    """Something is neither plain nor captured."""
+    """Something is neither plain, nor captured, nor a tensor."""
 
 
 class _ReferencesPickler(pickle.Pickler):
-    """Of plain values and captured objects, in the form of `ObjectPickler`, which takes ten times as long to make."""
+    """Of plain values, tensors and captured objects, in the form of `ObjectPickler`, which takes ten times as long."""
 
     def __init__(self, buffer: io.BytesIO, catalog: Catalog) -> None:
         super().__init__(buffer, protocol=5)
         self._token_of = catalog.token_of
+        self._indices: dict[int, int] = {}
         self.tokens: dict[Token, Any] = {}
+        self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if type(value) in _SIMPLE:
             return None
         token = None if isinstance(value, type | types.FunctionType) else self._token_of(value)
-        if token is None:
+        if token is not None:
+            self.tokens[token] = value
+            return "ref", token
+        if type(value) is not torch.Tensor or value.requires_grad or not is_dense(value):
             raise _NeedsMoreError
-        self.tokens[token] = value
-        return "ref", token
+        known = self._indices.get(id(value))
+        if known is None:  # `dump` holds what it has met, so no other tensor gets this id
+            known = self._indices[id(value)] = len(self.tensors)
+            self.tensors.append(snapshot(value))
+        return "data", known, value.device.type != "cpu"
 
 
 _SIMPLE = ATOMS | {tuple, list, dict}

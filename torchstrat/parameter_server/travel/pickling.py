@@ -28,6 +28,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchstrat.parameter_server.travel.plain_tensors import is_dense, snapshot
 from torchstrat.parameter_server.travel.reach import members_used
 from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
 from torchstrat.parameter_server.travel.sendable import StaysHere
@@ -105,7 +106,7 @@ class ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _goes_beside(self, tensor: torch.Tensor) -> bool:
         is_plain = type(tensor) is torch.Tensor or (self._references.makes_plain and isinstance(tensor, nn.Parameter))
-        return is_plain and _is_dense(tensor)
+        return is_plain and is_dense(tensor)
 
     def _beside(self, tensor: torch.Tensor) -> tuple[str, int, bool]:
         index = self._indices.get(id(tensor))
@@ -215,24 +216,6 @@ class PartOfModule(types.ModuleType):
 
     def __reduce__(self) -> Any:
         return importlib.import_module, (self.__name__,)
-
-
-def snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as they are now: contiguous, on the CPU, without history, of no shared storage."""
-    with torch.inference_mode(False), torch.no_grad():
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        if plain.device.type != "cpu":
-            return plain.cpu().contiguous()
-        return plain.clone(memory_format=torch.contiguous_format)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and tensor.device.type != "meta"
-    )
 
 
 def _reduce_optimizer(optimizer: Optimizer) -> Any:
