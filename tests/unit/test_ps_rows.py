@@ -18,6 +18,7 @@ from torchstrat import host_memory
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.ftrl import Ftrl
 from torchstrat.parameter_server.messages import OptimizerStep, StateOfShard
+from torchstrat.parameter_server.server.fast_rows import fast_step_of
 from torchstrat.parameter_server.server.store import VariableStore
 
 ROWS, WIDTH, STEPS = 17, 3, 8
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, float]]
     "nesterov": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True), ZEROS),
     "sgd fused": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), ZEROS),
     "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, weight_decay=0.1), ZEROS),
+    "adagrad plain": (lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01), ZEROS),
     "adagrad started": (lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.25), {"sum": 0.25}),
     "adam": (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1), ZEROS),
     "amsgrad": (lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True), ZEROS),
@@ -122,6 +124,21 @@ def test_only_the_touched_rows_step(name, shards):
         push_rows(store, reference.optimizer, shards, step, ids, gradient.clone())
         reference.step(ids, gradient)
         compare(store, shards, table, reference.state, tolerance)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad plain"])
+def test_what_tables_are_trained_with_most_makes_no_optimizer(name, monkeypatch):
+    table = torch.nn.Parameter(torch.ones(ROWS, WIDTH, dtype=torch.float64))
+    optimizer = CASES[name][0]([table])
+    store = make_store(table.detach())
+    add_optimizer(store, optimizer, [[0]])
+    ids, gradient = torch.tensor([1, 2]), torch.ones(2, WIDTH, dtype=torch.float64)
+    push_rows(store, optimizer, 1, 0, ids, gradient)  # may make the state
+    monkeypatch.setattr("torchstrat.parameter_server.server.shard_optimizer.ShardOptimizer.step", None)
+    push_rows(store, optimizer, 1, 1, ids, gradient)
+    assert bool((whole(store)[ids] < 1).all())
+    derived = type("Mine", (type(optimizer),), {})
+    assert fast_step_of(derived) is None
 
 
 def test_the_reference_would_notice_a_dense_step():

@@ -12,6 +12,7 @@ from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.catalog import describe_optimizer
+from torchstrat.parameter_server.server.fast_rows import fast_step_of
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
 from torchstrat.parameter_server.server.row_optimizer import gather_state, learn_state, scatter_state
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, sparse_rows
@@ -33,6 +34,7 @@ class HeldOptimizer:
             )
         self._place_of = {v: (group, place) for group, vs in enumerate(new.groups) for place, v in enumerate(vs)}
         self._by_rows: dict[tuple[int, ...], bool] = {}
+        self._fast = fast_step_of(self.optimizer.cls)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -84,13 +86,19 @@ class HeldOptimizer:
                 self._learn_rows(key, step, shards)
 
     def make(self, step: OptimizerStep, shards: HeldShards) -> None:
-        """Step all of it in one call of the optimizer. The caller holds the variables' locks, and has checked."""
+        """Step all of it in one call of the optimizer, but for rows of tables that a few lines step as well. The caller
+        holds the variables' locks, and has checked."""
         parts = [self._whole(key, gradient, step, shards) for key, gradient in step.dense]
         for key, ids, gradient in step.rows:
             if self._goes_by_rows(shards.tensor(key)):
+                options = step.options[self._group(key)]
+                if self._fast is not None and self._fast(shards, key, self.number, ids, gradient, options):
+                    continue
                 parts.append(self._rows(key, ids, gradient, step, shards))
             else:
                 parts.append(self._whole(key, self._spread(ids, gradient, shards.tensor(key)), step, shards))
+        if not parts:
+            return
         parameters: list[list[torch.Tensor]] = [[] for _ in self.groups]
         for part in sorted(parts, key=lambda part: self._place_of[part.key[0]] + part.key):
             parameters[self._group(part.key)].append(part.parameter)
