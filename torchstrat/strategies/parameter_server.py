@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torchstrat.parameter_server.coordinator import ClusterCoordinator
     from torchstrat.parameter_server.job import Job
     from torchstrat.parameter_server.membership import Membership
+    from torchstrat.parameter_server.variables.server_group import ServerGroup
 
 logger = logging.getLogger("torchstrat.parameter_server")
 
@@ -75,6 +76,7 @@ class ParameterServerStrategy(Strategy):
     _wraps_values = False
     _per_replica_input = "refused"
     _variable_placement = VariablePlacement.ONE
+    _servers: ServerGroup | None
 
     def __init__(
         self,
@@ -120,14 +122,14 @@ class ParameterServerStrategy(Strategy):
         self._beside: list[VariableSpec] = []
         self._keeps_whole = False
         self._hooked_counts: tuple[int, int, int] | None = None
-        self._is_worker = False
+        self._is_worker, self._servers = False, None
         self._set_up_engine("cpu:0", op, cluster_resolver)
 
     @classmethod
-    def _on_worker(cls, device: str) -> ParameterServerStrategy:
-        """What stands for the strategy in a scheduled function."""
+    def _on_worker(cls, device: str, servers: ServerGroup) -> ParameterServerStrategy:
+        """What stands for the strategy in a scheduled function. ``servers``: as this worker calls them."""
         strategy = object.__new__(cls)
-        strategy._is_worker = True
+        strategy._is_worker, strategy._servers = True, servers
         strategy._connected = strategy._coordinator = None
         strategy._scopes, strategy._beside, strategy._keeps_whole = [], [], False
         strategy._set_up_engine(device, ReduceOp.MEAN, None)
@@ -135,7 +137,14 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def _communication(self) -> str:
-        return "torch.distributed.rpc between coordinator, workers and servers"
+        """From this process, the coordinator or a worker, to the servers that it knows; and how it could be."""
+        servers = self._servers if self._is_worker else self._connected and self._connected.servers
+        if not servers:
+            return "shared memory with tasks of the same host, torch.distributed.rpc with others; not connected yet"
+        indices: dict[str, list[str]] = {}
+        for index, way in servers.describe_ways().items():
+            indices.setdefault(way, []).append(str(index))
+        return "; ".join(f"{way} with ps {', '.join(which)}" for way, which in indices.items())
 
     def _set_up_engine(self, device: str, op: ReduceOp, resolver: ClusterResolver | None) -> None:
         devices = resolve_compute_devices([device], argument="device")

@@ -145,7 +145,7 @@ class _Session:
         devices = local_devices()
         self._device = devices[0] if devices else "cpu:0"
         self._copies = Copies(self._access, torch_device(self._device))
-        self._strategy = ParameterServerStrategy._on_worker(self._device)
+        self._strategy = ParameterServerStrategy._on_worker(self._device, self._servers)
         self._world = World(self._copies.make, self._make_missing, torch_device(self._device))
         self._world.register(("strategy",), self._strategy)
         self._world.register(("access",), self._access)
