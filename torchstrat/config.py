@@ -135,6 +135,10 @@ class ParameterServerConfig(StrategyConfig):
     """A variable is cut into at most this many pieces by rows. None: as many as there are servers."""
     min_shard_bytes: int = 256 << 10
     """No piece needs to be smaller than this: what is smaller as a whole stays on one server."""
+    keep_pages: bool = True
+    """The processes of a cluster that the run starts keep the pages of memory that they have freed: steps are faster,
+    their resident size stays at its peak. In a cluster that is there already, each task's ``TORCHSTRAT_KEEP_PAGES``
+    decides."""
     on_server_loss: str = "auto"
     """When a server dies: ``restore`` takes all servers back to the newest checkpoint, and the run goes on from there;
     ``raise`` ends it. ``auto`` restores in a run that keeps checkpoints."""

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             orphan_timeout_seconds=options.orphan_timeout,
             drain_timeout_seconds=options.drain_timeout,
             exit_when_finished=options.exit_when_finished,
+            keep_pages=options.keep_pages,
             start=False,
         )
         return server.run()
@@ -89,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         help="on SIGTERM, for what is being done to be finished or handed back (%(default)g)",
     )
     parser.add_argument("--exit-when-finished", action="store_true", help="end when the coordinator has finished")
+    parser.add_argument(
+        "--keep-pages",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep the pages of memory that was freed: steps are faster, the resident size stays at its peak "
+        "(TORCHSTRAT_KEEP_PAGES; it does)",
+    )
     return parser
 
 

@@ -249,16 +249,19 @@ class TestCluster:
         class FakeCluster(contextlib.AbstractContextManager):
             resolver = SimpleClusterResolver(ClusterSpec(CLUSTER))
 
-            def __init__(self, workers, ps):
-                events.append((workers, ps))
+            def __init__(self, workers, ps, keep_pages):
+                events.append((workers, ps, keep_pages))
 
             def __exit__(self, *_):
                 events.append("ended")
 
         monkeypatch.setattr("torchstrat.launch.LocalCluster", FakeCluster)
-        with contextlib.suppress(ParameterServerUnavailable), local_cluster(ClusterSize(3, 1)) as resolver:
+        with (
+            contextlib.suppress(ParameterServerUnavailable),
+            local_cluster(ClusterSize(3, 1), keep_pages=False) as resolver,
+        ):
             assert resolver is FakeCluster.resolver
-            assert events == [(3, 1)]
+            assert events == [(3, 1, False)]
             raise ParameterServerUnavailable("a run that fails")
         assert events[-1] == "ended"
         assert capsys.readouterr().err == (

@@ -48,6 +48,9 @@ def test_options(script: str) -> None:
     assert (options.restarts, options.restart_ps, options.grace_seconds) == (0, False, 2.5)
     assert options.command == (sys.executable, script)
     assert parse([*words, "--restarts", "unlimited", script], "launch").restarts is None
+    assert options.keep_pages is None
+    assert parse([*words, "--no-keep-pages", script], "launch").keep_pages is False
+    assert parse([*words, "--keep-pages", script], "launch").keep_pages is True
 
 
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:

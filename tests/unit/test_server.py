@@ -51,7 +51,7 @@ class Idle:
         self.drained.append(timeout_seconds)
 
 
-IDLE: dict[str, Any] = {"secret": SECRET, "make_service": Idle, "make_endpoint": Idle}
+IDLE: dict[str, Any] = {"secret": SECRET, "make_service": Idle, "make_endpoint": Idle, "keep_pages": False}
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_local_server_has_a_secret_of_its_own(servers, monkeypatch) -> None:
         asked.append(task)
         return Idle(task)
 
-    server = Server.create_local_server(make_service=service, make_endpoint=Idle)
+    server = Server.create_local_server(make_service=service, make_endpoint=Idle, keep_pages=False)
     servers.append(server)
     assert (server.job_name, server.task_index) == ("localhost", 0)
     assert server.target.startswith("grpc://localhost:")
@@ -231,6 +231,7 @@ DEFAULTS = {
     "orphan_timeout_seconds": None,
     "drain_timeout_seconds": 30.0,
     "exit_when_finished": False,
+    "keep_pages": None,
     "start": False,
 }
 

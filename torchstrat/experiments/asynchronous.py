@@ -85,7 +85,8 @@ def train(run: Run, chosen: ParameterServerConfig) -> None:
     size = ClusterSize(chosen.workers, chosen.servers) if given is None else ClusterSize.of(given.cluster_spec())
     examples = data.load(config.data)
     require_enough_rows(config, examples, size.workers, "workers")
-    with local_cluster(size) if given is None else nullcontext(given) as resolver:
+    started = local_cluster(size, keep_pages=chosen.keep_pages)
+    with started if given is None else nullcontext(given) as resolver:
         with closing(build.parameter_server(config, chosen, resolver, size.servers)) as strategy:
             coordinator = _coordinator(strategy)
             title = run_title(config, f"({size})")

@@ -29,6 +29,8 @@ class LaunchOptions:
     restarts: int | None
     restart_ps: bool
     grace_seconds: float
+    keep_pages: bool | None = None
+    """See `LocalCluster`."""
     evaluator: bool = False
     evaluator_seconds: float = 120.0
     """What the evaluator has for the checkpoints that are left when the coordinator has ended."""
@@ -53,6 +55,7 @@ def parse(arguments: Sequence[str], program: str) -> LaunchOptions:
         restarts=parsed.restarts,
         restart_ps=parsed.restart_ps,
         grace_seconds=parsed.grace_seconds,
+        keep_pages=parsed.keep_pages,
         evaluator=parsed.evaluator,
         evaluator_seconds=parsed.evaluator_seconds,
     )
@@ -125,6 +128,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default=10.0,
         metavar="S",
         help="what workers and servers have to end by themselves when SCRIPT has ended (10)",
+    )
+    parser.add_argument(
+        "--keep-pages",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="workers and servers keep the pages of memory that they have freed: steps are faster, their resident size "
+        "stays at its peak (TORCHSTRAT_KEEP_PAGES; they do)",
     )
     parser.add_argument(
         "--evaluator",

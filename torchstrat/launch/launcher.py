@@ -56,6 +56,7 @@ def launch(options: LaunchOptions, server_command: Sequence[str] = SERVER_COMMAN
         restart={WORKER: policy, PARAMETER_SERVER: policy if options.restart_ps else RestartPolicy(0)},
         server_command=server_command,
         grace_seconds=options.grace_seconds,
+        keep_pages=options.keep_pages,
     )
     coordinator = _Coordinator(cluster)
     with _PassedOn(coordinator), cluster, contextlib.ExitStack() as stack:

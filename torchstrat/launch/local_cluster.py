@@ -15,6 +15,7 @@ from types import TracebackType
 from torchstrat.cluster_resolver import SimpleClusterResolver
 from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
+from torchstrat.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version, is_wanted
 from torchstrat.launch.output import Console
 from torchstrat.launch.ports import ReservedPort, is_listening
 from torchstrat.launch.reaper import Reaper
@@ -49,6 +50,10 @@ class LocalCluster:
         restart: Whether, or when, processes that ended are started again: one answer for all, or one per job.
         server_command: The program of workers and servers. ``--cluster JSON --job ps --index 0`` follows it.
         grace_seconds: From SIGTERM to SIGKILL, at the end.
+        keep_pages: Whether workers and servers keep the pages of memory that they have freed, which spares them the
+            page faults of every step's gradients; their resident size then stays at its peak. They are started with
+            ``MALLOC_…`` variables for glibc, of which those that the user has set stay as they are. None: what
+            ``TORCHSTRAT_KEEP_PAGES`` (0 or 1) says, else they do.
 
     Raises:
         InvalidArgumentError: there would be no worker or no server, or a variable is no string.
@@ -63,6 +68,7 @@ class LocalCluster:
         restart: bool | RestartPolicy | Mapping[str, RestartPolicy] = True,
         server_command: Sequence[str] = SERVER_COMMAND,
         grace_seconds: float = GRACE_SECONDS,
+        keep_pages: bool | None = None,
     ) -> None:
         for name, count in (("workers", workers), ("ps", ps)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -79,6 +85,7 @@ class LocalCluster:
         self._policies = {**dict.fromkeys(self._numbers, RestartPolicy()), **restart}
         self._server_command = tuple(server_command)
         self._grace_seconds = grace_seconds
+        self._keep_pages = keep_pages
         self._console = Console()
         self._ports: dict[Task, ReservedPort] = {}
         self._tasks: dict[Task, SupervisedProcess] = {}
@@ -135,9 +142,14 @@ class LocalCluster:
     # ---- what can be done to it --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all processes; does not wait for them. A cluster is started once."""
+        """Start all processes; does not wait for them. A cluster is started once.
+
+        Raises:
+            ClusterConfigError: the environment's secret or its ``TORCHSTRAT_KEEP_PAGES`` cannot be used.
+        """
         if self._ports:
             raise ContextError("the cluster was started before; make another LocalCluster.")
+        self._keep_pages = is_wanted(self._keep_pages, {**os.environ, **self._env})
         self._secret = _secret_of(os.environ)
         try:
             self._reaper = Reaper()
@@ -249,8 +261,10 @@ class LocalCluster:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **(environment_that_keeps_pages(glibc_version()) if self._keep_pages else {}),
             **os.environ,
             **self._env,
+            KEEP_PAGES_VARIABLE: "1" if self._keep_pages else "0",
             **self.environment_of(task.job, task.index),
         }
         environment.pop(SECRET_FILE_VARIABLE, None)

@@ -27,7 +27,7 @@ def server_def(case: Case) -> dict[str, Any]:
 
 
 def create_local_server(_case: Case) -> dict[str, Any]:
-    server = Server.create_local_server()
+    server = Server.create_local_server(keep_pages=False)  # what it sets would hold for all tests after it
     try:
         prefix, host, port = server.target.partition("://")[1:2], *server.target.rpartition(":")[::2]
         return {

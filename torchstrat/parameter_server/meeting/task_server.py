@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torchstrat import kept_pages
 from torchstrat.cluster_spec import WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
 from torchstrat.parameter_server.endpoint import Endpoint
@@ -64,6 +65,10 @@ class Server:
             the process ends. None: what ``TORCHSTRAT_ORPHAN_TIMEOUT`` says, else 600. ``float("inf")``: for ever.
         drain_timeout_seconds: On SIGTERM, for what it is doing to be finished or handed back.
         exit_when_finished: `join` returns when the coordinator has finished.
+        keep_pages: Whether this process keeps the pages of memory that it has freed, which spares it the page faults of
+            every step's gradients; its resident size then stays at its peak. It is set in glibc when the server is
+            started, for all of the process, and stays so. Start the server before other threads, which might not
+            keep theirs. None: what ``TORCHSTRAT_KEEP_PAGES`` (0 or 1) says, else it does.
         make_service, make_endpoint: In place of the role's own service and of the RPC transport, for tests.
 
     Raises:
@@ -84,6 +89,7 @@ class Server:
         orphan_timeout_seconds: float | None = None,
         drain_timeout_seconds: float = DEFAULT_DRAIN_TIMEOUT_SECONDS,
         exit_when_finished: bool = False,
+        keep_pages: bool | None = None,
         make_service: Callable[[Task], Service] = make_service,
         make_endpoint: Callable[..., Endpoint] | None = None,
     ) -> None:
@@ -95,6 +101,7 @@ class Server:
         self._orphan_timeout_seconds = orphan_timeout_seconds
         self._drain_timeout_seconds = drain_timeout_seconds
         self._exit_when_finished = exit_when_finished
+        self._keep_pages = keep_pages
         self._make_service = make_service
         self._make_endpoint = make_endpoint or _rpc_endpoint
         self._host: TaskHost | None = None
@@ -146,7 +153,7 @@ class Server:
 
         Raises:
             ClusterConfigError: the cluster has no such task, and no chief to dial; its role is none that a server has;
-                its address cannot be bound; there is no secret.
+                its address cannot be bound; there is no secret; ``TORCHSTRAT_KEEP_PAGES`` is neither 0 nor 1.
             InvalidArgumentError: an unknown protocol.
         """
         if self._host is None:
@@ -207,14 +214,17 @@ class Server:
             )
         role = Task(WORKER, 0) if self._task.job == LOCAL_JOB else self._task
         check_role(role)
+        secret, timeout = load_secret(secret=self._secret), _orphan_timeout(self._orphan_timeout_seconds)
+        if kept_pages.is_wanted(self._keep_pages, os.environ):
+            kept_pages.keep_pages()  # before the threads of what follows
         return TaskHost(
             self._spec,
             self._task,
-            load_secret(secret=self._secret),
+            secret,
             self._make_service(role),
             make_endpoint=self._make_endpoint,
             listen=self._listen,
-            orphan_timeout_seconds=_orphan_timeout(self._orphan_timeout_seconds),
+            orphan_timeout_seconds=timeout,
             drain_timeout_seconds=self._drain_timeout_seconds,
             exit_when_finished=self._exit_when_finished,
         )

@@ -1,0 +1,92 @@
+"""What keeping pages does, in real processes: blocks that are freed and allocated again take no page faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import torchstrat as ts
+from torchstrat.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version
+from torchstrat.launch import LocalCluster
+
+pytestmark = pytest.mark.skipif(glibc_version() is None, reason="what is set is glibc's malloc")
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDS, FLOATS = 9, 16 << 20  # 64 MiB
+MANY = FLOATS * 4 // (2 << 20)
+"""Huge pages in a block. There are 512 times as many small ones; which of the two it takes is the kernel's affair."""
+FEW = MANY // 4
+
+
+def faults() -> int:
+    """Page faults of the calling thread for a block that it frees and allocates, as steps do with their gradients.
+
+    The median: what is allocated in between, by whichever thread, may take a piece of the block that was freed, and
+    then the next one comes from new pages.
+    """
+    import resource
+    import statistics
+
+    import torch
+
+    def one() -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        torch.empty(FLOATS).fill_(1.0)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    return statistics.median_high([one() for _ in range(ROUNDS)])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_functions_on_a_worker(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEEP_PAGES_VARIABLE, raising=False)
+    monkeypatch.syspath_prepend(str(ROOT))
+    with LocalCluster(workers=1, ps=1, env={"PYTHONPATH": str(ROOT)}, keep_pages=None if keep else False) as cluster:
+        cluster.wait_until_listening()
+        strategy = ts.ParameterServerStrategy(cluster.resolver)
+        taken = ts.ClusterCoordinator(strategy).schedule(faults).get()
+        strategy.close()
+    assert (taken < FEW) if keep else (taken >= MANY), taken
+
+
+PROGRAM = textwrap.dedent(
+    """
+    # A worker that was started by hand, up to the moment where its service would be made.
+    import concurrent.futures, os, sys
+    from tests.multiprocess.test_kept_pages import faults
+    import torchstrat as ts
+
+    class Enough(Exception): ...
+
+    def in_place_of_a_service(_task):
+        print(len(os.listdir("/proc/self/task")), faults())
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            print(thread.submit(faults).result())
+        raise Enough
+
+    try:
+        ts.Server({"worker": ["127.0.0.1:0"]}, secret="s" * 32, make_service=in_place_of_a_service)
+    except Enough:
+        pass
+    """
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at threads through /proc")
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_server_that_was_started_by_hand(keep: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    assert environment_that_keeps_pages(glibc_version()).keys().isdisjoint(environment)
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", KEEP_PAGES_VARIABLE: str(int(keep))}
+    said = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+    threads, of_main, of_another = map(int, said)
+    assert threads == 1, "torch and torchstrat start no threads before a server does"
+    for taken in (of_main, of_another):
+        assert (taken < FEW) if keep else (taken >= MANY), taken

@@ -1,0 +1,264 @@
+"""Keeping the pages of freed memory: what is asked of malloc, when, and who has the last word."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from torchstrat import kept_pages
+from torchstrat.errors import ClusterConfigError
+from torchstrat.kept_pages import environment_that_keeps_pages, glibc_version, is_wanted, keep_pages
+from torchstrat.launch import LocalCluster, local_cluster
+from torchstrat.parameter_server.meeting.task_server import Server
+from torchstrat.server import main
+
+NEW, OLD = (2, 36), (2, 35)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # <malloc.h>
+ASKED = {M_ARENA_MAX: 1, M_MMAP_THRESHOLD: 2**30, M_TRIM_THRESHOLD: 2**31 - 1}
+VARIABLES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "2147483647",
+}
+
+
+class FakeLibc:
+    def __init__(self, answer: int = 1) -> None:
+        self.asked: dict[int, int] = {}
+        self._answer = answer
+
+    def mallopt(self, parameter: int, value: int) -> int:
+        self.asked[parameter] = value
+        return self._answer
+
+
+# ---- this process ----------------------------------------------------------------------------------------------------
+
+
+def test_malloc_is_asked_for_these_three() -> None:
+    libc = FakeLibc()
+    keep_pages(libc, NEW, {})
+    assert libc.asked == ASKED
+    assert list(libc.asked) == [M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD]
+
+
+def test_where_a_large_threshold_is_refused_nothing_is_mapped_at_all() -> None:
+    libc = FakeLibc()
+    keep_pages(libc, OLD, {})
+    assert libc.asked == {M_ARENA_MAX: 1, M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1}
+    assert environment_that_keeps_pages(OLD)["MALLOC_MMAP_MAX_"] == "0"
+    assert "MALLOC_MMAP_THRESHOLD_" not in environment_that_keeps_pages(OLD)
+
+
+@pytest.mark.parametrize(
+    ("environ", "left"),
+    [
+        ({"MALLOC_ARENA_MAX": "4"}, M_ARENA_MAX),
+        ({"MALLOC_TRIM_THRESHOLD_": "0"}, M_TRIM_THRESHOLD),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.malloc.mmap_threshold=4096"}, M_MMAP_THRESHOLD),
+    ],
+)
+def test_what_the_user_has_set_is_left_as_it_is(environ: dict[str, str], left: int) -> None:
+    libc = FakeLibc()
+    keep_pages(libc, NEW, environ)
+    assert libc.asked == {parameter: value for parameter, value in ASKED.items() if parameter != left}
+
+
+def test_a_refusal_is_no_error_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "torchstrat.memory"):
+        keep_pages(FakeLibc(answer=0), NEW, {})
+    assert "glibc 2.36 refuses MALLOC_ARENA_MAX=1" in caplog.text
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(kept_pages, "glibc_version", lambda: None)
+    libc = FakeLibc()
+    with caplog.at_level(logging.DEBUG, "torchstrat.memory"):
+        keep_pages(libc)
+    assert libc.asked == {}
+    assert environment_that_keeps_pages(None) == {}
+    assert "the C library is not glibc" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "version"),
+    [
+        ({"CS_GNU_LIBC_VERSION": 2}, "glibc 2.36", (2, 36)),
+        ({"CS_GNU_LIBC_VERSION": 2}, None, None),
+        ({}, "glibc 2.36", None),
+    ],
+)
+def test_the_version_of_the_c_library(
+    names: dict[str, int], said: str | None, version: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "confstr_names", names)
+    monkeypatch.setattr(os, "confstr", lambda _name: said)
+    assert glibc_version() == version
+
+
+# ---- whether ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "variable", "expected"),
+    [
+        (None, None, True),
+        (None, "", True),
+        (None, "0", False),
+        (None, "1", True),
+        (True, "0", True),
+        (False, None, False),
+        (False, "1", False),
+    ],
+)
+def test_the_argument_beats_the_environment_beats_the_default(
+    argument: bool | None, variable: str | None, expected: bool
+) -> None:
+    assert is_wanted(argument, {} if variable is None else {"TORCHSTRAT_KEEP_PAGES": variable}) is expected
+
+
+def test_another_word_is_an_error() -> None:
+    with pytest.raises(ClusterConfigError, match="TORCHSTRAT_KEEP_PAGES='no': set it to 1"):
+        is_wanted(None, {"TORCHSTRAT_KEEP_PAGES": "no"})
+
+
+# ---- tasks that are started ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """The environment of each task that a `LocalCluster` starts, instead of its process."""
+    environments: dict[str, dict[str, str]] = {}
+
+    class Noted:
+        alive = False
+
+        def __init__(self, name: str, _command: Any, environment: dict[str, str], *_others: Any) -> None:
+            environments[name] = environment
+
+        def request_stop(self) -> None: ...
+
+        def join(self, _seconds: float) -> bool:
+            return True
+
+    class Idle:
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(local_cluster, "SupervisedProcess", Noted)
+    monkeypatch.setattr(local_cluster, "Reaper", Idle)
+    monkeypatch.setattr(local_cluster, "glibc_version", lambda: NEW)
+    for name in (*VARIABLES, "TORCHSTRAT_KEEP_PAGES"):
+        monkeypatch.delenv(name, raising=False)
+    return environments
+
+
+def of_malloc(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(("MALLOC", "TORCHSTRAT_KEEP"))}
+
+
+def test_workers_and_servers_start_with_these_variables_and_this_process_goes_without(started: Any) -> None:
+    with LocalCluster(workers=1, ps=1):
+        assert of_malloc(dict(os.environ)) == {}
+    assert {name: of_malloc(environment) for name, environment in started.items()} == {
+        "ps 0": {**VARIABLES, "TORCHSTRAT_KEEP_PAGES": "1"},
+        "worker 0": {**VARIABLES, "TORCHSTRAT_KEEP_PAGES": "1"},
+    }
+
+
+def test_the_users_own_values_win(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    with LocalCluster(workers=1, ps=1, env={"MALLOC_TRIM_THRESHOLD_": "0"}):
+        pass
+    for environment in started.values():
+        assert of_malloc(environment) == {
+            "MALLOC_ARENA_MAX": "3",
+            "MALLOC_MMAP_THRESHOLD_": "1073741824",
+            "MALLOC_TRIM_THRESHOLD_": "0",
+            "TORCHSTRAT_KEEP_PAGES": "1",
+        }
+
+
+@pytest.mark.parametrize("how", ["argument", "env", "environment"])
+def test_it_can_be_switched_off(how: str, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {"TORCHSTRAT_KEEP_PAGES": "0"}
+    if how == "environment":
+        monkeypatch.setenv("TORCHSTRAT_KEEP_PAGES", "0")
+    options: dict[str, Any] = {"argument": {"keep_pages": False}, "env": {"env": off}, "environment": {}}[how]
+    with LocalCluster(workers=1, ps=1, **options):
+        pass
+    for environment in started.values():
+        assert of_malloc(environment) == off, "which tells the task's own program, too"
+
+
+def test_the_argument_reaches_tasks_over_the_environment(started: Any) -> None:
+    with LocalCluster(workers=1, ps=1, env={"TORCHSTRAT_KEEP_PAGES": "0"}, keep_pages=True):
+        pass
+    assert of_malloc(started["ps 0"]) == {**VARIABLES, "TORCHSTRAT_KEEP_PAGES": "1"}
+
+
+def test_nothing_starts_with_another_word(started: Any) -> None:
+    with pytest.raises(ClusterConfigError, match="TORCHSTRAT_KEEP_PAGES='off'"):
+        LocalCluster(workers=1, ps=1, env={"TORCHSTRAT_KEEP_PAGES": "off"}).start()
+    assert started == {}
+
+
+# ---- servers that are started by hand --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(kept_pages, "keep_pages", lambda: calls.append("kept"))
+    monkeypatch.delenv("TORCHSTRAT_KEEP_PAGES", raising=False)
+    return calls
+
+
+def server(kept: list[str], **options: Any) -> Server:
+    def make_service(_task: Any) -> Any:
+        kept.append("service")
+        raise ZeroDivisionError
+
+    return Server({"worker": ["127.0.0.1:0"]}, secret="s" * 32, start=False, make_service=make_service, **options)
+
+
+def test_a_server_keeps_its_pages_before_its_service_has_threads(kept: list[str]) -> None:
+    made = server(kept)
+    assert kept == [], "a server that is not started changes nothing"
+    with pytest.raises(ZeroDivisionError):
+        made.start()
+    assert kept == ["kept", "service"]
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_a_server_can_be_told_not_to(how: str, kept: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "environment":
+        monkeypatch.setenv("TORCHSTRAT_KEEP_PAGES", "0")
+    with pytest.raises(ZeroDivisionError):
+        server(kept, **({"keep_pages": False} if how == "argument" else {})).start()
+    assert kept == ["service"]
+
+
+def test_a_server_that_cannot_start_changes_nothing(kept: list[str]) -> None:
+    with pytest.raises(ClusterConfigError, match="'boss' is no role"):
+        Server({"boss": ["h:1"]}, secret="s" * 32).start()
+    assert kept == []
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], None), (["--no-keep-pages"], False), (["--keep-pages"], True)])
+def test_the_command_passes_it_on(words: list[str], expected: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Noted:
+        def __init__(self, *_arguments: Any, keep_pages: bool | None, **_options: Any) -> None:
+            asked.append(keep_pages)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(sys.modules[main.__module__], "Server", Noted)
+    assert main(["--cluster", '{"ps": ["h:1"]}', "--job", "ps", "--index", "0", *words]) == 0
+    assert asked == [expected]
