@@ -38,6 +38,7 @@ with _importing.without_collection():
     from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
     from torchstrat.preemption import PreemptionHandler
     from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
+    from torchstrat.row_prefetch import prefetch_rows
     from torchstrat.run_options import RunOptions
     from torchstrat.strategies.central_storage import CentralStorageStrategy
     from torchstrat.strategies.mirrored import MirroredStrategy
@@ -119,6 +120,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "partitioners",
+    "prefetch_rows",
     "registry",
     "safe_embedding_lookup_sparse",
     "scale_regularization_loss",

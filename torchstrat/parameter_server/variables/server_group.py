@@ -80,6 +80,10 @@ class ServerGroup:
         if on_answer is not None:
             for future in futures.values():
                 future.add_done_callback(lambda _: on_answer())
+        return self.answers(method, futures)
+
+    def answers(self, method: str, futures: Mapping[int, Future[Any]]) -> dict[int, Any]:
+        """Wait for what `send` has sent, to each server at most once. Raises as `ask` does."""
         concurrent.futures.wait(futures.values())
         return {index: self._result(index, method, future) for index, future in futures.items()}
 
@@ -95,6 +99,7 @@ class ServerGroup:
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
     ) -> Future[Any]:
+        """Send one server its payload, without waiting. `answers` waits, and says which server is gone."""
         with self._lock:
             peer, lost = self._peers.get(index), self._lost.get(index)
         if peer is None or lost is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +22,8 @@ from torchstrat.parameter_server.messages import (
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.worker import phases
+
+_READ_ROWS = "ps.read_rows"
 
 EditName = Literal["assign", "add", "sub", "mul", "div", "min", "max"]
 
@@ -40,6 +43,31 @@ class CoordinatorSender:
 
     def next_push(self) -> tuple[int, int, str]:
         return COORDINATOR, 0, self._incarnation
+
+
+class RowsToCome:
+    """Rows that were asked for. ``places``: the parts of ``rows`` that each server's answer goes to."""
+
+    def __init__(
+        self,
+        servers: ServerGroup,
+        rows: torch.Tensor,
+        futures: Mapping[int, Future[Any]],
+        places: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        self._servers, self._rows, self._futures, self._places = servers, rows, futures, places
+
+    def wait(self) -> torch.Tensor:
+        """The rows ``(n, …)``, on the CPU.
+
+        Raises:
+            ParameterServerUnavailable: a server that was asked is gone, or did not answer in time.
+        """
+        for index, found in self._servers.answers(_READ_ROWS, self._futures).items():
+            for place, part in zip(self._places[index], found, strict=True):
+                if part is not place:
+                    place.copy_(part)
+        return self._rows
 
 
 class VariableAccess:
@@ -64,21 +92,21 @@ class VariableAccess:
 
     def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``(n, …)`` of one variable. ``ids`` ``(n,)`` int64 on the CPU, sorted, unique and in range."""
+        return self.start_reading_rows(spec, ids).wait()
+
+    def start_reading_rows(self, spec: VariableSpec, ids: torch.Tensor) -> RowsToCome:
+        """Ask for what `read_rows` returns, without waiting."""
         parts = split_rows(spec, ids)
-        if not parts:
-            return torch.empty((0, *spec.shape[1:]), dtype=spec.dtype)
         rows = self.servers.empty((len(ids), *spec.shape[1:]), spec.dtype)
         requests: dict[int, list[RowsRequest]] = defaultdict(list)
         places: dict[int, list[torch.Tensor]] = defaultdict(list)
         for number, shard, where in parts:
             requests[shard.server].append(RowsRequest((spec.number, number), ids[where] - shard.start))
             places[shard.server].append(rows[where])
-        answers = self.servers.ask("ps.read_rows", requests, into=places)
-        for index, found in answers.items():
-            for place, part in zip(places[index], found, strict=True):
-                if part is not place:
-                    place.copy_(part)
-        return rows
+        futures = {
+            index: self.servers.send(index, _READ_ROWS, asked, into=places[index]) for index, asked in requests.items()
+        }
+        return RowsToCome(self.servers, rows, futures, places)
 
     # -- changing ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@
     run.py        one execution of a function: its name for the servers, its pushes, what it reached
     copies.py     this worker's copies of dense variables, and when they are brought up to date
     tables.py     embedding tables: rows are looked up on the servers, gradients are sparse
+    table_rows.py the rows for lookups, also those that were asked for ahead of them
     steps.py      ``optimizer.step()``: one push to each server, which brings fresh values back
     resources.py  per-worker datasets, iterators and other resources
     phases.py     named places in the above, for tests that kill a worker there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from torchstrat.errors import ContextError, OutOfRangeError
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.steps import RemoteSteps
+from torchstrat.parameter_server.worker.table_rows import TableRows
 from torchstrat.parameter_server.worker.tables import TableLookups
 
 
@@ -89,6 +91,7 @@ class Executor:
         self._context = context.enter(strategy, None)
         self._reached: frozenset[int] = frozenset()  # by the function that runs
         self._steps = RemoteSteps(copies, self._access, number_of, lambda: self._reached)
+        self._table_rows = TableRows(copies.access)
         self._stepped = False
 
     def call(
@@ -110,6 +113,7 @@ class Executor:
         if rested or not self._stepped:
             self._copies.expire()
         self._stepped = False
+        self._table_rows.begin_function(rested=rested)
         with _RunningHere(run), self._context, _Seeded(seed):
             fn, args, kwargs, captured = load()
             self._reached = reached = frozenset(self._variables(captured))
@@ -126,10 +130,14 @@ class Executor:
     ) -> Any:
         self._copies.refresh(reached)
         has_tables = self._copies.has_tables(reached)
-        with self._steps, TableLookups(self._copies, self._access) if has_tables else nullcontext():
+        with self._steps, self._lookups if has_tables else nullcontext():
             result = _call(fn, args, kwargs)
         self._access.push(self._copies.take_edits(reached))
         return result
+
+    @functools.cached_property
+    def _lookups(self) -> TableLookups:
+        return TableLookups(self._copies, self._access, self._table_rows)
 
     def _variables(self, captured: Iterable[Any]) -> Iterator[int]:
         for value in captured:

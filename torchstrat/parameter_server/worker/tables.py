@@ -16,11 +16,12 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.table_rows import TableRows
+from torchstrat.row_prefetch import prefetch_rows
 
 _LARGE_BYTES = 64 << 20
 
@@ -42,15 +43,17 @@ class _RowsOfTable(torch.autograd.Function):
 
 
 class TableLookups(TorchFunctionMode):
-    """Active around a function that reaches tables."""
+    """Active around a function that reaches tables. One for all functions of a worker."""
 
-    def __init__(self, copies: Copies, access: VariableAccess) -> None:
+    def __init__(self, copies: Copies, access: VariableAccess, table_rows: TableRows) -> None:
         super().__init__()
         self._copies = copies
         self._access = access
+        self._table_rows = table_rows
         # The step may be compiled, and this is in the middle of it.
         self._make_dense = uncompiled(self._make_dense_now)
         self._rows = uncompiled(self._rows_now)
+        self._prefetch = uncompiled(self._prefetch_now)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,16 +128,23 @@ class TableLookups(TorchFunctionMode):
         ids, places, rows = self._rows(weight, input, max_norm, norm_type)
         return call(places, rows, _place_of(padding_idx, ids, len(weight)), None, False)  # type: ignore[no-any-return]
 
+    def prefetch_rows(self, table: torch.Tensor, ids: torch.Tensor) -> None:
+        if self._copies.is_table(table):
+            self._prefetch(table, ids)
+
+    def _prefetch_now(self, table: torch.Tensor, ids: torch.Tensor) -> None:
+        spec = self._copies.spec_of(table)
+        assert spec is not None
+        self._table_rows.prefetch(spec, ids)
+
     def _rows_now(
         self, table: torch.Tensor, ids: torch.Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The unique ids on the CPU, where each of ``ids`` is among them, and the rows ``(unique, dim)``."""
         spec = self._copies.spec_of(table)
         assert spec is not None
-        unique, places = torch.unique(ids.detach(), return_inverse=True)
-        unique = unique.to("cpu", torch.int64)
-        check_ids(spec, unique)
-        rows = self._access.read_rows(spec, unique)
+        # max_norm writes rows back: it must not take any from before the last push.
+        unique, places, rows = self._table_rows.read(spec, ids, fresh=max_norm is not None)
         if max_norm is not None:
             self._renormalise(spec, unique, rows, max_norm, norm_type)
         rows = rows.to(table.device)
@@ -153,15 +163,6 @@ class TableLookups(TorchFunctionMode):
             self._access.edit(spec, "assign", rows[long], ids[long])
 
 
-def check_ids(spec: VariableSpec, unique: torch.Tensor) -> None:
-    if len(unique) and (int(unique[0]) < 0 or int(unique[-1]) >= spec.shape[0]):
-        wrong = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
-        raise InvalidArgumentError(
-            f"id {wrong} is not in table {spec.name}, which has rows 0 to {spec.shape[0] - 1}; look up ids in that "
-            "range, or make the table larger."
-        )
-
-
 def _place_of(padding_idx: int | None, ids: torch.Tensor, rows: int) -> int | None:
     """Where the padding row is among the unique ids; None when the batch does not name it."""
     if padding_idx is None:
@@ -174,6 +175,7 @@ def _place_of(padding_idx: int | None, ids: torch.Tensor, rows: int) -> int | No
 _LOOKUPS: dict[Any, Callable[..., Any]] = {
     F.embedding: TableLookups.embedding,
     F.embedding_bag: TableLookups.embedding_bag,
+    prefetch_rows: TableLookups.prefetch_rows,
 }
 
 _ATTRIBUTES = frozenset(

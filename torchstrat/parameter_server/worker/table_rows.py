@@ -1,0 +1,144 @@
+"""Rows of tables for the lookups of one worker: read when they are needed, or asked for ahead of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.variables.variable_access import RowsToCome, VariableAccess
+
+LIMIT_BYTES = 256 << 20
+"""Of rows that were asked for ahead and not taken yet."""
+
+
+class Rows(NamedTuple):
+    """``ids`` ``(n,)`` int64 on the CPU, sorted and unique; ``places``: where each of the ids that were looked up is
+    among them, in their shape and on their device; ``values`` ``(n, …)`` on the CPU."""
+
+    ids: torch.Tensor
+    places: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """One request that no lookup has taken yet."""
+
+    variable: int
+    given: torch.Tensor
+    """The ids as they were given, in a copy."""
+    ids: torch.Tensor
+    places: torch.Tensor
+    rows: RowsToCome
+    servers: Mapping[int, Peer]
+    """Who was asked. After a loss there are others, with other values."""
+    function: int
+    size_bytes: int
+
+    def is_of(self, ids: torch.Tensor) -> bool:
+        given = self.given
+        return given.device == ids.device and given.dtype == ids.dtype and torch.equal(given, ids)
+
+
+class TableRows:
+    """For one thread: the one that runs functions."""
+
+    def __init__(self, access: VariableAccess, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._access = access
+        self._limit_bytes = limit_bytes
+        self._ahead: list[_Ahead] = []
+        self._function = 0
+
+    def begin_function(self, *, rested: bool) -> None:
+        """``rested``: nothing that was known before may be used any more. Otherwise what was asked for in the function
+        before this one still may."""
+        self._function += 1
+        self._ahead = [] if rested else [one for one in self._ahead if one.function >= self._function - 1]
+
+    def prefetch(self, spec: VariableSpec, ids: torch.Tensor) -> None:
+        """Ask for the rows of these ids, for one later `read`. Does not wait.
+
+        Raises:
+            InvalidArgumentError: an id is not in the table; nothing was asked for.
+        """
+        with torch.inference_mode(False):  # a later lookup may be one that autograd sees
+            self._prefetch(spec, ids.detach().clone())
+
+    def _prefetch(self, spec: VariableSpec, given: torch.Tensor) -> None:
+        unique, places = _unique(spec, given)
+        size_bytes = len(unique) * math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        if not 0 < size_bytes <= self._limit_bytes:
+            return
+        while sum(one.size_bytes for one in self._ahead) + size_bytes > self._limit_bytes:
+            del self._ahead[0]
+        servers = self._access.servers.peers()
+        rows = self._access.start_reading_rows(spec, unique)
+        self._ahead.append(_Ahead(spec.number, given, unique, places, rows, servers, self._function, size_bytes))
+
+    def read(self, spec: VariableSpec, ids: torch.Tensor, *, fresh: bool = False) -> Rows:
+        """The rows of these ids, of any shape, on any device. ``fresh``: as they are now, whatever was asked for ahead.
+
+        Raises:
+            InvalidArgumentError: an id is not in the table.
+            ParameterServerUnavailable: a server is gone, or has gone since it was asked.
+        """
+        ids = ids.detach()
+        known = [] if fresh else self._known(spec)
+        for one in known:
+            if one.is_of(ids):
+                self._ahead.remove(one)
+                return Rows(one.ids, one.places, one.rows.wait())
+        unique, places = _unique(spec, ids)
+        found = [(one, _find(one.ids, unique)) for one in known]
+        most = max(found, key=lambda each: len(each[1].wanted), default=None)
+        if most is None or not len(most[1].wanted):
+            return Rows(unique, places, self._access.read_rows(spec, unique))
+        one, common = most
+        self._ahead.remove(one)
+        rest = self._access.start_reading_rows(spec, unique[common.others])
+        values = torch.empty((len(unique), *spec.shape[1:]), dtype=spec.dtype)
+        values[common.wanted] = one.rows.wait()[common.there]
+        values[common.others] = rest.wait()
+        return Rows(unique, places, values)
+
+    def _known(self, spec: VariableSpec) -> list[_Ahead]:
+        if not self._ahead:
+            return []
+        servers = self._access.servers.peers()
+        self._ahead = [one for one in self._ahead if one.servers == servers]
+        return [one for one in self._ahead if one.variable == spec.number]
+
+
+class _Common(NamedTuple):
+    wanted: torch.Tensor
+    """Which of the ids that are wanted are there."""
+    there: torch.Tensor
+    """Where those are."""
+    others: torch.Tensor
+    """Which of the ids that are wanted are not."""
+
+
+def _find(there: torch.Tensor, wanted: torch.Tensor) -> _Common:
+    """Both sorted and unique, ``there`` not empty."""
+    places = torch.searchsorted(there, wanted).clamp_max_(len(there) - 1)
+    is_there = there[places] == wanted
+    return _Common(is_there.nonzero().flatten(), places[is_there], is_there.logical_not().nonzero().flatten())
+
+
+def _unique(spec: VariableSpec, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    unique, places = torch.unique(ids, return_inverse=True)
+    unique = unique.to("cpu", torch.int64)
+    if len(unique) and (int(unique[0]) < 0 or int(unique[-1]) >= spec.shape[0]):
+        wrong = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
+        raise InvalidArgumentError(
+            f"id {wrong} is not in table {spec.name}, which has rows 0 to {spec.shape[0] - 1}; look up ids in that "
+            "range, or make the table larger."
+        )
+    return unique, places
