@@ -58,7 +58,9 @@ PROGRAM = textwrap.dedent(
     """
     # A worker that was started by hand, up to the moment where its service would be made.
     import concurrent.futures, os, sys
+    import torch
     from tests.multiprocess.test_kept_pages import faults
+    from torchstrat.kept_pages import give_back_pages
     import torchstrat as ts
 
     class Enough(Exception): ...
@@ -67,7 +69,15 @@ PROGRAM = textwrap.dedent(
         print(len(os.listdir("/proc/self/task")), faults())
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             print(thread.submit(faults).result())
+        blocks = [torch.ones(1 << 20) for _ in range(32)]  # 128 MiB
+        del blocks
+        print(resident_mib())
+        give_back_pages()
+        print(resident_mib())
         raise Enough
+
+    def resident_mib():
+        return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
     try:
         ts.Server({"worker": ["127.0.0.1:0"]}, secret="s" * 32, make_service=in_place_of_a_service)
@@ -86,7 +96,8 @@ def test_a_server_that_was_started_by_hand(keep: bool) -> None:
     said = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=True
     ).stdout.split()
-    threads, of_main, of_another = map(int, said)
+    threads, of_main, of_another, before, after = map(int, said)
     assert threads == 1, "torch and torchstrat start no threads before a server does"
     for taken in (of_main, of_another):
         assert (taken < FEW) if keep else (taken >= MANY), taken
+    assert (before - after > 120) is keep, "what is kept is given back on request"

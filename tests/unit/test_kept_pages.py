@@ -8,12 +8,16 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
+from tests.unit.ps_server_helpers import make_spec, new_shards
 from torchstrat import kept_pages
 from torchstrat.errors import ClusterConfigError
-from torchstrat.kept_pages import environment_that_keeps_pages, glibc_version, is_wanted, keep_pages
+from torchstrat.kept_pages import environment_that_keeps_pages, give_back_pages, glibc_version, is_wanted, keep_pages
 from torchstrat.launch import LocalCluster, local_cluster
 from torchstrat.parameter_server.meeting.task_server import Server
+from torchstrat.parameter_server.server.service import VariableServer
+from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.server import main
 
 NEW, OLD = (2, 36), (2, 35)
@@ -26,14 +30,28 @@ VARIABLES = {
 }
 
 
+COORDINATOR = Peer(Task("chief", 0), "c" * 32, "tcp://127.0.0.1:2", "here", 2)
+
+
 class FakeLibc:
     def __init__(self, answer: int = 1) -> None:
         self.asked: dict[int, int] = {}
+        self.trimmed = 0
         self._answer = answer
 
     def mallopt(self, parameter: int, value: int) -> int:
         self.asked[parameter] = value
         return self._answer
+
+    def malloc_trim(self, pad: int) -> int:
+        assert pad == 0
+        self.trimmed += 1
+        return 1
+
+
+@pytest.fixture(autouse=True)
+def _put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_pages, "_keeping_libc", None)
 
 
 # ---- this process ----------------------------------------------------------------------------------------------------
@@ -98,6 +116,42 @@ def test_the_version_of_the_c_library(
     monkeypatch.setattr(os, "confstr_names", names)
     monkeypatch.setattr(os, "confstr", lambda _name: said)
     assert glibc_version() == version
+
+
+def test_what_is_free_is_given_back_on_request_if_it_is_kept() -> None:
+    libc = FakeLibc()
+    give_back_pages()
+    assert libc.trimmed == 0
+    keep_pages(libc, NEW, {})
+    give_back_pages()
+    assert libc.trimmed == 1
+
+
+def test_a_parameter_server_gives_back_once_what_large_orders_left() -> None:
+    """When the next functions have ended, and not before: until then the orders' messages may be there."""
+    libc = FakeLibc()
+    keep_pages(libc, NEW, {})
+    server, value = VariableServer(), torch.zeros(3)
+    handlers = server.handlers()
+    trimmed = []
+    orders = [("ps.create", new_shards(make_spec(0, value), value)), ("ps.catalog", None)]
+    for name, payload in [*orders, ("ps.forget_below", 1), ("ps.forget_below", 2), ("ps.end_checkpoint", "token")]:
+        handlers[name].answer(COORDINATOR, payload)
+        trimmed.append(libc.trimmed)
+    handlers["ps.forget_below"].answer(COORDINATOR, 3)
+    assert [*trimmed, libc.trimmed] == [0, 0, 1, 1, 1, 2]
+    server.close()
+
+
+def test_a_parameter_server_without_a_job_gives_everything_back() -> None:
+    libc = FakeLibc()
+    keep_pages(libc, NEW, {})
+    server = VariableServer()
+    server.coordinator_left(finished=False)
+    assert libc.trimmed == 0, "it keeps its state for a coordinator that takes over"
+    server.coordinator_left(finished=True)
+    assert libc.trimmed == 1
+    server.close()
 
 
 # ---- whether ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from torchstrat.errors import CommunicationTimeoutError
+from torchstrat.kept_pages import give_back_pages
 from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
 from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.tasks import Peer
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 _SWITCH_INTERVAL_SECONDS = 5e-4
 """Of the interpreter, while a server runs. Its threads spend their time in torch, without the interpreter's lock; with
 Python's 5 ms a thread that comes back from there waits that long, per call, for one that is busy in Python."""
+
+_LEAVE_MUCH_FREE = ("ps.create", "ps.restore", "ps.load_optimizer_state", "ps.read_checkpoint", "ps.end_checkpoint")
+"""Orders for which a server takes, for a while, as much memory again as it holds."""
 
 _switches_lock = threading.Lock()
 _before: list[float] = []
@@ -78,6 +82,7 @@ class VariableServer:
         self._checkpoints: CheckpointShards | None = None
         self._endpoint: Endpoint | None = None
         self._switching: contextlib.ExitStack = contextlib.ExitStack()
+        self._has_left_overs = threading.Event()
 
     def handlers(self) -> Mapping[str, Handler]:
         store = self.store
@@ -102,10 +107,12 @@ class VariableServer:
         }
         orders: dict[str, Callable[[Any], Any]] = {
             "ps.fence": store.fence,
-            "ps.forget_below": store.forget_below,
+            "ps.forget_below": self._forget_below,
             "ps.catalog": lambda _: store.catalog(),
             "ps.add_peer": self._add_peer,
         }
+        for name in _LEAVE_MUCH_FREE:
+            work[name] = self._noting_left_overs(work[name])
         handlers = {name: Handler(_without_sender(answer), self._work) for name, answer in work.items()}
         handlers |= {name: Handler(_without_sender(answer), self._orders) for name, answer in orders.items()}
         return handlers | {name: self._step(answer) for name, answer in steps.items()}
@@ -140,6 +147,7 @@ class VariableServer:
         """After a job that has finished the server is as new; one that was lost finds everything as it was."""
         if finished:
             self.store.reset()
+            give_back_pages()
         else:
             self.store.end_cut()
 
@@ -170,6 +178,22 @@ class VariableServer:
             checkpoints = self._checkpoints
         if checkpoints is not None:
             checkpoints.forget(token)
+
+    def _noting_left_overs(self, answer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def noting(payload: Any) -> Any:
+            try:
+                return answer(payload)
+            finally:
+                self._has_left_overs.set()
+
+        return noting
+
+    def _forget_below(self, function: int) -> None:
+        """Comes when functions have ended: by then nobody holds what they, and all before them, were sent."""
+        self.store.forget_below(function)
+        if self._has_left_overs.is_set():
+            self._has_left_overs.clear()
+            give_back_pages()
 
     def _add_peer(self, peer: Peer) -> None:
         assert self._endpoint is not None, "a message arrived before the endpoint was attached"
