@@ -275,6 +275,25 @@ def test_a_gradient_of_old_rows_is_applied_to_the_new_ones() -> None:
         assert table.state_dict()["weight"][5].tolist() == [7.0, 7.0]
 
 
+@pytest.mark.deadline(240)
+def test_a_compiled_part_of_a_step_asks_too(asked: list[list[int]]) -> None:
+    with FakeCluster(workers=1, ps=1) as cluster:
+        table, _, coordinator = on_servers(cluster)
+
+        def step() -> list[float]:
+            def ask(ids: torch.Tensor) -> torch.Tensor:
+                following = ids + 4
+                ts.prefetch_rows(table, following)
+                return following * 2
+
+            doubled = torch.compile(ask, backend="eager")(torch.tensor([1, 2]))
+            assert doubled.tolist() == [10, 12]
+            return table(torch.tensor([5, 6]))[:, 0].tolist()
+
+        assert coordinator.schedule(step).fetch(timeout=WAIT) == [5.0, 6.0]
+        assert asked == [[5, 6]], "once: what was asked for served the lookup"
+
+
 # ---- where it does nothing -------------------------------------------------------------------------------------------
 
 

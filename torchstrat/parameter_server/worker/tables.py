@@ -16,12 +16,13 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from torchstrat import row_prefetch
+from torchstrat._torch_private import DisableTorchFunction
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.table_rows import TableRows
-from torchstrat.row_prefetch import prefetch_rows
 
 _LARGE_BYTES = 64 << 20
 
@@ -54,6 +55,15 @@ class TableLookups(TorchFunctionMode):
         self._make_dense = uncompiled(self._make_dense_now)
         self._rows = uncompiled(self._rows_now)
         self._prefetch = uncompiled(self._prefetch_now)
+
+    def __enter__(self) -> TableLookups:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        row_prefetch.here.prefetch = self._prefetch
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        row_prefetch.here.prefetch = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,14 +138,12 @@ class TableLookups(TorchFunctionMode):
         ids, places, rows = self._rows(weight, input, max_norm, norm_type)
         return call(places, rows, _place_of(padding_idx, ids, len(weight)), None, False)  # type: ignore[no-any-return]
 
-    def prefetch_rows(self, table: torch.Tensor, ids: torch.Tensor) -> None:
-        if self._copies.is_table(table):
-            self._prefetch(table, ids)
-
     def _prefetch_now(self, table: torch.Tensor, ids: torch.Tensor) -> None:
-        spec = self._copies.spec_of(table)
-        assert spec is not None
-        self._table_rows.prefetch(spec, ids)
+        if self._copies.is_table(table):
+            spec = self._copies.spec_of(table)
+            assert spec is not None
+            with DisableTorchFunction():
+                self._table_rows.prefetch(spec, ids)
 
     def _rows_now(
         self, table: torch.Tensor, ids: torch.Tensor, max_norm: float | None, norm_type: float
@@ -175,7 +183,6 @@ def _place_of(padding_idx: int | None, ids: torch.Tensor, rows: int) -> int | No
 _LOOKUPS: dict[Any, Callable[..., Any]] = {
     F.embedding: TableLookups.embedding,
     F.embedding_bag: TableLookups.embedding_bag,
-    prefetch_rows: TableLookups.prefetch_rows,
 }
 
 _ATTRIBUTES = frozenset(
