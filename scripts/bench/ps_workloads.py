@@ -193,13 +193,26 @@ def for_check(workload: Workload, steps: int) -> Workload:
     return replace(workload, workers=1, steps=steps, warm_up_steps=0, learning_rate=rate, different_batches=1)
 
 
+def for_workers(workload: Workload, workers: int) -> Workload:
+    """The same steps in total, made by another number of workers."""
+    return replace(
+        workload,
+        title=workload.title.replace(f"{workload.workers} + {workload.servers}", f"{workers} + {workload.servers}"),
+        workers=workers,
+        steps=max(1, workload.steps * workload.workers // workers),
+        warm_up_steps=max(2, workload.warm_up_steps * workload.workers // workers),
+    )
+
+
 def from_arguments(arguments: Sequence[str]) -> Workload:
-    """What a contender's process is told: ``NAME [small] [check=STEPS]``, as `arguments_for` has it."""
+    """What a contender's process is told: ``NAME [small] [check=STEPS | workers=NUMBER]``."""
     name, *changes = arguments
     workload = WORKLOADS[name]
     for change in changes:
         if change == "small":
             workload = small(workload)
+        elif change.startswith("workers="):
+            workload = for_workers(workload, int(change.removeprefix("workers=")))
         else:
             workload = for_check(workload, int(change.removeprefix("check=")))
     return workload

@@ -13,14 +13,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "bench" / "parameter_server.py"
+WORKERS_SCRIPT = SCRIPT.with_name("ps_workers.py")
 DEADLINE_SECONDS = 780
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' clocks, as Linux has them")
 
 
-def bench(*arguments: str) -> tuple[int, str, str]:
+def bench(*arguments: str, script: Path = SCRIPT) -> tuple[int, str, str]:
     """In a session of its own: what a run that is stuck has started ends with it."""
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [sys.executable, str(script), *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     )
@@ -74,6 +75,27 @@ def test_what_cannot_be_measured_is_said_at_once(arguments, complaint):
     status, _, complaints = bench(*arguments)
     assert status == 2
     assert complaint in complaints
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(840)
+def test_more_workers_make_a_table_and_two_pictures():
+    options = ("A-adagrad", "--small", "--rounds", "1", "--workers", "1", "3")
+    status, output, complaints = bench(*options, script=WORKERS_SCRIPT)
+    assert status == 0, output + complaints
+    assert re.search(r"^A: .*Adagrad, workers \+ 2: SMALL VARIANT; \d+ cores$", output, re.MULTILINE)
+    rows = re.findall(r"^(floor|torchstrat), (\d) worker\(s\) +([\d.% ]+)$", output, re.MULTILINE)
+    found = {(name, int(number)): [float(cell.rstrip("%")) for cell in cells.split()] for name, number, cells in rows}
+    assert list(found) == [("floor", 1), ("torchstrat", 1), ("floor", 3), ("torchstrat", 3)]
+    assert [cells[0] for cells in found.values()] == [1, 4, 3, 6], "processes"
+    of_one, of_three = found["torchstrat", 1], found["torchstrat", 3]
+    assert of_three[3] == pytest.approx(of_three[1] / found["floor", 3][1], abs=0.01)
+    assert of_three[6] == pytest.approx(of_three[4] / of_one[4], abs=0.02)
+    for title, column in (("steps per second", 1), ("CPU ms per step", 4)):
+        picture = output.partition(f"\n{title}, all ")[2].partition("\n\n")[0]
+        bars = re.findall(r"([░█]*) ([\d.]+)$", picture, re.MULTILINE)
+        assert [float(number) for _, number in bars] == pytest.approx([row[column] for row in found.values()], abs=0.06)
+        assert max(len(bar) for bar, _ in bars) == 50
 
 
 class TestStatus:
