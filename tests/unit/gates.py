@@ -29,3 +29,19 @@ def await_arrivals(name: str, number: int) -> None:
     """Until that many calls of `pass_gate` have begun."""
     for _ in range(number):
         assert _arrived[name].acquire(timeout=DEADLINE_SECONDS)
+
+
+_runs: list[object] = []
+
+
+def note_run(what: object) -> object:
+    """In a function, wherever it runs: that it ran."""
+    _runs.append(what)
+    return what
+
+
+def take_runs() -> list[object]:
+    """What `note_run` was called with since the last time."""
+    runs = _runs.copy()
+    _runs.clear()
+    return runs

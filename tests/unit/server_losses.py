@@ -131,7 +131,7 @@ class Launcher:
         """The same; the coordinator knows when this returns."""
         self.kill(*servers)
         with self._dispatcher._changed:
-            assert self._dispatcher._changed.wait_for(lambda: self._dispatcher._scheduler.servers_lost, WAIT)
+            assert self._dispatcher._wait_for(lambda: self._dispatcher._scheduler.servers_lost, WAIT)
 
     def _start_and_wait(self, tasks: Any, timeout_seconds: float) -> None:
         with self._lock:

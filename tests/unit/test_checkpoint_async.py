@@ -289,7 +289,7 @@ def test_a_function_that_was_lost_with_its_worker_ends_first(tmp_path: Path) -> 
         saving.start()
         saving.join(timeout=0.1)
         dispatcher = pair.coordinator._dispatcher
-        cluster.kill_worker(dispatcher._places[0])
+        cluster.kill_worker(dispatcher._scheduler.worker_of(0))
         await_arrivals("lost", 1)  # on the other worker
         gate.set()
         saving.join(timeout=WAIT)

@@ -1,4 +1,8 @@
-"""What the coordinator sends a worker, and what comes back."""
+"""What the coordinator sends a worker, and what comes back.
+
+``worker.run``: a `Batch`, answered by a `Report` when it is over. ``worker.recall``: a `Recalled`, answered at once by
+functions. ``coordinator.outcomes``: a `Report`, from the worker, while a batch runs.
+"""
 
 from __future__ import annotations
 
@@ -42,51 +46,54 @@ Modes = Mapping[Any, bool]
 """Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient."""
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    """One function to run. What the worker has been sent before is left out, and known to it by name.
+Arguments = bytes | tuple[bytes, tuple[Any, ...], int, frozenset[Any]]
+"""(args, kwargs), pickled: the blob, its tensors, how many of these are buffers, and the captured objects it refers to;
+the blob alone where there is no more. Plain tuples, since a batch has many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Functions to run one after the other. What the worker has been sent before is left out, and known to it by name.
 
     Args:
-        code: digest of the function; ``packed_code`` its pickle, or None where the worker has it.
-        arguments: (args, kwargs), pickled.
+        number: of the batches that this worker gets, from 0 without a gap: they are run in this order, whatever order
+            they arrive in.
+        stops: how often the worker has stopped, by what the coordinator knows. A batch that was sent before the news of
+            a stop arrived is handed back: nothing that had not begun runs after a function that raised.
+        rested: the worker's copies of variables may be out of date when the first one begins.
+        functions: (function, which of the codes, arguments, seed of its random state). Arguments None: it could not be
+            sent, and is left out.
+        codes: (digest, pickle) of the functions' codes; the pickle is None where the worker has it.
+        settings: (place in ``functions``, options, modes): from there on these are in force, as they were when the
+            function was scheduled; None: as before.
         increments: captured objects that are new to the worker.
         resources: per-worker values that are new to the worker.
-        options: hyperparameters in force when the function was scheduled; None: as at the last dispatch.
-        servers: who the servers are; None: as at the last dispatch.
-        rested: the worker's copies of variables may be out of date.
-        modes: which modules train and which parameters take gradients on the coordinator; None: as at the last
-            dispatch.
-        seed: of the function's random state.
+        servers: who the servers are; None: as in the last batch.
     """
 
-    function: int
-    code: bytes
-    packed_code: Any
-    arguments: Any
-    increments: tuple[Any, ...]
-    resources: tuple[ResourceSpec, ...]
-    options: Options | None
-    servers: Mapping[int, Peer] | None
+    number: int
+    stops: int
     rested: bool
-    seed: int
-    modes: Modes | None
+    functions: tuple[tuple[int, int, Arguments | None, int], ...]
+    codes: tuple[tuple[bytes, Any], ...] = ()
+    settings: tuple[tuple[int, Options | None, Modes | None], ...] = ()
+    increments: tuple[Any, ...] = ()
+    resources: tuple[ResourceSpec, ...] = ()
+    servers: Mapping[int, Peer] | None = None
 
 
-@dataclass(frozen=True)
-class Returned:
-    """The function ended; ``result`` is pickled."""
-
-    result: Any
+PLAIN_RESULTS = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Results of exactly these types travel as they are, others pickled."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Raised:
     """The function raised ``error``, or its result could not be sent."""
 
     error: BaseException
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ServerGone:
     """A server did not answer this worker, so the function has no outcome."""
 
@@ -95,9 +102,29 @@ class ServerGone:
     reason: str
 
 
-@dataclass(frozen=True)
-class NotRun:
-    """The worker is leaving, or was not ready: the function is to run elsewhere."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of functions; of each it is told once. A batch's own answer is the last report of it, others come
+    before while it runs (``coordinator.outcomes``).
+
+    Args:
+        finished: functions that returned, and ``results`` what: plain, or pickled. ``seconds``: that they ran.
+        ended: functions that did not return, and why.
+        handed_back: functions that the worker has not begun and will not run: to be run elsewhere.
+        stops: how often the worker has stopped because a function did not return. It then hands back the rest of the
+            batch, and batches that were sent before the coordinator knew.
+        leaving: the worker takes nothing more.
+    """
+
+    finished: tuple[int, ...] = ()
+    results: tuple[Any, ...] = ()
+    seconds: float = 0.0
+    ended: tuple[tuple[int, Raised | ServerGone], ...] = ()
+    handed_back: tuple[int, ...] = ()
+    stops: int = 0
+    leaving: bool = False
 
 
-Outcome = Returned | Raised | ServerGone | NotRun
+Recalled = tuple[tuple[int, tuple[int, ...]], ...]
+"""(number of a batch, functions of it) that a worker is asked to hand back; it answers with those that it will not
+run."""

@@ -1,4 +1,11 @@
-"""The thin shell around the scheduler: one thread that feeds it events and carries its actions out."""
+"""The thin shell around the scheduler: it brings events to it and carries its actions out.
+
+Who has news takes the lock and handles them: the user's threads their submissions, the transport's threads the answers
+that they bring, so that none is handed from thread to thread. News from elsewhere, and moments to await, are for the
+dispatcher's own thread. Nothing is sent, and nobody else's code is called, with the lock held: what is to be sent waits
+in an outbox, which each of them empties after it has let go of the lock. Batches may therefore leave in another order
+than they were made in; workers bring them into their order by their numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +14,12 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
@@ -19,29 +29,22 @@ from torchstrat.errors import (
     CommunicationError,
     CommunicationTimeoutError,
     ContextError,
+    NotSendableError,
     ParameterServerUnavailable,
     TorchstratError,
 )
-from torchstrat.parameter_server.dispatch import (
-    KEPT_CODES,
-    Dispatch,
-    Modes,
-    NotRun,
-    Options,
-    Raised,
-    Recent,
-    Returned,
-    ServerGone,
-)
+from torchstrat.parameter_server.dispatch import Batch, Report, ServerGone
 from torchstrat.parameter_server.job import Job
-from torchstrat.parameter_server.leases.lease import Lease
+from torchstrat.parameter_server.known_worker import KnownWorker, Work, without_unsendable
 from torchstrat.parameter_server.per_worker import ResourceTable
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler import Scheduler
 from torchstrat.parameter_server.scheduler_events import (
     Action,
+    AwaitMoment,
     Cancel,
     Complete,
+    Dispatch,
     DispatchHeld,
     DispatchReleased,
     ErrorTaken,
@@ -51,48 +54,37 @@ from torchstrat.parameter_server.scheduler_events import (
     Finished,
     Forget,
     HandedBack,
+    MomentPassed,
+    Recall,
     Release,
     ServersLost,
     ServersRestored,
     Submitted,
     WorkerDraining,
     WorkerJoined,
+    WorkerLeaves,
     WorkerLost,
 )
-from torchstrat.parameter_server.scheduler_events import Dispatch as Send
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.travel.closures import Packed
+
+__all__ = ["Dispatcher", "Work"]
 
 logger = logging.getLogger("torchstrat.parameter_server")
 
 _UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker that is gone ends the call
+_MOMENT_SECONDS = 0.005
 
 
-@dataclass(frozen=True)
-class Work:
-    """One scheduled function, as it will be sent."""
+@dataclass(slots=True)
+class _News:
+    """Events of one report, which belong together, and the results of the functions that finished."""
 
-    code: bytes
-    packed_code: Packed
-    arguments: Packed
-    options: Options
-    modes: Modes
-    seed: int
-    value: RemoteValue
-    leases: tuple[Lease, ...] = ()
-
-
-@dataclass
-class _KnownWorker:
-    """What one incarnation of a worker has been sent."""
-
-    peer: Peer
-    codes: Recent = field(default_factory=lambda: Recent(KEPT_CODES))
-    version: int = 0
-    resources: set[int] = field(default_factory=set)
-    options: Options | None = None
-    modes: Modes | None = None
-    servers: Mapping[int, Peer] | None = None
+    incarnation: str
+    stops: int
+    events: list[Event]
+    finished: tuple[int, ...] = ()
+    results: Sequence[Any] = ()
 
 
 class Dispatcher:
@@ -111,32 +103,44 @@ class Dispatcher:
         self._scheduler = Scheduler(first_function=job.first_function)
         self._next_function = job.first_function
         self._works: dict[int, Work] = {}
-        self._results: dict[tuple[int, str], Any] = {}  # of (function, incarnation), on their way to the scheduler
-        self._finished: Any = None  # the result of the function whose end is being handled
-        self._places: dict[int, int] = {}
-        self._workers: dict[str, _KnownWorker] = {}
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._changed = threading.Condition(threading.RLock())
+        self._results: _News | None = None  # whose events are being handled
+        self._workers: dict[str, KnownWorker] = {}
+        self._inbox: deque[Event | _News] = deque()
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._awaited: list[Callable[[], bool]] = []  # what somebody waits for
         self._pauses = 0
         self._loss: ParameterServerUnavailable | None = None  # the last one
         self._broken: BaseException | None = None
         self._closed = False
+        self._moment_due: float | None = None
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the thread: to look, and whether to go on
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+        job.on_outcomes = self._reported
 
     # -- for the user's thread --------------------------------------------------------------------------------------
 
     def submit(self, make: Callable[[int], Work]) -> RemoteValue:
         """Queue ``make(number)``; waits while the queue is full."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unfinished < self.queue_size or self._is_stuck())
-            self._require_running()
-            if self._scheduler.pending_error is None and not self._scheduler.servers_lost:
-                work = make(self._next_function)
-                self._works[self._next_function] = work
-                self._put_now(Submitted(self._next_function))
+        with self._lock:
+            if len(self._works) >= self.queue_size:
+                self._wait_for(lambda: self._unfinished < self.queue_size or self._is_stuck())
+            if self._closed or self._broken is not None:
+                self._require_running()
+            may_run = self._scheduler.pending_error is None and not self._scheduler.servers_lost
+            if may_run:
+                number = self._next_function
+                work = self._works[number] = make(number)
                 self._next_function += 1
-                return work.value
+                actions = self._scheduler.handle(Submitted(number))  # nobody waits for anything that this changes
+                if actions:
+                    self._carry_out(actions)
+        if may_run:
+            if self._outbox:
+                self._empty_outbox()
+            return work.value
         self.raise_pending()
         assert self._loss is not None
         raise ParameterServerUnavailable(f"{self._loss} Until then nothing can be scheduled.", self._loss.task)
@@ -160,24 +164,24 @@ class Dispatcher:
     @property
     def ended_functions(self) -> int:
         """How many have ended, those of an earlier coordinator of the same servers included."""
-        with self._changed:
+        with self._lock:
             return self._next_function - self._unfinished
 
     @property
     def is_idle(self) -> bool:
         """Whether no function runs, nor will any that is queued: the user has an error to take first."""
-        with self._changed:
+        with self._lock:
             return self._unfinished == 0 or self._is_quiet()
 
     @property
     def is_done(self) -> bool:
-        with self._changed:
+        with self._lock:
             return self._unfinished == 0
 
     def wait(self, timeout_seconds: float | None) -> None:
         """Until everything has run, or an error is there to be taken and nothing runs any more."""
-        with self._changed:
-            ended = self._changed.wait_for(
+        with self._lock:
+            ended = self._wait_for(
                 lambda: self._unfinished == 0 or self._is_quiet() or self._broken is not None, timeout_seconds
             )
             if not ended:
@@ -185,16 +189,17 @@ class Dispatcher:
 
     def raise_pending(self) -> None:
         """Raise the pending error once, and cancel what is queued. Waits for what still runs."""
-        with self._changed:
+        with self._lock:
             self._require_running()
             if self._scheduler.pending_error is None:
                 return
-            self._changed.wait_for(lambda: self._is_quiet() or self._broken is not None)
+            self._wait_for(lambda: self._is_quiet() or self._broken is not None)
             self._require_running()
             error = self._scheduler.pending_error
             if error is None:
                 return
-            self._put_now(ErrorTaken())
+            self._handle(ErrorTaken())
+        self._empty_outbox()
         raise error
 
     def _is_running(self) -> bool:
@@ -210,18 +215,27 @@ class Dispatcher:
 
     def where(self, function: int) -> str:
         """For messages: what a function waits for."""
-        with self._changed:
-            worker = self._places.get(function)
+        with self._lock:
+            worker = self._scheduler.worker_of(function)
             if worker is not None:
-                return f"it runs on worker {worker}"
+                first = self._scheduler.functions_at(worker)[0]
+                if function == first:
+                    return f"it runs on worker {worker}"
+                return f"it waits on worker {worker}, behind function {first}"
             if not self._workers:
                 return "it waits for a worker, and none has joined"
             return f"it waits for one of workers {sorted(w.peer.task.index for w in self._workers.values())}"
 
     def _waiting_for(self, seconds: float | None, who: str = "join") -> str:
-        running = [f"function {function} on worker {worker}" for function, worker in sorted(self._places.items())]
-        queued = self._unfinished - len(running)
         present = sorted(known.peer.task.index for known in self._workers.values())
+        running = []
+        for worker in present:
+            if functions := self._scheduler.functions_at(worker):
+                first, behind = functions[0], functions[1:]
+                running.append(
+                    f"function {first} on worker {worker}" + (f" (with {len(behind)} behind it)" if behind else "")
+                )
+        queued = self._scheduler.queued
         return (
             f"{who} waited {seconds} s: {', '.join(running) if running else 'nothing'} is running, {queued} functions "
             f"are queued, workers {present} are there. Give it more time, or look at those workers."
@@ -234,66 +248,69 @@ class Dispatcher:
         Waits for those that run; none begins meanwhile, they stay queued, and `submit` goes on. ``who`` waits, for the
         error. Raises `CommunicationTimeoutError` naming functions and workers, and `ParameterServerUnavailable`.
         """
-        with self._changed:
+        with self._lock:
             self._require_running()
             self._pauses += 1
             if self._pauses == 1:
-                self._put_now(DispatchHeld())
-            try:
-                rests = self._changed.wait_for(
-                    lambda: self._scheduler.at_rest or self._scheduler.servers_lost or not self._is_running(),
-                    timeout_seconds,
-                )
-                self._require_running()
-                if not rests:
-                    raise CommunicationTimeoutError(self._waiting_for(timeout_seconds, who))
-                if self._scheduler.servers_lost:
-                    assert self._loss is not None
-                    raise ParameterServerUnavailable(str(self._loss), self._loss.task)
-            except BaseException:
-                self._release()
-                raise
+                self._handle(DispatchHeld())
         try:
+            self._empty_outbox()
+            self._wait_for_rest(timeout_seconds, who)
             yield
         finally:
-            with self._changed:
-                self._release()
+            with self._lock:
+                self._pauses -= 1
+                if self._pauses == 0 and self._broken is None:
+                    self._handle(DispatchReleased())
+            self._empty_outbox()
 
-    def _release(self) -> None:
-        self._pauses -= 1
-        if self._pauses == 0 and self._broken is None:
-            self._put_now(DispatchReleased())
+    def _wait_for_rest(self, timeout_seconds: float, who: str) -> None:
+        with self._lock:
+            rests = self._wait_for(
+                lambda: self._scheduler.at_rest or self._scheduler.servers_lost or not self._is_running(),
+                timeout_seconds,
+            )
+            self._require_running()
+            if not rests:
+                raise CommunicationTimeoutError(self._waiting_for(timeout_seconds, who))
+            if self._scheduler.servers_lost:
+                assert self._loss is not None
+                raise ParameterServerUnavailable(str(self._loss), self._loss.task)
 
     def drain(self, worker: int) -> None:
         self.put(WorkerDraining(worker))
 
     def wait_released(self, worker: int, timeout_seconds: float | None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(
+        with self._lock:
+            return self._wait_for(
                 lambda: all(known.peer.task.index != worker for known in self._workers.values()), timeout_seconds
             )
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
-        self._events.put(None)
+        self._calls.put(False)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
     def put(self, event: Event) -> None:
-        """Tell the scheduler, from any thread."""
-        self._events.put(event)
+        """Tell the scheduler, from any thread; it is handled on the dispatcher's."""
+        self._inbox.append(event)
+        self._calls.put(True)
 
     def worker_joined(self, peer: Peer) -> None:
-        with self._changed:
+        with self._lock:
+            if peer.incarnation in self._workers:
+                return
             for known in list(self._workers.values()):
                 if known.peer.task == peer.task:
                     del self._workers[known.peer.incarnation]
-            self._workers[peer.incarnation] = _KnownWorker(peer)
-        self.put(WorkerJoined(peer.task.index, peer.incarnation))
+            self._workers[peer.incarnation] = KnownWorker(peer)
+        self._inbox.append(WorkerJoined(peer.task.index, peer.incarnation))
+        self._take_in()
 
     def worker_lost(self, peer: Peer, reason: str) -> None:
         logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)
@@ -302,8 +319,8 @@ class Dispatcher:
 
     def worker_leaves(self, peer: Peer) -> int:
         """It says that it will end. Returns how many of its functions have not been answered yet."""
-        self.put(HandedBack(peer.task.index, peer.incarnation, None))
-        with self._changed:
+        self.put(WorkerLeaves(peer.task.index, peer.incarnation))
+        with self._lock:
             return len(self._scheduler.functions_at(peer.task.index))
 
     def servers_lost(self, error: ParameterServerUnavailable) -> None:
@@ -313,7 +330,7 @@ class Dispatcher:
     @property
     def loss(self) -> ParameterServerUnavailable | None:
         """Of servers that have not been restored since, or not been raised yet; None: there is none."""
-        with self._changed:
+        with self._lock:
             error = self._scheduler.pending_error
             if isinstance(error, ParameterServerUnavailable):
                 return error
@@ -324,18 +341,19 @@ class Dispatcher:
 
         Returns how many functions had not ended. Those that run are waited for by `wait`.
         """
-        with self._changed:
+        with self._lock:
             if not self._scheduler.servers_lost:  # a call was the first to notice
                 self._loss = loss
-                self._put_now(ServersLost(loss))
+                self._handle(ServersLost(loss))
             unfinished = self._unfinished
-            self._put_now(ErrorTaken())
-            return unfinished
+            self._handle(ErrorTaken())
+        self._empty_outbox()
+        return unfinished
 
     def servers_restored(self) -> None:
         """All servers have what the program wants: functions may run. Raises `ParameterServerUnavailable` if one of
         them was lost meanwhile."""
-        with self._changed:
+        with self._lock:
             # A server is noted as lost before the scheduler hears of it: what is not seen here is an event to come.
             for index in self._job.lost_servers():
                 raise ParameterServerUnavailable(
@@ -344,44 +362,82 @@ class Dispatcher:
                     Task(PARAMETER_SERVER, index),
                 )
             if isinstance(self._scheduler.pending_error, ParameterServerUnavailable):
-                self._put_now(ErrorTaken())  # who restores knows of the loss
-            self._put_now(ServersRestored())
+                self._handle(ErrorTaken())  # who restores knows of the loss
+            self._handle(ServersRestored())
+        self._empty_outbox()
 
-    def _put_now(self, event: Event) -> None:
-        """For callers that hold the lock and go on from the result."""
-        self._carry_out(self._scheduler.handle(event))
-        self._changed.notify_all()
+    def _wait_for(self, condition: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
+        """With the lock. Who handles an event looks whether the condition holds now, so that nobody wakes in vain."""
+        self._awaited.append(condition)
+        try:
+            return self._changed.wait_for(condition, timeout_seconds)
+        finally:
+            self._awaited.remove(condition)
 
     def _loop(self) -> None:
-        while (event := self._events.get()) is not None:
+        while True:
+            due = self._moment_due
+            left = None if due is None else max(due - time.monotonic(), 0.0)
             try:
-                with self._changed:
-                    self._before(event)
-                    self._carry_out(self._scheduler.handle(event))
-                    self._after(event)
-                    self._changed.notify_all()
+                if not self._calls.get(timeout=left):
+                    return
+            except queue.Empty:
+                self._moment_due = None
+                self._inbox.append(MomentPassed())
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Handle what has come, on the calling thread, which does not hold the lock."""
+        with self._lock:
+            try:
+                while self._inbox and not self._closed and self._broken is None:
+                    news = self._inbox.popleft()
+                    if isinstance(news, _News):
+                        self._handle_news(news)
+                    else:
+                        self._handle(news)
             except BaseException as error:
-                with self._changed:
-                    self._broken = error
-                    for work in self._works.values():
-                        work.value._set_error(error)
-                    self._changed.notify_all()
+                self._broken = error
+                for work in self._works.values():
+                    work.value._set_error(error)
+                self._changed.notify_all()
+        self._empty_outbox()
+
+    def _empty_outbox(self) -> None:
+        """Send what there is to send, whoever has put it there. Without the lock."""
+        while self._outbox:
+            try:
+                send = self._outbox.popleft()
+            except IndexError:  # another thread was faster
                 return
+            send()
+
+    def _handle_news(self, news: _News) -> None:
+        known = self._workers.get(news.incarnation)
+        if known is not None:
+            known.stops = max(known.stops, news.stops)
+        self._results = news
+        for event in news.events:
+            self._handle(event)
+        self._results = None
+
+    def _handle(self, event: Event) -> None:
+        """With the lock; `_empty_outbox` comes after it."""
+        self._before(event)
+        self._carry_out(self._scheduler.handle(event))
+        if self._scheduler.servers_lost and isinstance(event, ServersLost | WorkerLost | HandedBack):
+            self._tell_who_waits_in_vain()
+        if self._awaited and any(condition() for condition in self._awaited):
+            self._changed.notify_all()
 
     def _before(self, event: Event) -> None:
         if isinstance(event, WorkerLost):
             self._workers.pop(event.incarnation, None)
-            for index, worker in list(self._places.items()):
-                if worker == event.worker:
-                    self._places.pop(index)
-        elif isinstance(event, Finished):
-            self._finished = self._results.pop((event.function, event.incarnation))
-
-    def _after(self, event: Event) -> None:
-        if isinstance(event, Finished):
-            self._finished = None
-        elif isinstance(event, ServersLost | WorkerLost | HandedBack) and self._scheduler.servers_lost:
-            self._tell_who_waits_in_vain()
+        elif isinstance(event, HandedBack):
+            for function in event.functions:
+                if self._scheduler.is_at(function, event.worker, event.incarnation):
+                    for lease in self._works[function].leases:
+                        lease._was_handed_back()
 
     def _tell_who_waits_in_vain(self) -> None:
         """What is queued when a server is lost never runs: it is cancelled when the user takes the error. Who waits for
@@ -397,10 +453,12 @@ class Dispatcher:
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, Complete):
+                self._complete(action.functions)
+            elif isinstance(action, Dispatch):
                 self._send(action)
-            elif isinstance(action, Complete):
-                self._end(action.function, returned=True)._set_result(self._finished)
+            elif isinstance(action, Recall):
+                self._recall(action)
             elif isinstance(action, Fail):
                 self._end(action.function)._set_error(action.error)
             elif isinstance(action, Cancel):
@@ -408,95 +466,155 @@ class Dispatcher:
             elif isinstance(action, Release):
                 self._workers.pop(action.incarnation, None)
             elif isinstance(action, Forget):
-                self._forget(action.below)
+                self._outbox.append(partial(self._forget, action.below))
+            elif isinstance(action, AwaitMoment):
+                self._moment_due = time.monotonic() + _MOMENT_SECONDS
+                self._calls.put(True)
 
-    def _end(self, function: int, *, returned: bool = False) -> RemoteValue:
-        self._places.pop(function, None)
+    def _complete(self, functions: tuple[int, ...]) -> None:
+        assert self._results is not None
+        finished, results = self._results.finished, self._results.results
+        if functions != finished:  # some were out of date
+            by_function = dict(zip(finished, results, strict=True))
+            results = [by_function[function] for function in functions]
+        works = self._works
+        for function, result in zip(functions, results, strict=True):
+            work = works.pop(function)
+            for lease in work.leases:  # before anybody can see the outcome
+                lease._ended(returned=True)
+            work.value._set_result(result)
+
+    def _end(self, function: int) -> RemoteValue:
         work = self._works.pop(function)
-        for lease in work.leases:  # before anybody can see the outcome
-            lease._ended(returned=returned)
+        for lease in work.leases:
+            lease._ended(returned=False)
         return work.value
 
-    def _send(self, action: Send) -> None:
+    def _send(self, action: Dispatch) -> None:
         known = self._workers.get(action.incarnation)
         if known is None:  # lost; the event that says so is on its way
             return
-        work = self._works[action.function]
-        self._places[action.function] = action.worker
-        for lease in work.leases:
-            lease._was_sent()
-        message = self._message(action, work, known)
-        future = self._job.endpoint.call(known.peer, "worker.run", message, timeout_seconds=_UNLIMITED_SECONDS)
-        future.add_done_callback(lambda done: self._answered(action, known.peer, done))
-
-    def _message(self, action: Send, work: Work, known: _KnownWorker) -> Dispatch:
-        new_code = work.code not in known.codes
-        known.codes.add(work.code)
+        for function in action.functions:
+            for lease in self._works[function].leases:
+                lease._was_sent()
         catalog = self._job.catalog
         # Only what `schedule` has made ready: the user's thread may be half-way through building the next model.
         increments = tuple(catalog.increments(known.version, new=False))
         if increments:
             known.version = increments[-1].number
             catalog.trim(min(worker.version for worker in self._workers.values()))
-        tokens = work.packed_code.tokens | work.arguments.tokens
-        needed = self._resources.needed_for({token[1] for token in tokens if token[0] == "per_worker"})
-        resources = tuple(spec for spec in needed if spec.number not in known.resources)
-        known.resources.update(spec.number for spec in resources)
-        options = None if known.options == work.options else work.options
-        known.options = work.options
-        modes = None if known.modes == work.modes else work.modes
-        known.modes = work.modes
-        peers = self._job.server_peers()
-        servers = None if known.servers == peers else peers
-        known.servers = peers
-        return Dispatch(
-            action.function,
-            work.code,
-            work.packed_code if new_code else None,
-            work.arguments,
-            increments,
-            resources,
-            options,
-            servers,
-            action.rested,
-            work.seed,
-            modes,
+        batch = known.batch(
+            self._works,
+            action.functions,
+            rested=action.rested,
+            increments=increments,
+            resources=self._resources.needed_for,
+            servers=self._job.server_peers(),
         )
+        self._outbox.append(partial(self._send_batch, known, batch))
 
-    def _answered(self, action: Send, peer: Peer, done: Future[Any]) -> None:
-        """On a thread of the transport: only note what came."""
-        if self._closed:
-            return
-        worker, incarnation, function = action.worker, action.incarnation, action.function
-        error = done.exception()
-        if isinstance(error, CommunicationError):
-            # Usually the membership knows by now. A process that lives and cannot be talked to must start afresh.
-            self._job.membership.give_up(peer, f"its answer did not come: {error}")
-            self.put(WorkerLost(worker, incarnation))
-            return
-        outcome = Raised(error) if error is not None else done.result()
-        if isinstance(outcome, Returned):
-            try:
-                self._results[function, incarnation] = self._unpack(outcome.result)
-            except Exception as problem:
-                self.put(Failed(worker, incarnation, function, problem))
-            else:
-                self.put(Finished(worker, incarnation, function))
-        elif isinstance(outcome, Raised):
-            self.put(Failed(worker, incarnation, function, outcome.error))
-        elif isinstance(outcome, NotRun):
-            self.put(HandedBack(worker, incarnation, function))
-        elif isinstance(outcome, ServerGone):
-            self._server_gone(action, outcome)
+    def _recall(self, action: Recall) -> None:
+        known = self._workers.get(action.incarnation)
+        if known is not None:
+            self._outbox.append(partial(self._send_recall, known, known.recalled(action.functions)))
 
-    def _server_gone(self, action: Send, outcome: ServerGone) -> None:
-        self._job.report_server_gone(outcome.index, outcome.peer, outcome.reason)
-        error = ParameterServerUnavailable(outcome.reason, Task(PARAMETER_SERVER, outcome.index))
-        self.put(Failed(action.worker, action.incarnation, action.function, error))
+    # -- sending, without the lock; what comes back is on a thread of the transport, or on this one if it failed at once
+
+    def _send_batch(self, known: KnownWorker, batch: Batch) -> None:
+        future = self._call(known.peer, "worker.run", batch)
+        error = future.exception() if future.done() else None
+        if isinstance(error, NotSendableError) and not hasattr(error, "__notes__"):  # not told by the worker
+            rest, faults = without_unsendable(batch, error)
+            self._tell(known.peer, [Failed(*_names(known.peer), *fault) for fault in faults.items()])
+            future = self._call(known.peer, "worker.run", rest)
+        future.add_done_callback(partial(self._answered, known, batch.number))
+
+    def _send_recall(self, known: KnownWorker, recalled: Any) -> None:
+        future = self._call(known.peer, "worker.recall", recalled)
+        future.add_done_callback(partial(self._handed_back, known.peer))
+
+    def _call(self, peer: Peer, method: str, payload: Any) -> Future[Any]:
+        try:
+            return self._job.endpoint.call(peer, method, payload, timeout_seconds=_UNLIMITED_SECONDS)
+        except Exception as error:  # whatever it is, it is the functions' error, and not that of who happens to send
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _forget(self, below: int) -> None:
         for index in self._job.server_peers():
             self._job.servers.send(index, "ps.forget_below", below)
+
+    def _answered(self, known: KnownWorker, number: int, done: Future[Any]) -> None:
+        if self._closed:
+            return
+        with self._lock:
+            functions = known.answered(number)
+        error = done.exception()
+        if error is None:
+            self._reported(known.peer, done.result())
+        elif isinstance(error, CommunicationError):
+            # Usually the membership knows by now. A process that lives and cannot be talked to must start afresh.
+            self._job.membership.give_up(known.peer, f"its answer did not come: {error}")
+            self._tell(known.peer, [WorkerLost(*_names(known.peer))])
+        else:
+            self._tell(known.peer, [Failed(*_names(known.peer), function, error) for function in functions])
+
+    def _handed_back(self, peer: Peer, done: Future[Any]) -> None:
+        if done.exception() is None and done.result():  # an error is told by the batches' calls
+            self._tell(peer, [HandedBack(*_names(peer), done.result())])
+
+    def _reported(self, peer: Peer, report: Report) -> None:
+        """A report has come, before a batch's end or at it."""
+        if self._closed:
+            return
+        events: list[Event] = []
+        for function, outcome in report.ended:  # first of all: after an error nothing more is sent
+            error = self._server_gone(outcome) if isinstance(outcome, ServerGone) else outcome.error
+            events.append(Failed(*_names(peer), function, error))
+        results: Sequence[Any] = report.results
+        if Packed in map(type, results):
+            results, faults = self._unpacked(report)
+            events += [Failed(*_names(peer), *fault) for fault in faults.items()]
+        if report.leaving:
+            events.append(WorkerLeaves(*_names(peer)))
+        if report.finished:
+            events.append(Finished(*_names(peer), report.finished, report.seconds))
+        if report.handed_back:
+            events.append(HandedBack(*_names(peer), report.handed_back))
+        self._tell(peer, events, report.stops, report.finished, results)
+
+    def _unpacked(self, report: Report) -> tuple[list[Any], dict[int, BaseException]]:
+        """The results, and the errors of those that cannot be opened."""
+        results: list[Any] = []
+        faults: dict[int, BaseException] = {}
+        for function, result in zip(report.finished, report.results, strict=True):
+            try:
+                results.append(self._unpack(result) if type(result) is Packed else result)
+            except Exception as problem:
+                results.append(None)
+                faults[function] = problem
+        return results, faults
+
+    def _server_gone(self, outcome: ServerGone) -> ParameterServerUnavailable:
+        self._job.report_server_gone(outcome.index, outcome.peer, outcome.reason)
+        return ParameterServerUnavailable(outcome.reason, Task(PARAMETER_SERVER, outcome.index))
+
+    def _tell(
+        self,
+        peer: Peer,
+        events: list[Any],
+        stops: int = 0,
+        finished: tuple[int, ...] = (),
+        results: Sequence[Any] = (),
+    ) -> None:
+        self._inbox.append(_News(peer.incarnation, stops, events, finished, results))
+        self._take_in()
+
+
+def _names(peer: Peer) -> tuple[int, str]:
+    """By which the scheduler knows a process."""
+    return peer.task.index, peer.incarnation
 
 
 def _cancelled(action: Cancel) -> BaseException:

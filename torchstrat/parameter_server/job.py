@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
-from torchstrat.parameter_server.dispatch import Modes, Options
+from torchstrat.parameter_server.dispatch import Modes, Options, Report
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
@@ -79,6 +79,7 @@ class Job:
         self.on_worker_lost: Callable[[Peer, str], None] = lambda peer, reason: None
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
         self.on_worker_leaves: Callable[[Peer], int] = lambda peer: 0
+        self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
         self._registry = registry
         self._structure = FixedStructure()
         self._rows_only = rows_only
@@ -106,7 +107,12 @@ class Job:
 
     def connect(self) -> None:
         """Find all servers. Raises `CommunicationTimeoutError` naming those that are missing."""
-        self.endpoint.serve({"coordinator.worker_leaves": Handler(self._worker_leaves)})
+        self.endpoint.serve(
+            {
+                "coordinator.worker_leaves": Handler(self._worker_leaves),
+                "coordinator.outcomes": Handler(self._outcomes),
+            }
+        )
         self.membership.start(self._process_joined, self._process_lost)
         self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
         self._use_joined_servers()
@@ -193,6 +199,9 @@ class Job:
     def _worker_leaves(self, sender: Peer, _: Any) -> int:
         """How many functions of it are awaited still."""
         return self.on_worker_leaves(sender)
+
+    def _outcomes(self, sender: Peer, report: Report) -> None:
+        self.on_outcomes(sender, report)
 
     def _process_lost(self, peer: Peer, reason: str) -> None:
         if peer.task.job != PARAMETER_SERVER:

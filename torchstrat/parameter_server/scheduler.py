@@ -4,20 +4,30 @@
 
     scheduler = Scheduler()
     for action in scheduler.handle(WorkerJoined(0, "a1")) + scheduler.handle(Submitted(0)):
-        ...                                                    # Dispatch(function=0, worker=0, incarnation="a1", …)
+        ...                                                    # Dispatch(functions=(0,), worker=0, …)
 
 The shell around it holds a lock over `handle`, carries the actions out in their order, and waits on a condition that it
 notifies at `Quiet` and `AllDone`. Both come once, at the event after which they hold.
 
 How functions run
-    First in, first out; any worker with room takes the next, those with the least to do first. A function that was lost
-    with its worker, or handed back, runs again before everything that never ran, oldest first. A result counts only if
-    it comes from where the function is in flight now; whatever else arrives (from a process that was given up, twice,
-    for a function that runs elsewhere again) changes nothing.
+    In batches, first in, first out; any worker with room takes the next batch, those with the least to do first. A
+    batch is a share of what waits, as long as the worker takes some milliseconds for it by what functions took so far,
+    so that where functions are long, or few wait, it is a single one. A function that was lost with its worker runs
+    again before everything else, then comes what was handed back, then what was never sent, each oldest first. A result
+    counts only if it comes from where the function is in flight now; whatever else arrives (from a process that was
+    given up, twice, for a function that runs elsewhere again) changes nothing.
+
+Recalled functions
+    While a worker idles, nothing waits and another has more than one function, a process that reports no outcome for a
+    moment (the shell measures it) is *stalled*: the one that it runs takes long. It is asked to hand back the later
+    half of what it has; the halves that follow at once, until the others idle no more or it has only one. It hands back
+    what it has not begun, and gets nothing until it reports an outcome, so that what was taken from it does not go
+    back. Every process is asked for all that it has not begun when an error comes up, servers are lost or dispatch is
+    held, and a worker when it is removed. What comes back has changed nothing, unless an earlier worker had begun it.
 
 After an error
     The first one waits until the shell says that it was raised (`ErrorTaken`); a lost server goes before a function's
-    own error. Meanwhile nothing is dispatched, what is in flight may finish, and what failed keeps its own error. When
+    own error. Meanwhile nothing is dispatched, what was begun may finish, and what failed keeps its own error. When
     the error is taken, everything that waits is cancelled. What was submitted before that and is in flight even then
     never runs a second time and raises no second error: it completes, keeps its error, or is cancelled if it comes
     back.
@@ -29,8 +39,8 @@ Lost servers
     the loss. For that the shell has to report the loss before the failures that it causes.
 
 Held dispatch
-    Between `DispatchHeld` and `DispatchReleased` no function begins. Those that were begun and lost with their worker,
-    or handed back, do run again: servers may have had a part of what they change. So once `at_rest` holds, each
+    Between `DispatchHeld` and `DispatchReleased` no function begins. Those that were lost with their worker, which may
+    have begun them, do run again: servers may have had a part of what they change. So once `at_rest` holds, each
     function has changed all that it changes, or nothing.
 
 Removed workers
@@ -41,15 +51,16 @@ Removed workers
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
 from typing import Any
 
 from torchstrat.errors import CommunicationError, InvalidArgumentError
 from torchstrat.parameter_server.scheduler_events import (
     Action,
     AllDone,
+    AwaitMoment,
     Cancel,
     Complete,
     Dispatch,
@@ -62,61 +73,101 @@ from torchstrat.parameter_server.scheduler_events import (
     Finished,
     Forget,
     HandedBack,
+    MomentPassed,
     Quiet,
+    Recall,
     Release,
     ServersLost,
     ServersRestored,
     Submitted,
     WorkerDraining,
     WorkerJoined,
+    WorkerLeaves,
     WorkerLost,
 )
 
-__all__ = ["Scheduler"]
+__all__ = ["LARGEST_BATCH", "Scheduler"]
+
+LARGEST_BATCH = 256
+_BATCH_SECONDS = 0.005
+"""How long a worker should take for a batch: much longer than a message takes, much shorter than anybody minds."""
+_FEWEST_SHARES = 4
+"""Into how many batches what waits is cut at least: two workers with two batches each."""
+_REMEMBERED = 64
+"""About how many functions the mean duration is taken over."""
+
+
+class _Batch:
+    """Functions that were sent together and have no outcome yet, in their order."""
+
+    __slots__ = ("functions", "process")
+
+    def __init__(self, process: _Process, functions: Iterable[int]) -> None:
+        self.process = process
+        self.functions = dict.fromkeys(functions)
 
 
 class _Process:
     """One incarnation of a worker, from joining to loss or release."""
 
-    __slots__ = ("draining", "functions", "incarnation", "leaving", "worker")
+    __slots__ = ("asked", "batches", "draining", "incarnation", "leaving", "level", "reported", "stalled", "worker")
 
     def __init__(self, worker: int, incarnation: str) -> None:
         self.worker = worker
         self.incarnation = incarnation
-        self.functions: set[int] = set()
+        self.batches: list[_Batch] = []  # in the order in which it runs them
+        self.level: int | None = None  # its place in `Scheduler._free`
         self.draining = False  # the user removes it
         self.leaving = False  # it said itself that it leaves
+        self.reported = False  # an outcome since the last moment, or it had nothing to do before
+        self.stalled = False
+        self.asked = False  # to hand back a part, and has neither done so nor reported an outcome since
+
+    @property
+    def count(self) -> int:
+        return sum(len(batch.functions) for batch in self.batches)
+
+    @property
+    def functions(self) -> list[int]:
+        return [function for batch in self.batches for function in batch.functions]
 
 
 class Scheduler:
     """Which function runs where, and what becomes of it.
 
-    What never ran needs no list. Numbers have no gaps, first dispatches go in their order, and only the whole queue is
-    ever cancelled, so it is the interval from ``_next`` to ``_end``: a submission costs no memory, and every function
-    below ``_next`` is in flight, waits to run again, or has its outcome.
+    What was never sent needs no list. Numbers have no gaps, first dispatches go in their order, and only the whole
+    queue is ever cancelled, so it is the interval from ``_next`` to ``_end``: a submission costs no memory, and every
+    function below ``_next`` is in flight, waits to be sent again, or has its outcome.
 
     Args:
-        in_flight_per_worker: How many functions a worker may have at once; the second waits there for the first.
+        batches_per_worker: How many batches a worker may have at once; the second waits there for the first.
         forget_every: `Forget` comes when this many functions more than last time have their outcomes, counted without
-            a gap from the first one, and whenever all have.
+            a gap from the first one.
         first_function: The number of the first function.
     """
 
-    def __init__(self, in_flight_per_worker: int = 1, forget_every: int = 64, *, first_function: int = 0) -> None:
-        for name, value in (("in_flight_per_worker", in_flight_per_worker), ("forget_every", forget_every)):
+    def __init__(self, batches_per_worker: int = 2, forget_every: int = 256, *, first_function: int = 0) -> None:
+        for name, value in (("batches_per_worker", batches_per_worker), ("forget_every", forget_every)):
             if value < 1:
                 raise InvalidArgumentError(f"{name}={value!r} must be at least 1.")
-        self._room = in_flight_per_worker
+        self._room = batches_per_worker
         self._forget_every = forget_every
         self._first = self._next = self._end = self._low = self._forgotten = first_function
-        self._again: list[int] = []  # to run again; descending, so that the oldest is popped from the end
-        self._running: dict[int, _Process] = {}
+        self._again: list[int] = []  # a heap: what may have been begun, to run again
+        self._back: list[int] = []  # a heap: what was sent, and came back without having been begun by anybody
+        self._touched: set[int] = set()  # what was lost with a worker, and has no outcome yet
+        self._running: dict[int, _Batch] = {}
         self._processes: dict[int, _Process] = {}
-        # _free[n]: those that take functions and have n of them, the one that waits longest first. An OrderedDict,
+        self._busy = 0  # how many processes have functions
+        self._stalled: dict[_Process, None] = {}
+        # _free[n]: those that take functions and have n batches, the one that waits longest first. An OrderedDict,
         # since taking the first of a plain dict walks over everything that was ever deleted before it.
-        self._free: list[OrderedDict[_Process, None]] = [OrderedDict() for _ in range(in_flight_per_worker)]
+        self._free: list[OrderedDict[_Process, None]] = [OrderedDict() for _ in range(batches_per_worker)]
         self._removed: set[int] = set()
         self._seen: set[str] = set()
+        self._seconds = 0.0  # that the last functions took
+        self._timed = 0.0  # how many these were; older ones count less and less
+        self._awaits_moment = False
         self._function_error: BaseException | None = None
         self._server_error: BaseException | None = None
         self._servers_lost = False
@@ -131,9 +182,11 @@ class Scheduler:
             WorkerJoined: self._worker_joined,
             WorkerLost: self._worker_lost,
             WorkerDraining: self._worker_draining,
+            WorkerLeaves: self._worker_leaves,
             Finished: self._finished,
             Failed: self._failed,
             HandedBack: self._handed_back,
+            MomentPassed: self._moment_passed,
             ServersLost: self._servers_were_lost,
             ServersRestored: self._servers_restored,
             ErrorTaken: self._error_taken,
@@ -151,7 +204,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """How many functions wait to be dispatched, for the first time or again."""
-        return self._end - self._next + len(self._again)
+        return self._end - self._next + len(self._back) + len(self._again)
 
     @property
     def in_flight(self) -> int:
@@ -161,7 +214,7 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """How many functions have no outcome yet."""
-        return self._end - self._next + len(self._again) + len(self._running)
+        return self.queued + len(self._running)
 
     @property
     def next_function(self) -> int:
@@ -181,9 +234,7 @@ class Scheduler:
     @property
     def quiet(self) -> bool:
         """Whether nothing is in flight nor will be: an error is pending, or functions wait for lost servers."""
-        return not self._running and (
-            self.pending_error is not None or (self._servers_lost and bool(self._again or self._next < self._end))
-        )
+        return not self._running and (self.pending_error is not None or (self._servers_lost and self.queued > 0))
 
     @property
     def at_rest(self) -> bool:
@@ -197,14 +248,20 @@ class Scheduler:
         return {index: each.incarnation for index, each in self._processes.items() if _takes_functions(each)}
 
     def functions_at(self, worker: int) -> list[int]:
-        """What is in flight at a worker, ascending."""
+        """What is in flight at a worker, in the order in which it runs them: it runs the first, if its news are here,
+        and has not begun the others."""
         process = self._processes.get(worker)
-        return sorted(process.functions) if process is not None else []
+        return process.functions if process is not None else []
 
     def worker_of(self, function: int) -> int | None:
         """Where a function is in flight; None if it waits, has its outcome, or is unknown."""
-        process = self._running.get(function)
-        return process.worker if process is not None else None
+        batch = self._running.get(function)
+        return batch.process.worker if batch is not None else None
+
+    def is_at(self, function: int, worker: int, incarnation: str) -> bool:
+        """Whether a function is in flight at this process."""
+        batch = self._running.get(function)
+        return batch is not None and (batch.process.worker, batch.process.incarnation) == (worker, incarnation)
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +275,9 @@ class Scheduler:
         """
         actions: list[Action] = []
         self._handlers[type(event)](event, actions)
-        self._forget(actions)
+        if type(event) is not Submitted:  # which changes nothing of this, and is what there is most of
+            self._balance(actions)
+            self._forget(actions)
         self._announce(actions)
         return actions
 
@@ -240,13 +299,13 @@ class Scheduler:
         if event.worker not in self._removed:
             self._seen.add(event.incarnation)
             process = self._processes[event.worker] = _Process(event.worker, event.incarnation)
-            self._free[0][process] = None
+            self._settle(process)
         self._dispatch(actions)
 
     def _worker_lost(self, event: WorkerLost, actions: list[Action]) -> None:
-        process = self._processes.get(event.worker)
         self._seen.add(event.incarnation)  # it must not join later: it may have been lost on its way in
-        if process is not None and process.incarnation == event.incarnation:
+        process = self._process_of(event)
+        if process is not None:
             self._lose(process, actions)
             self._dispatch(actions)
 
@@ -254,47 +313,71 @@ class Scheduler:
         self._removed.add(event.worker)
         process = self._processes.get(event.worker)
         if process is not None and not process.draining:
-            self._withhold(process)
             process.draining = True
+            self._settle(process)
+            self._recall_all(process, actions)
             self._release_if_empty(process, actions)
 
+    def _worker_leaves(self, event: WorkerLeaves, actions: list[Action]) -> None:
+        process = self._process_of(event)
+        if process is not None:
+            process.leaving = True
+            self._settle(process)
+
     def _finished(self, event: Finished, actions: list[Action]) -> None:
-        process = self._take(event.worker, event.incarnation, event.function)
-        if process is None:
+        process = self._process_of(event)
+        functions = self._take(process, event.functions)
+        if process is None or not functions:
             return
-        actions.append(Complete(event.function))
+        self._learn_duration(event.seconds, len(event.functions))
+        self._has_reported(process)
+        self._touched.difference_update(functions)
+        actions.append(Complete(functions))
         self._dispatch(actions, busy=process)
         self._release_if_empty(process, actions)
 
     def _failed(self, event: Failed, actions: list[Action]) -> None:
-        process = self._take(event.worker, event.incarnation, event.function)
-        if process is None:
+        process = self._process_of(event)
+        if process is None or not self._take(process, (event.function,)):
             return
+        self._has_reported(process)
+        self._touched.discard(event.function)
         if self._loss is not None and self._was_caused_by_loss(event):
             actions.append(Cancel(event.function, self._loss))
         else:
             actions.append(Fail(event.function, event.error))
             if self._function_error is None and event.function >= self._taken_below:
                 self._function_error = event.error
+                for other in self._processes.values():
+                    if other is not process:  # it hands back what it has by itself
+                        self._recall_all(other, actions)
         self._dispatch(actions, busy=process)
         self._release_if_empty(process, actions)
 
     def _handed_back(self, event: HandedBack, actions: list[Action]) -> None:
-        if event.function is None:
-            process = self._processes.get(event.worker)
-            if process is None or process.incarnation != event.incarnation:
-                return
-        else:
-            process = self._take(event.worker, event.incarnation, event.function)
-            if process is None:
-                return
-            self._run_again((event.function,), actions)
-        self._withhold(process)
-        process.leaving = True
+        process = self._process_of(event)
+        functions = self._take(process, event.functions)
+        if process is None or not functions:
+            return
+        process.asked = False
+        self._settle(process)
+        self._send_again(functions, actions)
         self._dispatch(actions)
         self._release_if_empty(process, actions)
 
+    def _moment_passed(self, event: MomentPassed, actions: list[Action]) -> None:
+        self._awaits_moment = False
+        for process in self._processes.values():
+            if not process.reported and process.count > 1:
+                process.stalled = True
+                self._stalled[process] = None
+                self._settle(process)
+            process.reported = False
+
     def _servers_were_lost(self, event: ServersLost, actions: list[Action]) -> None:
+        if not self._servers_lost:
+            for process in self._processes.values():
+                self._recall_all(process, actions)
         self._servers_lost = True
         if self._server_error is None:
             self._server_error = self._loss = event.error
@@ -307,9 +390,11 @@ class Scheduler:
         error = self.pending_error
         if error is None:
             return
-        actions.extend(Cancel(function, error) for function in reversed(self._again))
+        actions.extend(Cancel(function, error) for function in sorted(self._again + self._back))
         actions.extend(Cancel(function, error) for function in range(self._next, self._end))
+        self._touched.difference_update(self._again)
         self._again.clear()
+        self._back.clear()
         self._next = self._taken_below = self._end
         self._taken_error = error
         if self._server_error is not None:
@@ -319,91 +404,178 @@ class Scheduler:
 
     def _dispatch_held(self, event: DispatchHeld, actions: list[Action]) -> None:
         self._held = True
+        for process in self._processes.values():
+            self._recall_all(process, actions)
 
     def _dispatch_released(self, event: DispatchReleased, actions: list[Action]) -> None:
         self._held = False
         self._dispatch(actions)
 
-    # ---- the parts of events -----------------------------------------------------------------------------------------
+    # ---- what is sent ------------------------------------------------------------------------------------------------
 
     def _dispatch(self, actions: list[Action], busy: _Process | None = None) -> None:
         """Send out what can be sent. ``busy`` has just finished a function."""
         if self._servers_lost or self._server_error is not None or self._function_error is not None:
             return
-        while self._again or (self._next < self._end and not self._held):
+        while waiting := self._sendable():
             process = self._next_free()
             if process is None:
                 return
-            if self._again:
-                function = self._again.pop()
-            else:
-                function = self._next
-                self._next += 1
-            rested = not process.functions and process is not busy
-            process.functions.add(function)
-            self._running[function] = process
-            if len(process.functions) < self._room:
-                self._free[len(process.functions)][process] = None
-            actions.append(Dispatch(function, process.worker, process.incarnation, rested))
+            functions = self._pop(self._size_of_batch(waiting))
+            rested = not process.batches and process is not busy
+            if not process.batches:
+                self._busy += 1
+                process.reported = True
+            batch = _Batch(process, functions)
+            process.batches.append(batch)
+            self._running.update(dict.fromkeys(functions, batch))
+            self._settle(process)
+            actions.append(Dispatch(functions, process.worker, process.incarnation, rested))
+
+    def _sendable(self) -> int:
+        """How many functions wait and may go."""
+        return len(self._again) if self._held else self.queued
 
     def _next_free(self) -> _Process | None:
         for level in self._free:
             if level:
-                return level.popitem(last=False)[0]
+                return next(iter(level))
         return None
 
-    def _take(self, worker: int, incarnation: str, function: int) -> _Process | None:
-        """Take a function off the process that it is in flight on; None for news that is out of date."""
-        process = self._running.get(function)
-        if process is None or process.worker != worker or process.incarnation != incarnation:
-            return None
-        del self._running[function]
-        if not _takes_functions(process):
-            process.functions.remove(function)
-            return process
-        count = len(process.functions)
-        if count < self._room:
-            del self._free[count][process]
-        process.functions.remove(function)
-        self._free[count - 1][process] = None
-        return process
+    def _size_of_batch(self, waiting: int) -> int:
+        if not self._timed:
+            return 1
+        size = min(LARGEST_BATCH, waiting // max(_FEWEST_SHARES, self._room * len(self._processes)))
+        if self._seconds * size > _BATCH_SECONDS * self._timed:
+            size = int(_BATCH_SECONDS * self._timed / self._seconds)
+        return max(1, size)
 
-    def _withhold(self, process: _Process) -> None:
-        """Give it no more functions. Called before what it is marked with for that."""
-        if _takes_functions(process) and len(process.functions) < self._room:
-            del self._free[len(process.functions)][process]
+    def _pop(self, count: int) -> tuple[int, ...]:
+        """The next functions, at most ``count``; at least one waits."""
+        if not self._again and not self._back:
+            first, self._next = self._next, min(self._next + count, self._end)
+            return tuple(range(first, self._next))
+        functions: list[int] = []
+        while len(functions) < count:
+            if self._again:
+                functions.append(heappop(self._again))
+            elif self._held:
+                break
+            elif self._back:
+                functions.append(heappop(self._back))
+            elif self._next < self._end:
+                functions.append(self._next)
+                self._next += 1
+            else:
+                break
+        return tuple(functions)
+
+    def _balance(self, actions: list[Action]) -> None:
+        """While a worker idles and nothing waits, take from those that are stalled."""
+        if len(self._running) == self._busy or not self._free[0] or self._sendable():
+            return
+        if self._servers_lost or self.pending_error is not None:
+            return
+        for process in self._stalled:
+            count = process.count
+            if count > 1 and not process.asked:
+                process.asked = True
+                later_half = tuple(process.functions[count - count // 2 :])
+                actions.append(Recall(later_half, process.worker, process.incarnation))
+        if not self._awaits_moment:
+            self._awaits_moment = True
+            actions.append(AwaitMoment())
+
+    def _recall_all(self, process: _Process, actions: list[Action]) -> None:
+        if process.count > 1:  # one alone has been begun, or is about to be
+            actions.append(Recall(tuple(process.functions), process.worker, process.incarnation))
+
+    # ---- the parts of events -----------------------------------------------------------------------------------------
+
+    def _process_of(self, event: WorkerLost | WorkerLeaves | Finished | Failed | HandedBack) -> _Process | None:
+        """Where news come from; None if they are out of date."""
+        process = self._processes.get(event.worker)
+        return process if process is not None and process.incarnation == event.incarnation else None
+
+    def _take(self, process: _Process | None, functions: Iterable[int]) -> tuple[int, ...]:
+        """Take functions off a process; returns those that were in flight there. `_settle` comes next."""
+        if process is None:
+            return ()
+        running, taken = self._running, []
+        for function in functions:
+            batch = running.get(function)
+            if batch is not None and batch.process is process:
+                del running[function], batch.functions[function]
+                taken.append(function)
+        if taken and not all(batch.functions for batch in process.batches):
+            process.batches = [batch for batch in process.batches if batch.functions]
+            if not process.batches:
+                self._busy -= 1
+                self._is_not_stalled(process)
+        return tuple(taken)
+
+    def _has_reported(self, process: _Process) -> None:
+        process.reported = True
+        self._is_not_stalled(process)
+        self._settle(process)
+
+    def _is_not_stalled(self, process: _Process) -> None:
+        process.stalled = process.asked = False
+        self._stalled.pop(process, None)
+
+    def _settle(self, process: _Process) -> None:
+        """Put it where it belongs among those that take functions."""
+        level = len(process.batches) if _takes_functions(process) and len(process.batches) < self._room else None
+        if level != process.level:
+            if process.level is not None:
+                del self._free[process.level][process]
+            if level is not None:
+                self._free[level][process] = None
+            process.level = level
 
     def _lose(self, process: _Process, actions: list[Action]) -> None:
-        self._withhold(process)
         del self._processes[process.worker]
-        for function in process.functions:
-            del self._running[function]
-        self._run_again(sorted(process.functions), actions)
+        lost = self._take(process, process.functions)
+        process.leaving = True
+        self._settle(process)
+        self._touched.update(lost)
+        self._send_again(lost, actions)
         if process.draining:
             actions.append(Release(process.worker, process.incarnation))
 
     def _release_if_empty(self, process: _Process, actions: list[Action]) -> None:
-        if process.draining and not process.functions:
+        if process.draining and not process.batches:
             del self._processes[process.worker]
             actions.append(Release(process.worker, process.incarnation))
 
-    def _run_again(self, functions: Iterable[int], actions: list[Action]) -> None:
-        # There are never more of them than were in flight at once, so that keeping them sorted costs next to nothing.
-        for function in functions:
+    def _send_again(self, functions: Iterable[int], actions: list[Action]) -> None:
+        for function in sorted(functions):
             if self._taken_error is not None and function < self._taken_below:
+                self._touched.discard(function)
                 actions.append(Cancel(function, self._taken_error))
             else:
-                insort(self._again, function, key=_descending)
+                heappush(self._again if function in self._touched else self._back, function)
+
+    def _learn_duration(self, seconds: float, functions: int) -> None:
+        self._seconds += seconds
+        self._timed += functions
+        if self._timed >= 2 * _REMEMBERED:
+            kept = _REMEMBERED / self._timed
+            self._seconds *= kept
+            self._timed *= kept
 
     def _was_caused_by_loss(self, event: Failed) -> bool:
         in_flight_then = self._server_error is not None or event.function < self._loss_below
         return in_flight_then and isinstance(event.error, CommunicationError)
 
     def _forget(self, actions: list[Action]) -> None:
-        oldest = self._again[-1] if self._again else self._next
+        oldest = self._next
+        for waiting in (self._again, self._back):
+            if waiting and waiting[0] < oldest:
+                oldest = waiting[0]
         while self._low < oldest and self._low not in self._running:
             self._low += 1
-        if self._low - self._forgotten >= self._forget_every or self._low == self._end > self._forgotten:
+        if self._low - self._forgotten >= self._forget_every:
             self._forgotten = self._low
             actions.append(Forget(self._low))
 
@@ -424,31 +596,38 @@ class Scheduler:
     def check(self) -> None:
         """Assert what always holds. Takes time in proportion to workers and functions in flight, not to the queue."""
         assert self._first <= self._forgotten <= self._low <= self._next <= self._end
-        assert self._again == sorted(set(self._again), reverse=True), "out of order, or twice in the queue"
-        waiting, flying = set(self._again), set(self._running)
-        assert not waiting & flying, "queued and in flight"
-        assert all(self._low <= function < self._next for function in waiting | flying), "below the watermark, or new"
+        again, back, flying = set(self._again), set(self._back), set(self._running)
+        assert len(again) + len(back) + len(flying) == len(self._again) + len(self._back) + len(self._running)
+        assert len(again | back | flying) == len(again) + len(back) + len(flying), (
+            "queued twice, or queued and in flight"
+        )
+        assert again <= self._touched <= again | flying, "forgotten that it may have been begun, or not forgotten"
+        assert all(self._low <= function < self._next for function in again | back | flying), "below the watermark"
         at_workers = [function for process in self._processes.values() for function in process.functions]
         assert sorted(at_workers) == sorted(flying), "in flight twice, or at no live process"
-        for function, process in self._running.items():
-            assert self._processes[process.worker] is process, "in flight at a process that was lost"
-            assert function in process.functions
+        for function, batch in self._running.items():
+            assert self._processes[batch.process.worker] is batch.process, "in flight at a process that was lost"
+            assert function in batch.functions
         for index, process in self._processes.items():
-            count = len(process.functions)
+            count = len(process.batches)
             assert process.worker == index
             assert process.incarnation in self._seen
             assert count <= self._room, "more in flight than agreed"
+            assert all(0 < len(batch.functions) <= LARGEST_BATCH for batch in process.batches)
             assert count or not process.draining, "drained and not released"
+            assert count or not process.stalled, "it has nothing that could keep it"
+            assert process.stalled or not process.asked, "it does not hold anybody up"
+            assert process.stalled == (process in self._stalled)
             levels = [level for level, free in enumerate(self._free) if process in free]
             assert levels == ([count] if _takes_functions(process) and count < self._room else []), "wrongly free"
+        assert set(self._stalled) <= set(self._processes.values()), "a lost process is asked for functions"
+        assert self._busy == sum(bool(process.batches) for process in self._processes.values())
         assert sum(map(len, self._free)) <= len(self._processes), "a lost process is offered functions"
-        if self.pending_error is None and not self._servers_lost and (self._again if self._held else self.queued):
-            assert not any(self._free), "a worker idles while functions wait"
+        if self.pending_error is None and not self._servers_lost:
+            assert not (self._sendable() and any(self._free)), "a worker idles while functions wait"
+            if self._free[0] and len(self._running) > self._busy:
+                assert self._awaits_moment, "nobody will notice that functions wait for a slow one"
 
 
 def _takes_functions(process: _Process) -> bool:
-    return not process.draining and not process.leaving
-
-
-def _descending(function: int) -> int:
-    return -function
+    return not (process.draining or process.leaving or process.stalled)

@@ -47,12 +47,22 @@ class WorkerDraining:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A function returned."""
+class WorkerLeaves:
+    """A process is asked to end, and says so: it gets no more functions. Those it has may finish, come back, or be lost
+    with it."""
 
     worker: int
     incarnation: str
-    function: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Functions returned. ``seconds``: how long they ran, together."""
+
+    worker: int
+    incarnation: str
+    functions: tuple[int, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +77,17 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """A process that is asked to leave returns a function, which is to run elsewhere; None: it leaves and had none.
-
-    The incarnation gets no more functions. Those it still has may finish, come back too, or be lost with it.
-    """
+    """A process returns functions that it has not begun, and never will by what it was sent so far: they were recalled,
+    one before them raised, or the process leaves."""
 
     worker: int
     incarnation: str
-    function: int | None
+    functions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MomentPassed:
+    """Some milliseconds have passed since `AwaitMoment`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +122,11 @@ Event: TypeAlias = (
     | WorkerJoined
     | WorkerLost
     | WorkerDraining
+    | WorkerLeaves
     | Finished
     | Failed
     | HandedBack
+    | MomentPassed
     | ServersLost
     | ServersRestored
     | ErrorTaken
@@ -124,20 +139,29 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send a function to a worker. ``rested``: it had nothing to do since its last function, if it had one at all, so
-    that the values it holds may be old."""
+    """Send a worker a batch of functions, to be run in this order behind what it has. ``rested``: it had nothing to do
+    since its last function, if it had one at all, so that the values it holds may be old."""
 
-    function: int
+    functions: tuple[int, ...]
     worker: int
     incarnation: str
     rested: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
-    """The function's result is its outcome."""
+class Recall:
+    """Ask a worker to hand back those of these functions that it has not begun."""
 
-    function: int
+    functions: tuple[int, ...]
+    worker: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The functions' results are their outcomes."""
+
+    functions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +196,11 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitMoment:
+    """Tell `MomentPassed` in some milliseconds; comes again only after that."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quiet:
     """Nothing is in flight and nothing will be: an error is pending, or functions wait for lost servers."""
 
@@ -181,4 +210,4 @@ class AllDone:
     """Every function has its outcome, and no error is pending."""
 
 
-Action: TypeAlias = Dispatch | Complete | Fail | Cancel | Release | Forget | Quiet | AllDone
+Action: TypeAlias = Dispatch | Recall | Complete | Fail | Cancel | Release | Forget | AwaitMoment | Quiet | AllDone

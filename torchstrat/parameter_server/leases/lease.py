@@ -93,6 +93,11 @@ class Lease:
                 self._epoch.repeat(self.number)
             self._sent = True
 
+    def _was_handed_back(self) -> None:
+        """The worker has not begun the function, so that sending it again repeats nothing."""
+        with self._owner._lock:
+            self._sent = False
+
     def _ended(self, *, returned: bool) -> None:
         """The function has its outcome: it ``returned``; else it raised, or was cancelled."""
         with self._owner._lock:

@@ -21,8 +21,8 @@ class Ledger:
         finished: in leases whose functions have returned.
         scheduled: in leases whose functions have not ended yet: queued, or on a worker.
         left: to be handed out, for the first time or again.
-        repeated: sent to a worker again, because the one before was lost or left; the function runs again with the same
-            rows, and what it had changed on the servers already is not changed twice.
+        repeated: sent to a worker again, because the one before was lost, and may have begun them; the function runs
+            again with the same rows, and what it had changed on the servers already is not changed twice.
         returned: that came back, each time: their function raised or was cancelled, or their lease was never scheduled
             before the next ``for`` over the dataset began. They are handed out again.
         lost: in leases that were handed out and not scheduled.

@@ -9,35 +9,44 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.devices import local_devices, torch_device
-from torchstrat.errors import FencedError, FunctionError, ParameterServerUnavailable, TorchstratError
+from torchstrat.errors import (
+    CommunicationError,
+    FencedError,
+    FunctionError,
+    ParameterServerUnavailable,
+    TorchstratError,
+)
 from torchstrat.parameter_server.dispatch import (
     KEPT_CODES,
-    Dispatch,
+    PLAIN_RESULTS,
+    Arguments,
+    Batch,
     Modes,
-    NotRun,
     Options,
-    Outcome,
     Raised,
+    Recalled,
     Recent,
-    Returned,
+    Report,
     ServerGone,
 )
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer
-from torchstrat.parameter_server.travel.closures import pack_result, unpack
+from torchstrat.parameter_server.travel.closures import Packed, pack_result, unpack
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.worker import phases
+from torchstrat.parameter_server.worker.batch_queue import BatchQueue
 from torchstrat.parameter_server.worker.coordinator_here import CoordinatorHere
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.function_thread import FunctionThread
+from torchstrat.parameter_server.worker.outcomes import Outcomes
 from torchstrat.parameter_server.worker.resources import Resources
 from torchstrat.parameter_server.worker.run import Executor, FunctionRun, current_run
 from torchstrat.parameter_server.worker.steps import StepHook
@@ -52,10 +61,12 @@ class FunctionWorker:
     def __init__(self, index: int, *, server_timeout_seconds: float = SERVER_TIMEOUT_SECONDS) -> None:
         self._index = index
         self._server_timeout_seconds = server_timeout_seconds
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchstrat-function")
+        self._thread = FunctionThread("torchstrat-function")
+        self._outcomes = Outcomes(self._get_endpoint)
         self._lock = threading.Lock()
         self._coordinator: Peer | None = None
         self._endpoint: Endpoint | None = None
+        self._queues: dict[Peer, BatchQueue] = {}  # of one coordinator, the last that sent anything
         self._session: _Session | None = None
         self._leaving = False
         self._closed = False
@@ -64,7 +75,7 @@ class FunctionWorker:
     # -- Service ----------------------------------------------------------------------------------------------------
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {"worker.run": Handler(self._run, self._thread)}
+        return {"worker.run": Handler(self._run, self._thread), "worker.recall": Handler(self._recall)}
 
     def attach(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -86,7 +97,8 @@ class FunctionWorker:
         with self._lock:
             self._leaving = True
             coordinator = self._coordinator
-        # Queued behind the function that runs now: when this is done, so is that one, and its answer is on its way.
+        # Queued behind the batches that are here, which are handed back but for the function that runs now: when this
+        # is done, so is that one, and its answer is on its way.
         behind = self._thread.submit(lambda: None)
         if coordinator is not None and self._endpoint is not None:
             told = self._endpoint.call(
@@ -108,6 +120,7 @@ class FunctionWorker:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._outcomes.close()
         if not self._closed:
             self._closed = True
             StepHook.detach()
@@ -115,20 +128,72 @@ class FunctionWorker:
     def join(self) -> None:
         """After `close`: wait for the function that still runs."""
         self._thread.shutdown(wait=True)
+        self._outcomes.join()
+
+    def _get_endpoint(self) -> Endpoint:
+        assert self._endpoint is not None
+        return self._endpoint
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def _run(self, sender: Peer, dispatch: Dispatch) -> Outcome:
+    def _queue_of(self, sender: Peer) -> BatchQueue:
+        """Raises `FencedError` for one who is not the coordinator. With the lock."""
+        if self._coordinator is not None and sender != self._coordinator:
+            raise FencedError(f"worker {self._index} works for {self._coordinator}, not for {sender}.")
+        if sender not in self._queues:
+            self._queues = {sender: BatchQueue()}
+        return self._queues[sender]
+
+    def _recall(self, sender: Peer, recalled: Recalled) -> tuple[int, ...]:
         with self._lock:
-            if self._coordinator is not None and sender != self._coordinator:
-                raise FencedError(f"worker {self._index} works for {self._coordinator}, not for {sender}.")
-            if self._leaving:
-                return NotRun()
+            queue = self._queue_of(sender)
+        return queue.recall(recalled)
+
+    def _run(self, sender: Peer, batch: Batch) -> Report:
+        with self._lock:
+            queue = self._queue_of(sender)
+        if batch.number < queue.next:  # it was run; the coordinator has its news
+            return Report()
+        while queue.next < batch.number:  # those before it are still on their way
+            if not self._thread.run_next():
+                raise CommunicationError(f"worker {self._index} is closing; it has not begun this batch.")
+        queue.begin(function for function, _, arguments, _ in batch.functions if arguments is not None)
+        try:
+            return self._run_batch(self._session_of(sender), queue, batch)
+        finally:
+            queue.end()
+
+    def _session_of(self, sender: Peer) -> _Session:
+        with self._lock:
+            self._queue_of(sender)  # or another coordinator has come meanwhile
             session = self._session
             if session is None or session.coordinator != sender:
-                assert self._endpoint is not None
-                session = self._session = _Session(sender, self._endpoint, self._index, self._server_timeout_seconds)
-        return session.run(dispatch)
+                session = _Session(sender, self._get_endpoint(), self._index, self._server_timeout_seconds)
+                self._session = session
+            return session
+
+    def _run_batch(self, session: _Session, queue: BatchQueue, batch: Batch) -> Report:
+        outcomes, coordinator = self._outcomes, session.coordinator
+        session.learn(batch)
+        last = len(batch.functions) - 1
+        for place, (function, code, arguments, seed) in enumerate(batch.functions):
+            if self._leaving or batch.stops < session.stops:
+                break
+            if arguments is None or not queue.take(function):
+                continue
+            session.set_up_to(place)
+            began = time.perf_counter()
+            result = session.run(function, code, arguments, seed)
+            if isinstance(result, Raised | ServerGone):
+                session.stops += 1
+                return outcomes.rest(
+                    ended=((function, result),),
+                    handed_back=queue.take_rest(),
+                    stops=session.stops,
+                    leaving=self._leaving,
+                )
+            outcomes.add(coordinator, function, result, time.perf_counter() - began, is_last=place == last)
+        return outcomes.rest(handed_back=queue.take_rest(), stops=session.stops, leaving=self._leaving)
 
 
 class _Session:
@@ -138,6 +203,8 @@ class _Session:
         from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
         self.coordinator = coordinator
+        self.stops = 0
+        """How often a function did not return."""
         self._index = index
         self._incarnation = endpoint.peer.incarnation
         self._servers = ServerGroup(endpoint, timeout_seconds=timeout_seconds)
@@ -151,15 +218,68 @@ class _Session:
         self._world.register(("access",), self._access)
         self._world.register(("coordinator",), CoordinatorHere(self._strategy))
         self._resources = Resources(self._build)
-        self._codes = Recent(KEPT_CODES)
+        self._kept_codes = Recent(KEPT_CODES)
+        self._codes: list[_Code] = []  # of the batch
+        self._settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
+        self._rested = True  # the next function comes after a rest
+        self._trouble: BaseException | None = None  # with what a batch brought, for the next function to raise
         self._executor = Executor(self._strategy, self._copies, self._number_of)
 
-    def run(self, dispatch: Dispatch) -> Outcome:
+    # -- what a batch brings, whether its functions are run or not: it is not sent again ----------------------------
+
+    def learn(self, batch: Batch) -> None:
+        self._rested |= batch.rested
+        for digest, packed in batch.codes:
+            if packed is not None:
+                self._kept_codes.add(digest, _Code(packed))
+        self._codes = [self._kept_codes.use(digest) for digest, _ in batch.codes]
+        # Of settings that did not come into force in the last batch, the newest hold now.
+        waiting = [(0, options, modes) for _, options, modes in reversed(self._settings)]
+        self._settings = [*waiting, *batch.settings][::-1]
         try:
-            self._learn(dispatch)
-            run = FunctionRun(dispatch.function, self._incarnation, self._index)
-            result = self._executor.call(run, lambda: self._load(dispatch), dispatch.seed, rested=dispatch.rested)
-            return Returned(pack_result(result, self._world))
+            self._learn(batch)
+        except BaseException as error:
+            self._trouble = error
+
+    def _learn(self, batch: Batch) -> None:
+        if batch.servers is not None:
+            self._servers.use(batch.servers)
+            self._copies.expire()
+        for spec in batch.resources:
+            self._resources.learn(spec)
+        for increment in batch.increments:
+            self._world.load(increment)
+        if batch.increments:
+            self._copies.note_buffers(module for _, module in self._world.modules())
+
+    def set_up_to(self, place: int) -> None:
+        """Bring into force what the function at this place of the batch was scheduled with."""
+        options: Options | None = None
+        modes: Modes | None = None
+        while self._settings and self._settings[-1][0] <= place:
+            _, new_options, new_modes = self._settings.pop()
+            options = options if new_options is None else new_options
+            modes = modes if new_modes is None else new_modes
+        try:
+            if options is not None:
+                self._set_options(options)
+            if modes is not None:
+                self._set_modes(modes)
+        except BaseException as error:
+            self._trouble = error
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, function: int, code: int, arguments: Arguments, seed: int) -> Any:
+        """What the function returned, plain or `Packed`; or `Raised`, or `ServerGone`."""
+        try:
+            if self._trouble is not None:
+                trouble, self._trouble = self._trouble, None
+                raise trouble
+            run = FunctionRun(function, self._incarnation, self._index)
+            rested, self._rested = self._rested, False
+            result = self._executor.call(run, lambda: self._load(self._codes[code], arguments), seed, rested=rested)
+            return result if type(result) in PLAIN_RESULTS else pack_result(result, self._world)
         except ParameterServerUnavailable as error:
             index = error.task.index
             return ServerGone(self._servers.peers().get(index), index, str(error))
@@ -168,30 +288,19 @@ class _Session:
         finally:
             phases.reached(phases.IDLE)
 
-    def _learn(self, dispatch: Dispatch) -> None:
-        if dispatch.servers is not None:
-            self._servers.use(dispatch.servers)
-            self._copies.expire()
-        for increment in dispatch.increments:
-            self._world.load(increment)
-        if dispatch.increments:
-            self._copies.note_buffers(module for _, module in self._world.modules())
-        for spec in dispatch.resources:
-            self._resources.learn(spec)
-        if dispatch.options is not None:
-            self._set_options(dispatch.options)
-        if dispatch.modes is not None:
-            self._set_modes(dispatch.modes)
-
-    def _load(self, dispatch: Dispatch) -> tuple[Any, tuple[Any, ...], dict[str, Any], Iterable[Any]]:
+    def _load(self, code: _Code, arguments: Arguments) -> tuple[Any, tuple[Any, ...], dict[str, Any], Iterable[Any]]:
         phases.reached(phases.UNPICKLING)
-        if dispatch.packed_code is not None:
-            code = dispatch.packed_code
-            self._codes.add(dispatch.code, (unpack(code, self._world), self._captured(code.tokens)))
-        fn, captured = self._codes.use(dispatch.code)
-        args, kwargs = unpack(dispatch.arguments, self._world)
+        if not code.is_loaded:
+            code.function, code.captured = unpack(code.packed, self._world), self._captured(code.packed.tokens)
+            code.is_loaded = True
+        if isinstance(arguments, bytes):
+            (args, kwargs), captured = self._world.unpickle(arguments, (), 0, "args"), code.captured
+        else:
+            blob, tensors, buffers, tokens = arguments
+            args, kwargs = self._world.unpickle(blob, tensors, buffers, "args")
+            captured = [*code.captured, *self._captured(tokens)]
         phases.reached(phases.INSIDE)
-        return fn, tuple(args), dict(kwargs), [*captured, *self._captured(dispatch.arguments.tokens)]
+        return code.function, tuple(args), dict(kwargs), captured
 
     def _captured(self, tokens: Iterable[Any]) -> list[Any]:
         return [self._world.resolve(token) for token in tokens]
@@ -225,6 +334,16 @@ class _Session:
 
     def _build(self, builder: Any) -> Any:
         return unpack(builder, self._world)()
+
+
+class _Code:
+    """A function's code: as it came, and unpickled when it is first needed."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+        self.is_loaded = False
+        self.function: Any = None
+        self.captured: list[Any] = []
 
 
 def portable(error: BaseException) -> BaseException:
