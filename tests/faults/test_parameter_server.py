@@ -104,6 +104,32 @@ def test_the_only_worker_dies_and_its_function_waits_for_the_next(plan: FaultPla
         training.check_values()
 
 
+def test_a_worker_that_is_killed_in_a_batch_repeats_only_what_was_not_reported(plan: FaultPlan, tmp_path: Path) -> None:
+    with cluster_with(plan, workers=1, ps=1) as cluster, training_on(cluster) as training:
+        coordinator, dispatcher = training.coordinator, training.coordinator._dispatcher
+        gate, log = Gate(tmp_path, "gate"), tmp_path / "log"
+
+        def work(number):
+            with log.open("a") as file:
+                file.write(f"{number}\n")
+            if number == 5:
+                gate.pass_through(0)
+            return number
+
+        coordinator.fetch([coordinator.schedule(work, (-1,)) for _ in range(20)])
+        dispatcher._scheduler._seconds = 0.0  # what is imported and unpickled first took long
+        with dispatcher.paused(PATIENCE_SECONDS, "the test"):  # so that they are sent together
+            values = [coordinator.schedule(work, (number,)) for number in range(40)]
+        assert [value.get(PATIENCE_SECONDS) for value in values[:5]] == list(range(5))
+        gate.wait_until_reached()
+        assert len(dispatcher._scheduler.functions_at(0)) > 5, "others wait there"
+        cluster.kill("worker", 0)
+        gate.open()
+        assert coordinator.fetch(values) == list(range(40))
+        ran = [int(line) for line in log.read_text().split()][20:]
+        assert ran == [*range(6), 5, *range(6, 40)]
+
+
 def test_a_stopped_worker_is_replaced_its_late_push_refused_and_it_comes_back(plan: FaultPlan, tmp_path: Path) -> None:
     with cluster_with(plan) as cluster, training_on(cluster) as training:
         training.refused = refused = tmp_path / "refused"
