@@ -27,6 +27,7 @@ from torch import nn
 import torchstrat as ts
 from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
+from torchstrat.parameter_server.same_host.neighbours import SWITCH
 from torchstrat.parameter_server.worker import phases
 from torchstrat.testing.fault_plan import FaultPlan, draw_kills
 
@@ -120,14 +121,17 @@ class Chaos:
 
 def main() -> int:
     options = arguments()
-    kills = draw_kills(options.seed, options.kills, options.workers, most_functions=10)
+    kills = draw_kills(options.seed, options.kills, options.workers, most_functions=10, kinds=phases_here(options))
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         plan = FaultPlan(folder / "plan", exactly_once=not options.without_exactly_once)
         for worker, faults in kills.items():
             plan.add("worker", worker, *faults)
+        say("calls through " + ("torch.distributed.rpc" if options.rpc else "shared memory"))
         say(f"{options.kills} kills drawn with seed {options.seed}, {options.workers} workers, {options.ps} servers")
         output = stack.enter_context((folder / "cluster.log").open("w"))
+        if options.rpc:
+            os.environ[SWITCH] = "off"  # of this process, and of those that it starts
         cluster = LocalCluster(
             options.workers, options.ps, env=plan.environment, restart=RestartPolicy(first_delay_seconds=0.0)
         )
@@ -182,7 +186,7 @@ def check_kills(plan: FaultPlan, options: argparse.Namespace) -> list[str]:
 def report(chaos: Chaos, plan: FaultPlan, options: argparse.Namespace, deviations: Deviations, seconds: float) -> None:
     fired = [line for worker in range(options.workers) for line in plan.fired("worker", worker)]
     per_phase = collections.Counter(line.fault.phase for line in fired if line.fault)
-    say("kills per phase: " + ", ".join(f"{phase} {per_phase[phase]}" for phase in phases.PHASES))
+    say("kills per phase: " + ", ".join(f"{phase} {per_phase[phase]}" for phase in phases_here(options)))
     say(f"functions: {chaos.functions} in {seconds:.0f} s")
     say(f"lost: {deviations.lost}; duplicated: {deviations.duplicated}; where nothing belongs: {deviations.stray}")
     noticed = [chaos.noticed[line.pid] - line.time for line in fired if line.pid in chaos.noticed]
@@ -200,6 +204,11 @@ def report(chaos: Chaos, plan: FaultPlan, options: argparse.Namespace, deviation
     say_times("from a worker's process start to its first function", from_start)
 
 
+def phases_here(options: argparse.Namespace) -> tuple[str, ...]:
+    """In which workers are killed."""
+    return phases.PHASES if options.rpc else (*phases.PHASES, phases.WRITING_GRADIENTS)
+
+
 def say_times(what: str, seconds: list[float]) -> None:
     if seconds:
         say(f"{what}: median {statistics.median(seconds):.2f} s, max {max(seconds):.2f} s, of {len(seconds)}")
@@ -215,6 +224,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--ps", type=int, default=2)
+    parser.add_argument("--rpc", action="store_true", help="no shared memory")
     parser.add_argument("--without-exactly-once", action="store_true", help="the run has to fail")
     parser.add_argument("--limit-minutes", type=float, default=60.0)
     parser.add_argument("--folder", type=Path, help="keep the plan, the workers' logs and their output here")

@@ -18,6 +18,8 @@ from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 
 ROWS = 96
+SIZE = 4096
+"""Of a vector: large enough for gradients to go through shared memory."""
 EPOCHS = 2
 EVERY = 8
 """Leases from one checkpoint to the next."""
@@ -34,7 +36,7 @@ class Counters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vectors = nn.ParameterList(nn.Parameter(torch.zeros(ROWS)) for _ in range(3))
+        self.vectors = nn.ParameterList(nn.Parameter(torch.zeros(SIZE)) for _ in range(3))
 
 
 class Training:
@@ -78,7 +80,7 @@ class Training:
         self.strategy.close()
 
     def counts(self) -> list[torch.Tensor]:
-        return list(self.model.state_dict().values())
+        return [vector[:ROWS] for vector in self.model.state_dict().values()]
 
 
 @pytest.fixture

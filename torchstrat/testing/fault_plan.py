@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchstrat.cluster_spec import PARAMETER_SERVER, WORKER
+from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.meeting.task_server import PLAN_VARIABLE
 from torchstrat.parameter_server.tasks import Task
@@ -50,8 +50,9 @@ class Fault:
     signal_name: str = "SIGKILL"
 
     def __post_init__(self) -> None:
-        if self.phase not in phases.PHASES:
-            raise InvalidArgumentError(f"phase {self.phase!r} is none of {', '.join(map(repr, phases.PHASES))}.")
+        known = (*phases.PHASES, *phases.IN_MEMORY)
+        if self.phase not in known:
+            raise InvalidArgumentError(f"phase {self.phase!r} is none of {', '.join(map(repr, known))}.")
         if self.count < 1:
             raise InvalidArgumentError(f"count={self.count} must be at least 1.")
         signal.Signals[self.signal_name]
@@ -136,9 +137,8 @@ def follow_plan(folder: str, task: Task) -> None:
     """Have this process, which is ``task``, follow the plan in a folder from now on."""
     path = Path(folder)
     _append(path, task, "start", time=process_start())
-    if task.job == WORKER:
-        phases.observe(_Follower(path, task))
-    elif task.job == PARAMETER_SERVER and _read_plan(path).get(_WITHOUT_RECORDS):
+    phases.observe(_Follower(path, task))
+    if task.job == PARAMETER_SERVER and _read_plan(path).get(_WITHOUT_RECORDS):
         from torchstrat.parameter_server.server.applied import AppliedRecords
 
         AppliedRecords._is_applied = lambda *_: False  # type: ignore[method-assign]

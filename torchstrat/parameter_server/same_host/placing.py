@@ -8,6 +8,7 @@ import torch
 
 from torchstrat.parameter_server.same_host.message import DTYPE_NUMBERS, INLINE_BYTES, Part, inline
 from torchstrat.parameter_server.same_host.pool import Place
+from torchstrat.parameter_server.worker import phases
 
 _ALIGNED = 64
 _MOST_INLINE_BYTES = 32 << 10  # in one message
@@ -42,6 +43,7 @@ def put(
     for tensor in tensors:
         shape = tuple(tensor.shape)
         memory(place, shape, tensor.dtype).copy_(tensor)
+        phases.reached(phases.WRITING_GRADIENTS)
         parts.append((place.segment, place.offset, shape, DTYPE_NUMBERS[tensor.dtype]))
         place = Place(place.segment, place.offset + _aligned(tensor.nbytes))
     return parts

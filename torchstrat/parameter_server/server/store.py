@@ -37,6 +37,7 @@ from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, ch
 from torchstrat.parameter_server.server.row_optimizer import RowState, learn_state
 from torchstrat.parameter_server.server.steps import HeldOptimizer
 from torchstrat.parameter_server.variables.initial_values import replay
+from torchstrat.parameter_server.worker import phases
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Prepared
@@ -188,7 +189,11 @@ class VariableStore:
                     end(push.function, push.index, push.incarnation)
             else:
                 applied = False
-            values = (_copy_to(memory, place, shards.tensor(key)) for place, key in enumerate(push.wants))
+            phases.reached(phases.APPLIED)
+            values = []
+            for place, key in enumerate(push.wants):
+                values.append(_copy_to(memory, place, shards.tensor(key)))
+                phases.reached(phases.WRITING_VALUES)
             return PushReply(tuple(values), applied)
 
     def _apply(self, push: Push, shards: HeldShards) -> None:

@@ -1,4 +1,4 @@
-"""Named places in a worker's life, so that a test can make one die exactly there."""
+"""Named places in the life of a worker, and of a server, so that a test can make one die exactly there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ PUSHED_TO_ONE = "between two answers"
 PUSHED = "between push and answer"
 """All servers have applied a push; their answers are here and nothing is done with them yet."""
 PHASES = (IDLE, UNPICKLING, BUILDING, INSIDE, PUSHED_TO_ONE, PUSHED)
+
+WRITING_GRADIENTS = "while writing gradients"
+"""Some tensors of a push are in shared memory, and the server has not been told. Not where RPC carries them."""
+APPLIED = "between applying a push and its answer"
+"""On a server, which holds the variables' locks."""
+WRITING_VALUES = "while writing values"
+"""On a server: some of the fresh values are written, to the worker's parameters where it shares memory."""
+IN_MEMORY = (WRITING_GRADIENTS, APPLIED, WRITING_VALUES)
 
 _observer: Callable[[str], None] | None = None
 
