@@ -60,7 +60,8 @@ class TableRows:
         """``rested``: nothing that was known before may be used any more. Otherwise what was asked for in the function
         before this one still may."""
         self._function += 1
-        self._ahead = [] if rested else [one for one in self._ahead if one.function >= self._function - 1]
+        if self._ahead:
+            self._ahead = [] if rested else [one for one in self._ahead if one.function >= self._function - 1]
 
     def prefetch(self, spec: VariableSpec, ids: torch.Tensor) -> None:
         """Ask for the rows of these ids, for one later `read`. Does not wait.
