@@ -22,21 +22,21 @@ def elements(monkeypatch) -> dict[str, int]:
     counted = {"down": 0, "up": 0}
     read, read_rows, push = VariableStore.read, VariableStore.read_rows, VariableStore.push
 
-    def count_read(store: Any, keys: Any) -> Any:
-        values = read(store, keys)
+    def count_read(store: Any, keys: Any, *memory: Any) -> Any:
+        values = read(store, keys, *memory)
         counted["down"] += sum(value.numel() for value in values)
         return values
 
-    def count_rows(store: Any, requests: Any) -> Any:
-        values = read_rows(store, requests)
+    def count_rows(store: Any, requests: Any, *memory: Any) -> Any:
+        values = read_rows(store, requests, *memory)
         counted["down"] += sum(value.numel() for value in values)
         return values
 
-    def count_push(store: Any, message: Push) -> Any:
+    def count_push(store: Any, message: Push, *memory: Any) -> Any:
         for step in message.steps:
             counted["up"] += sum(gradient.numel() for _, gradient in step.dense)
             counted["up"] += sum(gradient.numel() for _, _, gradient in step.rows)
-        reply = push(store, message)
+        reply = push(store, message, *memory)
         counted["down"] += sum(value.numel() for value in reply.values)
         return reply
 
