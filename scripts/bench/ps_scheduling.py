@@ -34,6 +34,7 @@ from torchstrat.parameter_server.dispatch import Batch, Report
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
 from torchstrat.parameter_server.per_worker import ResourceTable
 from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.scheduler import LARGEST_BATCH
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.travel.closures import Packed, unpack_result
 from torchstrat.parameter_server.wire.payloads import pack, unpack
@@ -91,7 +92,7 @@ def main() -> int:
     deep, functions = (500, 500) if options.small else (DEEP, FUNCTIONS)
     print_header()
     queues: dict[str, Callable[[int], int]] = {
-        "deep queue": lambda workers: deep,
+        "deep queue": lambda workers: deep + 2 * LARGEST_BATCH * workers,  # beside what the workers have
         "two functions per worker": lambda workers: 2 * workers,
     }
     seconds: dict[tuple[str, int], list[float]] = {(name, workers): [] for name in queues for workers in WORKERS}
@@ -135,7 +136,7 @@ def measure(workers: int, queue: int, functions: int) -> float:
 
     for _ in range(queue):
         dispatcher.submit(make)
-    run(min(functions, 2 * 256 * workers))  # until batches have the size that they keep
+    run(2 * LARGEST_BATCH * workers)  # until batches have the size that they keep
     began = time.process_time()
     run(functions)
     seconds = time.process_time() - began

@@ -414,6 +414,18 @@ def test_a_batch_takes_about_five_milliseconds(seconds: float, size: int) -> Non
     assert abs(len(functions) - size) <= 1
 
 
+def test_one_long_function_is_soon_forgotten() -> None:
+    scheduler = timed(SHORT)
+    play(scheduler, *submitted(*range(10, 2000)))
+    play(scheduler, finished(0, "0a", 10, seconds=1.0))
+    ended = 0
+    while max(len(batch.functions) for batch in scheduler._processes[0].batches) < 100:
+        first = next(iter(scheduler._processes[0].batches)).functions
+        ended += len(first)
+        assert ended < 300
+        play(scheduler, finished(0, "0a", *first, seconds=SHORT))
+
+
 def test_many_workers_get_shares_of_one_size() -> None:
     scheduler = timed(SHORT)
     play(scheduler, WorkerLost(0, "0a"), *submitted(*range(10, 650)))

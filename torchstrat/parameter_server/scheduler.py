@@ -93,8 +93,9 @@ _BATCH_SECONDS = 0.005
 """How long a worker should take for a batch: much longer than a message takes, much shorter than anybody minds."""
 _FEWEST_SHARES = 4
 """Into how many batches what waits is cut at least: two workers with two batches each."""
-_REMEMBERED = 64
-"""About how many functions the mean duration is taken over."""
+_REMEMBERED = 16
+"""About how many functions the mean duration is taken over: few, since the first one of a worker imports and unpickles
+for seconds, and batches of one should soon be over."""
 
 
 class _Batch:
