@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -152,7 +152,7 @@ class Reach:
             if not is_library(value.__module__):
                 yield functools.partial(_look_at_class, value)
         elif isinstance(value, functools.partial | Mapping | list | set) or not is_library(type(value).__module__):
-            yield functools.partial(_parts, value)
+            yield _look_at_parts(value)
 
     def names_from(self, root: Any) -> frozenset[str]:
         """All names that functions reached from ``root`` use."""
@@ -305,6 +305,23 @@ def _look_at_function(fn: types.FunctionType, names: tuple[str, ...]) -> list[An
 
 def _look_at_class(cls: type) -> list[Any]:
     return [*cls.__bases__, *vars(cls).values()]
+
+
+def _look_at_parts(value: Any) -> Look:
+    """`_parts`, made for being called again and again."""
+    kind = type(value)
+    if kind is dict and len(value) < _MAX_MEMBERS:
+        return cast(Look, value.values)
+    if kind is list and len(value) < _MAX_MEMBERS:
+        return cast(Look, value.copy)
+    if isinstance(value, functools.partial | Mapping | list | set):
+        return functools.partial(_parts, value)
+    return functools.partial(_look_at_object, value)
+
+
+def _look_at_object(value: Any) -> list[Any]:
+    members = getattr(value, "__dict__", None)
+    return [type(value), *itertools.islice(members.values(), _MAX_MEMBERS)] if members else [type(value)]
 
 
 def _parts(value: Any) -> Iterator[Any]:
