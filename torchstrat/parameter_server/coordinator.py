@@ -92,6 +92,7 @@ class ClusterCoordinator:
         self._dispatcher = Dispatcher(
             job, self._resources, unpack_result, queue_size=QUEUE_SIZE, name="torchstrat-coordinator"
         )
+        self._where = self._dispatcher.where  # one for all results
         self._on_server_loss: OnServerLoss = FromNowhere() if strategy._on_server_loss == RESTORE else RaiseLoss()
         job.on_server_lost = self._dispatcher.servers_lost
         job.on_worker_lost = self._dispatcher.worker_lost
@@ -160,7 +161,7 @@ class ClusterCoordinator:
 
         def make(number: int) -> Work:
             claim_all(leases, number)
-            value = RemoteValue(number, _name_of(fn), self._dispatcher.where)
+            value = RemoteValue(number, _name_of(fn), self._where)
             return Work(code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases))
 
         return self._dispatcher.submit(make)

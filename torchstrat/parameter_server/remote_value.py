@@ -21,6 +21,8 @@ class RemoteValue:
     `get` and `fetch` wait until the function has run, on whichever worker, and raise what it raised.
     """
 
+    __slots__ = ("__weakref__", "_error", "_event", "_function", "_has_ended", "_name", "_result", "_who")
+
     def __init__(self, function: int, name: str, who: Callable[[int], str]) -> None:
         self._function = function
         self._name = name

@@ -179,6 +179,8 @@ class Caller:
             self._on_sign()
             if isinstance(message, Answer):
                 self._answered(message)
+                if self._channel.has_news:  # that the other end need not keep mapped what this call was given
+                    self._send(Dropped(message.call))
             elif isinstance(message, NeedsRoom):
                 self._make_room(message)
         with self._lock:

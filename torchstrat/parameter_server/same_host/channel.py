@@ -63,6 +63,11 @@ class Channel:
             self._known.difference_update(dropped)
             self._dropped += len(dropped)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the next message will say that segments were dropped."""
+        return self._pool is not None and self._pool.has_dropped(self._dropped)
+
     def receive(self) -> Received | None:
         """The next message; None at the end."""
         try:

@@ -70,7 +70,7 @@ class Room(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """The caller has no memory for that answer, and does not want it any more."""
+    """The caller does not want that answer any more: it has it, or no memory for it."""
 
     call: int
 

@@ -103,6 +103,10 @@ class SharedPool:
             for segment in self._segments.values():
                 segment.close()
 
+    def has_dropped(self, count: int) -> bool:
+        """Whether more than ``count`` segments went back to the system."""
+        return bool(self.dropped_since(count))
+
     def dropped_since(self, count: int) -> Sequence[int]:
         """The numbers of the segments that went back to the system, but for the first ``count`` of them."""
         if not self._dropped[count:] and not self._returned:

@@ -113,7 +113,8 @@ class VariableServer:
         }
         for name in _LEAVE_MUCH_FREE:
             work[name] = self._noting_left_overs(work[name])
-        handlers = {name: Handler(_without_sender(answer), self._work) for name, answer in work.items()}
+        # The store copies what it keeps, so that orders need not be copied before.
+        handlers = {name: Handler(_without_sender(answer), self._work, borrows=True) for name, answer in work.items()}
         handlers |= {name: Handler(_without_sender(answer), self._orders) for name, answer in orders.items()}
         return handlers | {name: self._step(answer) for name, answer in steps.items()}
 

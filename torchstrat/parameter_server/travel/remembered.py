@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torchstrat.parameter_server.travel.outgoing import Outgoing
 from torchstrat.parameter_server.travel.sendable import Refused
 from torchstrat.parameter_server.travel.stable import (
-    Parts,
     Survey,
     Unstable,
     function_parts,
@@ -109,7 +108,7 @@ class _Entry:
             for part in parts:
                 survey.visit(part)
         self._kept = list(map(keep, parts))
-        self._guards: list[Parts] = survey.guards
+        self._guards = survey.guards
         packed.digest  # noqa: B018  # computed once
         self._fields = {**vars(packed), "alive": ()}
         self._alive = [_weakly(value) for value in packed.alive]
@@ -134,9 +133,8 @@ class _Entry:
                 return None
             if self._circumstances != _circumstances(catalog, self._sent_by_value):
                 return None
-            for guard in self._guards:
-                if not guard.are_same():
-                    return None
+            if not self._guards.are_same():
+                return None
         except Unstable:
             return None
         return self._packed() or self._anew()

@@ -48,18 +48,29 @@ class _Weak(weakref.ref):  # type: ignore[type-arg]
 
 
 class Parts:
-    """What something consisted of when it was looked at: identities, with what is needed to know that they hold."""
+    """What several things consisted of when they were looked at: identities, with what is needed to know that they
+    hold."""
 
-    __slots__ = ("_kept", "_look")
+    def __init__(self) -> None:
+        self._looks: list[_Look] = []
+        self._counts: list[int] = []
+        self._kept: list[Any] = []
 
-    def __init__(self, look: _Look, kept: Iterable[Any]) -> None:
-        self._look = look
-        self._kept = list(kept)
+    def add(self, look: _Look, kept: Iterable[Any]) -> None:
+        parts = list(kept)
+        self._looks.append(look)
+        self._counts.append(len(parts))
+        self._kept += parts
 
     def are_same(self) -> bool:
-        now = list(self._look())
+        now: list[Any] = []
+        counts = []
+        for look in self._looks:
+            before = len(now)
+            now += look()
+            counts.append(len(now) - before)
         # The quick question first: whether they are the same where nothing is kept weakly.
-        return (len(now) == len(self._kept) and all(map(operator.is_, now, self._kept))) or same_parts(now, self._kept)
+        return counts == self._counts and (all(map(operator.is_, now, self._kept)) or same_parts(now, self._kept))
 
 
 def same_parts(now: list[Any], kept: list[Any]) -> bool:
@@ -135,7 +146,7 @@ class Survey:
         self._references = references
         self._seen: dict[int, Any] = {}
         self._looked: set[_Look] = set()  # of those that are equal for the same thing: methods of namespaces
-        self.guards: list[Parts] = []
+        self.guards = Parts()
 
     def visit(self, value: Any) -> None:
         """Note ``value`` and all behind it. Raises `Unstable`."""
@@ -174,7 +185,7 @@ class Survey:
     def _note(self, look: _Look) -> None:
         parts = list(look())
         self._visit_all(parts)
-        self.guards.append(Parts(look, map(keep, parts)))
+        self.guards.add(look, map(keep, parts))
 
     def _container(self, value: Any) -> None:
         """Of atoms alone, however deep; of others nobody can tell weakly whether they are the same."""
@@ -219,12 +230,12 @@ class Survey:
         holder: Any = sys.modules[value.__module__]
         for name in value.__qualname__.split("."):
             named = getattr(holder, name)
-            self.guards.append(Parts(partial(_named, holder, name), (named,)))
+            self.guards.add(partial(_named, holder, name), (named,))
             holder = named
         for look, parts in found:
             if look not in self._looked:
                 self._looked.add(look)
-                self.guards.append(Parts(look, parts))
+                self.guards.add(look, parts)
 
     def _object(self, value: Any) -> None:
         """An object of a program's own class, pickled as objects are."""

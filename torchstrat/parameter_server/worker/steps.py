@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchstrat._torch_private import DisableTorchFunction
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
@@ -111,7 +112,8 @@ class RemoteSteps:
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
                 "parameter servers do not hold still. Call loss.backward() and step() without a closure."
             )
-        self._push(number, optimizer)
+        with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
+            self._push(number, optimizer)
         return (make_stand_in(optimizer), *args[1:]), kwargs
 
     def _check_foreign(self, optimizer: Optimizer) -> None:

@@ -23,6 +23,7 @@ from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.table_rows import TableRows
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
 _LARGE_BYTES = 64 << 20
 
@@ -79,7 +80,7 @@ class TableLookups(TorchFunctionMode):
     def _make_dense_where_used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, torch.nn.Parameter) and self._copies.is_table(tensor):
+                if type(tensor) is WatchedParameter and self._copies.is_table(tensor):
                     self._make_dense(tensor)
 
     def _make_dense_now(self, tensor: torch.Tensor) -> None:
