@@ -1,7 +1,7 @@
 """Annotations that split a replica's tensors over its logical devices: what they check, on every strategy.
 
-Strategies whose replicas have several logical devices override the three methods; here exactly the trivial annotations
-are accepted, so that an annotated step runs unchanged, and everything else is an error instead of a silent no-op.
+Where replicas have one logical device, exactly the trivial annotations are accepted, so that an annotated step runs
+unchanged, and everything else is an error instead of a silent no-op. Where they have several, an `Annotator` follows.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.sharding.grid import DeviceGrid, Sharding
+from torchstrat.sharding.layout import ShardedEntry
+
+if TYPE_CHECKING:
+    from torchstrat.dtensor.traffic import Traffic
 
 
 def check_split(
@@ -87,10 +93,29 @@ def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
     raise WrongTypeError(f"logical device annotations need a tensor; got {type(tensor).__name__}.")
 
 
+class Annotator(Protocol):
+    """What takes annotations where replicas have several logical devices."""
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def cut(self, tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor: ...
+
+    def assign(self, tensor: torch.Tensor, logical_device: int) -> torch.Tensor: ...
+
+    def entry_of(self, tensor: torch.Tensor) -> ShardedEntry:
+        """How a tensor is cut."""
+
+    def grid(self) -> tuple[DeviceGrid, list[str]]:
+        """The replicas' devices, and the names of the devices by their numbers."""
+
+
 class LogicalDeviceMethods:
-    """The three annotations for replicas of one logical device. Usable in and out of `run`; values are unchanged."""
+    """The three annotations. Values are unchanged, in and out of `run`; with one logical device nothing is done."""
 
     _num_logical_devices = 1
+    _annotator: Annotator | None = None
+    """None where replicas have one logical device."""
 
     def split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
         """Split ``tensor`` over the replica's logical devices, ``partition_dimensions[d]`` parts along dimension d.
@@ -100,20 +125,42 @@ class LogicalDeviceMethods:
         dimension does not divide, or the product is not the number of logical devices; `TypeError` if the entries are
         not integers, and for a tensor without dimensions.
         """
-        check_split(shape_of(tensor), partition_dimensions, self._num_logical_devices)
-        return tensor
+        dims = check_split(shape_of(tensor), partition_dimensions, self._num_logical_devices)
+        return tensor if self._annotator is None else self._annotator.cut(_as_tensor(tensor), Sharding.split(dims))
 
     def replicate_to_logical_devices(self, tensor: Any) -> Any:
         """Keep ``tensor`` whole on every logical device. Returns it."""
-        return tensor
+        if self._annotator is None:
+            return tensor
+        value = _as_tensor(tensor)
+        return self._annotator.cut(value, Sharding.replicated(value.ndim, self._num_logical_devices))
 
     def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
         """Place ``tensor`` on one logical device, numbered from 0. Returns it.
 
         Raises `ValueError` for an id out of range, `TypeError` for one that is no integer.
         """
-        check_logical_device_id(logical_device_id, self._num_logical_devices)
-        return tensor
+        device = check_logical_device_id(logical_device_id, self._num_logical_devices)
+        return tensor if self._annotator is None else self._annotator.assign(_as_tensor(tensor), device)
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return torch.as_tensor(value)
+    raise WrongTypeError(f"logical device annotations need a tensor; got {type(value).__name__} {value!r:.80}.")
+
+
+def check_mesh_shape(mesh_shape: Sequence[int] | None, logical_devices: int) -> tuple[int, ...]:
+    """How sharding rules see ``logical_devices``: the sizes of ``d0``, ``d1``, …; None: as one axis."""
+    shape = (logical_devices,) if mesh_shape is None else tuple(mesh_shape)
+    if math.prod(shape) != logical_devices:
+        raise InvalidArgumentError(
+            f"logical_mesh_shape={list(shape)} has {math.prod(shape)} places, and a replica has {logical_devices} "
+            "logical devices; the product of the entries must be that number."
+        )
+    return shape
 
 
 def _entries(partition_dimensions: Any) -> list[Any]:

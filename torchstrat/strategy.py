@@ -229,11 +229,15 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return nullcontext()
 
     def _sharded_entry(self, name: str, tensor: torch.Tensor) -> ShardedEntry:
-        """How ``tensor`` is cut, for `explain_sharding`; here replicas have one device, which has all of it."""
+        """How ``tensor`` is cut, for `explain_sharding`. Where replicas have one device, that has all of it."""
+        if self._annotator is not None:
+            return self._annotator.entry_of(tensor)
         return ShardedEntry(tuple(tensor.shape), Sharding.replicated(tensor.ndim, 1), tensor.dtype)
 
     def _device_grid(self) -> tuple[DeviceGrid, list[str]]:
         """The replicas' devices, and the names of the devices by their numbers."""
+        if self._annotator is not None:
+            return self._annotator.grid()
         devices = self.extended.worker_devices
         return DeviceGrid(tuple((number,) for number in range(len(devices)))), list(devices)
 

@@ -31,14 +31,21 @@ class InBands(nn.Sequential):
         parts = strategy.num_logical_devices
         x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
         for index, layer in enumerate(self):
-            if index > 0 and isinstance(layer, nn.Conv2d | nn.Flatten):
-                in_bands = isinstance(layer, nn.Conv2d) and x.shape[2] % parts == 0
-                if in_bands:
+            if index > 0 and isinstance(layer, nn.Conv2d | nn.AvgPool2d | nn.Flatten):
+                if _goes_in_bands(layer, x, parts):
                     x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
                 else:
                     x = strategy.replicate_to_logical_devices(x)
             x = layer(x)
         return x
+
+
+def _goes_in_bands(layer: nn.Module, x: torch.Tensor, parts: int) -> bool:
+    """Whether each band of ``x`` becomes a band of the layer's output."""
+    if isinstance(layer, nn.AvgPool2d):
+        stride = layer.stride if isinstance(layer.stride, int) else layer.stride[0]
+        return x.shape[2] % (parts * stride) == 0
+    return isinstance(layer, nn.Conv2d) and x.shape[2] % parts == 0
 
 
 class InColumns(nn.Sequential):

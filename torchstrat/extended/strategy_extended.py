@@ -24,6 +24,7 @@ from torchstrat.variable.storage import VariablePlacement
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
+    from torchstrat.dtensor.traffic import Traffic
     from torchstrat.strategy import Strategy
 
 
@@ -66,6 +67,13 @@ class StrategyExtended:
     def gradient_reduce_op(self) -> ReduceOp:
         """How gradients of the replicas are combined: `ReduceOp.MEAN` (the default) or `ReduceOp.SUM`."""
         return self._strategy._engine.gradient_op
+
+    @property
+    def logical_traffic(self) -> Traffic | None:
+        """What this process has sent to the other logical devices of its replica. None where replicas have one, and on
+        TPUs, where the compiled program does not tell."""
+        annotator = self._strategy._annotator
+        return None if annotator is None else annotator.traffic
 
     @property
     def should_checkpoint(self) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torchstrat.cluster import ProcessPlan
 from torchstrat.devices import local_devices, require_present
-from torchstrat.errors import DeviceError, InvalidArgumentError
+from torchstrat.errors import DeviceError, InvalidArgumentError, WrongTypeError
+from torchstrat.logical_devices import Annotator, check_mesh_shape
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.engine import ReplicaEngine
+from torchstrat.sharding.rules import ShardingRules
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")
 """How processes may talk: what is there, memory that they share on one host, or torch.distributed's process group."""
@@ -22,6 +25,43 @@ def check_collectives(collectives: str) -> str:
             f"collectives={collectives!r} is not known; choose one of {', '.join(map(repr, COLLECTIVES))}."
         )
     return collectives
+
+
+@dataclass(frozen=True)
+class LogicalLayout:
+    """How many processes compute one replica together, and how its parameters are cut over them.
+
+    ``mesh_shape``: how ``rules`` see them.
+    """
+
+    devices: int
+    mesh_shape: tuple[int, ...]
+    rules: ShardingRules | None
+
+    @staticmethod
+    def checked(
+        devices: int, rules: Mapping[str, Sequence[Any]] | None, mesh_shape: Sequence[int] | None
+    ) -> LogicalLayout:
+        """From a constructor's arguments. Raises `WrongTypeError` and `InvalidArgumentError`."""
+        if isinstance(devices, bool) or not isinstance(devices, int):
+            raise WrongTypeError(f"logical_devices_per_replica must be an integer; got {devices!r:.80}.")
+        if devices < 1:
+            raise InvalidArgumentError(f"logical_devices_per_replica={devices}; the least is 1.")
+        shape = check_mesh_shape(mesh_shape, devices)
+        return LogicalLayout(devices, shape, None if rules is None else ShardingRules(rules, shape))
+
+    def require_processes(self, plan: ProcessPlan | None) -> None:
+        """Raise `InvalidArgumentError` unless there are as many processes as logical devices, for whole replicas."""
+        if self.devices == 1:
+            return
+        processes = 1 if plan is None else plan.size
+        if processes % self.devices:
+            started = "this process is alone" if processes == 1 else f"there are {processes} processes"
+            raise InvalidArgumentError(
+                f"logical_devices_per_replica={self.devices} needs a process for each logical device, and {started}; "
+                f"start replicas x {self.devices} of them, such as torchrun --nproc-per-node {self.devices} …, or "
+                "leave the argument out."
+            )
 
 
 def own_device(devices: Sequence[Any] | None, plan: ProcessPlan) -> str:
@@ -44,6 +84,11 @@ def own_device(devices: Sequence[Any] | None, plan: ProcessPlan) -> str:
     return require_present(devices[0])
 
 
+def annotator_of(engine: Any) -> Annotator | None:
+    """An engine of replicas of several processes takes the annotations itself."""
+    return engine if hasattr(engine, "entry_of") else None
+
+
 def one_replica_per_process(
     strategy: Any,
     plan: ProcessPlan,
@@ -54,8 +99,22 @@ def one_replica_per_process(
     central: bool,
     collectives: str,
     keeps_gradients: bool = False,
+    logical: LogicalLayout | None = None,
 ) -> ReplicaEngine:
+    """``logical``: of replicas of several processes each."""
+    if logical is not None and logical.devices > 1:
+        from torchstrat.dtensor.launch import replicas_of_processes
 
+        return replicas_of_processes(
+            strategy,
+            plan,
+            device,
+            op,
+            timeout,
+            collectives=collectives,
+            mesh_shape=logical.mesh_shape,
+            rules=logical.rules,
+        )
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
     from torchstrat.collectives.choose import choose_communicator
     from torchstrat.replicas.per_process import PerProcessReplica

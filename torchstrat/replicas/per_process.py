@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class PerProcessReplica:
 
     ``central``: parameters and optimizer state exist once, in memory that the ranks share. Where they have none, rank 0
     owns both, and the others keep working copies of the parameters. ``keeps_gradients``: in such memory, gradients are
-    combined only where they are stepped.
+    combined only where they are stepped. ``around_step``: what the step function is called in.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class PerProcessReplica:
         central: bool,
         communication: str,
         keeps_gradients: bool = False,
+        around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._strategy = strategy
+        self._around_step = around_step
         self._world = communicator
         self._communicator = communicator  # of the replicas that take part in the current run
         self._device = device
@@ -345,7 +348,7 @@ class PerProcessReplica:
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            with step, enter(self._strategy, self._context):
+            with step, enter(self._strategy, self._context), self._around_step():
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)

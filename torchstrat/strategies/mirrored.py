@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -12,7 +12,13 @@ from torchstrat.errors import UnsupportedError
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
-from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
+from torchstrat.replicas.launch import (
+    LogicalLayout,
+    annotator_of,
+    check_collectives,
+    one_replica_per_process,
+    own_device,
+)
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 
 
@@ -30,8 +36,15 @@ class MirroredStrategy(Strategy):
             had. `extended.describe` says which one is in use, and why.
         allow_several_hosts: `MirroredStrategy` refuses processes on several machines unless told otherwise; there
             `MultiWorkerMirroredStrategy` says what is meant.
+        logical_devices_per_replica: the processes that compute one replica together: torchrun then starts replicas x so
+            many. `split_to_logical_devices` cuts tensors of a step over them, see `torchstrat.dtensor`.
+        sharding_rules: parameters to be cut over logical devices, by name, for models that are not to be edited:
+            ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.rules`.
+        logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
+            axis ``d0``.
 
-    Raises `DeviceError` for devices that are repeated, unparsable or absent.
+    Raises `DeviceError` for devices that are repeated, unparsable or absent, `InvalidArgumentError` where the processes
+    do not make whole replicas.
     """
 
     def __init__(
@@ -42,6 +55,9 @@ class MirroredStrategy(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         collectives: str = "auto",
         allow_several_hosts: bool = False,
+        logical_devices_per_replica: int = 1,
+        sharding_rules: Mapping[str, Sequence[Any]] | None = None,
+        logical_mesh_shape: Sequence[int] | None = None,
     ) -> None:
         self._made_with = (
             (devices,),
@@ -50,11 +66,16 @@ class MirroredStrategy(Strategy):
                 "timeout": timeout,
                 "collectives": collectives,
                 "allow_several_hosts": allow_several_hosts,
+                "logical_devices_per_replica": logical_devices_per_replica,
+                "sharding_rules": sharding_rules,
+                "logical_mesh_shape": logical_mesh_shape,
             },
         )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
+        logical = LogicalLayout.checked(logical_devices_per_replica, sharding_rules, logical_mesh_shape)
         plan = process_plan_from_torchrun()
+        logical.require_processes(plan)
         if plan is not None and plan.size > 1:
             if plan.spans_hosts and not allow_several_hosts:
                 raise UnsupportedError(
@@ -64,8 +85,10 @@ class MirroredStrategy(Strategy):
                 )
             device = own_device(devices, plan)
             self._engine = one_replica_per_process(
-                self, plan, device, op, timeout, central=False, collectives=collectives
+                self, plan, device, op, timeout, central=False, collectives=collectives, logical=logical
             )
+            self._annotator = annotator_of(self._engine)
+            self._num_logical_devices = logical.devices
             self.extended = StrategyExtended(self, (device,), (device,))
             return
         resolved = resolve_compute_devices(devices)

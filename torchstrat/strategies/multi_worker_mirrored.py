@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -11,7 +12,13 @@ from torchstrat.devices import resolve_compute_devices
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
-from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
+from torchstrat.replicas.launch import (
+    LogicalLayout,
+    annotator_of,
+    check_collectives,
+    one_replica_per_process,
+    own_device,
+)
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 
 
@@ -26,6 +33,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
             else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
             had. `extended.describe` says which one is in use, and why.
+        logical_devices_per_replica: the processes that compute one replica together: torchrun then starts replicas x so
+            many. `split_to_logical_devices` cuts tensors of a step over them, see `torchstrat.dtensor`.
+        sharding_rules: parameters to be cut over logical devices, by name, for models that are not to be edited:
+            ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.rules`.
+        logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
+            axis ``d0``.
 
     Raises `ClusterConfigError` for a malformed cluster description, before any communication.
     """
@@ -37,24 +50,40 @@ class MultiWorkerMirroredStrategy(Strategy):
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
         collectives: str = "auto",
+        logical_devices_per_replica: int = 1,
+        sharding_rules: Mapping[str, Sequence[Any]] | None = None,
+        logical_mesh_shape: Sequence[int] | None = None,
     ) -> None:
         self._made_with = (
             (cluster_resolver,),
-            {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout, "collectives": collectives},
+            {
+                "gradient_reduce_op": gradient_reduce_op,
+                "timeout": timeout,
+                "collectives": collectives,
+                "logical_devices_per_replica": logical_devices_per_replica,
+                "sharding_rules": sharding_rules,
+                "logical_mesh_shape": logical_mesh_shape,
+            },
         )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
+        logical = LogicalLayout.checked(logical_devices_per_replica, sharding_rules, logical_mesh_shape)
         plan = process_plan_from_torchrun() if cluster_resolver is None else None
         if plan is not None:
             cluster_resolver = TorchrunClusterResolver()
         else:
             cluster_resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
             plan = process_plan_from_resolver(cluster_resolver)
+        logical.require_processes(plan)
         if plan is None or plan.size == 1:
             devices = resolve_compute_devices(None)[:1]
             self._engine = InProcessReplicas(self, devices, gradient_op=op)
             self.extended = StrategyExtended(self, devices, devices, cluster_resolver)
             return
         device = own_device(None, plan)
-        self._engine = one_replica_per_process(self, plan, device, op, timeout, central=False, collectives=collectives)
+        self._engine = one_replica_per_process(
+            self, plan, device, op, timeout, central=False, collectives=collectives, logical=logical
+        )
+        self._annotator = annotator_of(self._engine)
+        self._num_logical_devices = logical.devices
         self.extended = StrategyExtended(self, (device,), (device,), cluster_resolver)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -11,7 +10,7 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.extended import StrategyExtended
-from torchstrat.logical_devices import check_logical_device_id, check_split, shape_of
+from torchstrat.logical_devices import check_logical_device_id, check_mesh_shape, check_split, shape_of
 from torchstrat.reduction import ReduceOp
 from torchstrat.resolver_interface import ClusterResolver
 from torchstrat.run_options import RunOptions
@@ -236,12 +235,7 @@ def _one_assignment(given: DeviceAssignment | None, experimental: DeviceAssignme
 def _make_rules(
     rules: Mapping[str, Sequence[Any]] | None, mesh_shape: Sequence[int] | None, logical_devices: int
 ) -> ShardingRules | None:
-    shape = (logical_devices,) if mesh_shape is None else tuple(mesh_shape)
-    if math.prod(shape) != logical_devices:
-        raise InvalidArgumentError(
-            f"logical_mesh_shape={list(shape)} has {math.prod(shape)} places, and a replica has {logical_devices} "
-            "logical devices; the product of the entries must be that number."
-        )
+    shape = check_mesh_shape(mesh_shape, logical_devices)
     return None if rules is None else ShardingRules(rules, shape)
 
 

@@ -1,0 +1,34 @@
+"""The operators that are proven equal to plain PyTorch on tensors that are cut; see `rules` for how one is written."""
+
+from torchstrat.dtensor.operators import (
+    attention,
+    contraction,
+    convolution,
+    dropout,
+    elementwise,
+    embedding,
+    gradients,
+    losses,
+    normalization,
+    reductions,
+    shapes,
+    softmax,
+)
+from torchstrat.dtensor.operators.rules import apply, operators
+
+__all__ = [
+    "apply",
+    "attention",
+    "contraction",
+    "convolution",
+    "dropout",
+    "elementwise",
+    "embedding",
+    "gradients",
+    "losses",
+    "normalization",
+    "operators",
+    "reductions",
+    "shapes",
+    "softmax",
+]

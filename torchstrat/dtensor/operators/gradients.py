@@ -1,0 +1,67 @@
+"""What gradient clipping does to the gradients of parameters that are cut: norms of all of them, and scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchstrat.dtensor._torch_dtensor import local_of
+from torchstrat.dtensor.cut_tensor import CutTensor
+from torchstrat.dtensor.operators.reductions import axes_within, cut_after
+from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
+
+
+@rule(torch.linalg.vector_norm)
+def vector_norm(
+    call: Call, x: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    dims = dims_of(dim, len(shape_of(x)))
+    axes, cut, local = axes_within(call, x, dims), cut_after(call, x, dims, keepdim), call.open(x)
+    if not axes:
+        return call.leave(torch.linalg.vector_norm(local, ord, dims, keepdim, dtype=dtype), cut)
+    if dtype is not None:
+        local = local.to(dtype)
+    if abs(ord) == math.inf or ord == 0:
+        raise call.refused(f"of order {ord} over a dimension that is cut")
+    powers = local.abs().pow(ord).sum(dims, keepdim=keepdim)
+    return call.leave(call.added_up(powers, axes).pow(1 / ord), cut)
+
+
+@rule(torch._foreach_norm)
+def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
+    found = []
+    for tensor in tensors:
+        if not isinstance(tensor, CutTensor):
+            found.append(torch.linalg.vector_norm(tensor, ord, dtype=dtype))
+        elif ord == math.inf:
+            local = local_of(tensor).abs().amax()
+            found.append(call.devices.largest(local, axes_within(call, tensor, range(len(shape_of(tensor))))))
+        else:
+            found.append(vector_norm(call, tensor, ord, dtype=dtype))
+    return found
+
+
+@rule(torch._foreach_mul_)
+def scale_all(call: Call, tensors: Sequence[torch.Tensor], factors: Any) -> None:
+    if isinstance(factors, list | tuple):
+        raise call.refused("with a factor for each")
+    for tensor in tensors:
+        if isinstance(tensor, CutTensor):
+            scale(call, tensor, factors)
+        else:
+            tensor.mul_(factors)
+
+
+@rule(torch.Tensor.mul_)
+def scale(call: Call, tensor: torch.Tensor, factor: Any) -> torch.Tensor:
+    """Of gradients of parameters alone: there nothing else sees the piece."""
+    if not isinstance(tensor, CutTensor) or not tensor._is_gradient or isinstance(factor, CutTensor):
+        raise call.refused("would change it in place; write the result to a new tensor")
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        raise call.refused("by a tensor of several elements, in place")
+    with torch.no_grad():
+        local_of(tensor).mul_(factor)
+    return tensor

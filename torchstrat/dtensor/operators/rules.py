@@ -1,0 +1,239 @@
+"""The table of operators that know what to do with a `CutTensor`, and what a rule of one works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import functional
+
+from torchstrat.dtensor import moves
+from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
+from torchstrat.dtensor.axes import Cut, cut_axes
+from torchstrat.dtensor.cut_tensor import CutTensor, cut_tensor, refused, shape_of
+from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.errors import UnsupportedError
+
+Rule = Callable[..., Any]
+
+_rules: dict[Any, Rule] = {}
+_names: dict[str, None] = {}
+
+AnyRule = TypeVar("AnyRule", bound=Rule)
+Label = TypeVar("Label", bound=Hashable)
+
+
+def functions_called(name: str) -> list[Any]:
+    """What PyTorch calls ``name``: ``torch.name``, the method of tensors, ``torch.nn.functional.name``."""
+    places = (torch, torch.Tensor, functional)
+    return [getattr(place, name) for place in places if callable(getattr(place, name, None))]
+
+
+def rule(*operators: Any) -> Callable[[AnyRule], AnyRule]:
+    """Register a rule for functions, or for all that PyTorch calls by a name. It is called as
+    ``rule(call, *args, **kwargs)``."""
+
+    def register(function: AnyRule) -> AnyRule:
+        for operator in operators:
+            _names[operator if isinstance(operator, str) else name_of(operator)] = None
+            found = functions_called(operator) if isinstance(operator, str) else [operator]
+            assert found, operator
+            for one in found:
+                _rules[one] = function
+        return function
+
+    return register
+
+
+def operators() -> list[str]:
+    """The names of all operators with a rule."""
+    return list(_names)
+
+
+class Call:
+    """One call of an operator with at least one `CutTensor` among its arguments."""
+
+    def __init__(self, function: Any, devices: LogicalDevices) -> None:
+        self.function, self.devices = function, devices
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    def cut(self, tensor: torch.Tensor) -> Cut:
+        return moves.cut_of(tensor, self.devices)
+
+    def axes_of(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+        """The axes that cut dimension ``dim`` of ``tensor``."""
+        return self.devices.axes.axes_of(self.cut(tensor), dim)
+
+    def enter(self, tensor: torch.Tensor, wanted: Cut, varying: Iterable[int]) -> torch.Tensor:
+        """See `moves.enter`."""
+        return moves.enter(tensor, self.devices, wanted, tuple(varying))
+
+    def open(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece as it is."""
+        return self.enter(tensor, self.cut(tensor), ())
+
+    def leave(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return moves.leave(local, self.devices, cut)
+
+    def added_up(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        return moves.added_up(part, self.devices, axes)
+
+    def total(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """The sum over ``axes``, for use in a computation that varies along them."""
+        return moves.spread(moves.added_up(part, self.devices, axes), self.devices, axes)
+
+    def largest(self, part: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        """The elementwise maximum over ``axes``, without a gradient."""
+        with torch.no_grad():
+            return self.devices.largest(part, axes) if axes else part.detach()
+
+    def fitting(self, chosen: Sequence[Label | None], sizes: Mapping[Label, int]) -> list[Label | None]:
+        """``chosen``: for each axis what it is to cut, of these sizes. An axis that does not divide what other tensors
+        have had cut along other axes cuts nothing."""
+        parts: dict[Label, int] = {}
+        found: list[Label | None] = []
+        for size, label in zip(self.devices.axes.sizes, chosen, strict=True):
+            if label is not None and sizes[label] % (parts.get(label, 1) * size):
+                label = None
+            if label is not None:
+                parts[label] = parts.get(label, 1) * size
+            found.append(label)
+        return found
+
+    def refused(self, why: str) -> UnsupportedError:
+        return refused(self.name, why)
+
+
+def name_of(function: Any) -> str:
+    name: str = getattr(function, "__name__", str(function))
+    owner = getattr(function, "__self__", None)
+    return f"Tensor.{getattr(owner, '__name__', '')}" if name in ("__get__", "__set__") else name
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+
+
+def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
+    """Dimensions as PyTorch takes them, from 0; None and ``()`` are all of them."""
+    if dim is None:
+        return tuple(range(rank))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    return tuple(sorted(one + rank if one < 0 else one for one in dims)) if dims else tuple(range(rank))
+
+
+def one_dim(dim: int, rank: int) -> int:
+    if not -rank <= dim < rank:
+        raise IndexError(f"dimension {dim} of a tensor of {rank} dimensions")
+    return dim + rank if dim < 0 else dim
+
+
+# -- calling -------------------------------------------------------------------------------------------------------
+
+_METADATA = {
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "ndim",
+            "requires_grad",
+            "is_leaf",
+            "grad_fn",
+            "is_cuda",
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "is_nested",
+            "is_mkldnn",
+            "itemsize",
+            "nbytes",
+        )
+    ),
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.get_device,
+    torch.Tensor.__len__,
+    torch.Tensor.register_hook,
+    torch.Tensor.retain_grad,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+"""What does not look at elements."""
+
+_gradients: Any = torch.Tensor.grad
+_GRADIENT_GET, _GRADIENT_SET = _gradients.__get__, _gradients.__set__
+
+
+def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``function`` is on tensors of which some are cut. Raises `UnsupportedError` if nobody knows."""
+    if function in _METADATA:
+        with WithoutSubclasses():
+            return function(*args, **kwargs)
+    found = _rules.get(function)
+    if found is None:
+        return _without_rule(function, args, kwargs)
+    first = next(one for one in tensors_in((args, kwargs)) if isinstance(one, CutTensor))
+    return found(Call(function, first._devices), *args, **kwargs)
+
+
+def _without_rule(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if function == _GRADIENT_GET:
+        return _gradient(args[0])
+    if function == _GRADIENT_SET and args[0]._variable is not None:
+        args[0]._variable.grad = _as_piece(args[1])
+        return None
+    name = name_of(function)
+    if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
+        raise refused(name, "would change it in place; write the result to a new tensor")
+    raise refused(name)
+
+
+def _gradient(tensor: CutTensor) -> torch.Tensor | None:
+    if tensor._variable is None:
+        with WithoutSubclasses():
+            return tensor.grad
+    gradient = tensor._variable.grad
+    if gradient is None:
+        return None
+    found = cut_tensor(gradient.detach(), tensor._cut, tensor._devices)
+    found._is_gradient = True
+    return found
+
+
+def _as_piece(gradient: Any) -> Any:
+    return local_of(gradient) if isinstance(gradient, CutTensor) else gradient
+
+
+__all__ = [
+    "Call",
+    "apply",
+    "cut_axes",
+    "dims_of",
+    "functions_called",
+    "name_of",
+    "one_dim",
+    "operators",
+    "rule",
+    "shape_of",
+    "tensors_in",
+]

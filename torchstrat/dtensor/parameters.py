@@ -1,0 +1,288 @@
+"""The strategy's variables that are cut: each process holds its piece of them.
+
+A parameter stays one Python object, which modules, optimizers and the user hold, and stands for three things:
+
+* outside of `run`: a plain parameter of the whole shape on ``meta``, which takes no memory. It has no values to read or
+  to change by mistake; ``state_dict()`` and checkpoints put the whole together, and take it apart again.
+* for the engine and the optimizer, in `run`: a plain leaf, this process's piece. Its gradient is the piece's.
+* for the step: in the modules stands a `CutTensor` in its place, which autograd leads back to the leaf.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchstrat._torch_private import swap_tensor_impl
+from torchstrat.dtensor.axes import Cut
+from torchstrat.dtensor.cut_tensor import CutTensor
+from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.dtensor.moves import leave
+from torchstrat.errors import ContextError, ReplicaDivergenceError, UnsupportedError
+from torchstrat.replicas.agreement import agree, all_equal, code
+from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.sharding.grid import Sharding
+from torchstrat.variables import VariableRegistry
+
+ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
+"""From a parameter's dotted name and shape to how it is cut."""
+
+TAKING = "taking over the initial values of the first logical device"
+
+
+@dataclass
+class CutVariable:
+    """One variable. ``other``: what ``tensor`` does not stand for at the moment, its piece or the empty whole."""
+
+    reference: weakref.ref[torch.Tensor]
+    sharding: Sharding
+    cut: Cut
+    shape: tuple[int, ...]
+    other: torch.Tensor
+    version: int = 0
+    """Of the empty whole, when the last run ended: it must not have been changed since."""
+
+
+class CutVariables:
+    """The variables of one strategy, and which of them are cut."""
+
+    def __init__(self, registry: VariableRegistry, devices: LogicalDevices, sharding_of: ShardingOf | None) -> None:
+        self._registry, self._devices, self._sharding_of = registry, devices, sharding_of
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._planned: dict[int, tuple[weakref.ref[torch.Tensor], Sharding]] = {}
+        self._cut: dict[int, CutVariable] = {}
+        self._is_inside = False
+        self.on_cut: Callable[[torch.Tensor], None] = lambda tensor: None
+        """Called for each variable that has been cut, once."""
+
+    # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether variables stand for their pieces."""
+        return self._is_inside
+
+    def __len__(self) -> int:
+        return len(self._cut)
+
+    def find(self, tensor: torch.Tensor) -> CutVariable | None:
+        """None for a tensor that is no variable that is cut."""
+        found = self._cut.get(id(tensor))
+        return found if found is not None and found.reference() is tensor else None
+
+    def is_variable(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or tensor in self._registry
+
+    def planned(self, tensor: torch.Tensor) -> Sharding:
+        """How a variable is cut, or will be when its scope closes."""
+        known = self.find(tensor)
+        if known is not None:
+            return known.sharding
+        said = self._planned.get(id(tensor))
+        if said is not None and said[0]() is tensor:
+            return said[1]
+        name = self._names().get(id(tensor)) if self._sharding_of is not None else None
+        if name is None or self._sharding_of is None or self._is_known(tensor):
+            return Sharding.replicated(tensor.ndim, self._devices.axes.num_logical_devices)
+        return self._sharding_of(name, tuple(tensor.shape))
+
+    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This process's piece of a variable that is cut."""
+        found = self.find(tensor)
+        assert found is not None
+        return tensor.detach() if self._is_inside else found.other.detach()
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All of it, as a new tensor; all logical devices call it."""
+        found = self.find(tensor)
+        assert found is not None
+        return self._devices.whole(self.piece(tensor), found.cut)
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        found = self._known.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def _names(self) -> dict[int, str]:
+        """Parameters by the name they have in the outermost module that is known."""
+        modules = list(self._registry.modules())
+        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        found: dict[int, str] = {}
+        for module in modules:
+            if id(module) not in inner:
+                for name, parameter in module.named_parameters(remove_duplicate=False):
+                    found.setdefault(id(parameter), name)
+        return found
+
+    # -- taking over ------------------------------------------------------------------------------------------------
+
+    def plan(self, tensor: torch.Tensor, sharding: Sharding) -> None:
+        """Cut a variable like ``sharding``: now, or when its scope closes. Not in a run."""
+        known = self.find(tensor)
+        if known is not None and known.cut != self._devices.axes.cut_of(sharding):
+            raise UnsupportedError(
+                f"a variable of shape {known.shape} is cut already, like {known.sharding.spec}, and cannot be cut "
+                f"again, like {sharding.spec}; say it once, in the scope."
+            )
+        self._planned[id(tensor)] = weakref.ref(tensor), sharding
+        is_cut = self._devices.axes.cut_of(sharding) != self._devices.axes.whole
+        if known is None and is_cut and self._is_known(tensor):
+            self._cut_up(tensor, sharding)
+
+    def take(self) -> None:
+        """Give new variables the values of the replica's first logical device, and cut those that are to be. All
+        logical devices call it, between runs."""
+        tensors = self._registry.tensors()
+        tensors += [slot.tensor for slot in self._registry.buffer_slots() if slot.tensor is not None]
+        unique = {id(tensor): tensor for tensor in tensors if not is_lazy(tensor) and not self._is_known(tensor)}
+        new = list(unique.values())
+        if not new:
+            return
+        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in new]
+        if not all_equal(agree(self._devices.everyone, TAKING, (code(repr(shapes)),))):
+            raise ReplicaDivergenceError(
+                f"the logical devices of a replica have made different variables; here they are {shapes}. All of them "
+                "have to run the same program."
+            )
+        shardings = [self.planned(tensor) for tensor in new]
+        cuts = [self._devices.axes.cut_of(sharding) for sharding in shardings]
+        broadcast_tensors(self._devices.everyone, [tensor.detach() for tensor in new], 0, TAKING)
+        known = self._known
+        for tensor, sharding, cut in zip(new, shardings, cuts, strict=True):
+            self._note(known, tensor)
+            if cut != self._devices.axes.whole:
+                self._cut_up(tensor, sharding)
+
+    @staticmethod
+    def _note(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> None:
+        key = id(tensor)
+
+        def forget(reference: Any) -> None:
+            if known.get(key) is reference:
+                del known[key]
+
+        known[key] = weakref.ref(tensor, forget)
+
+    def _cut_up(self, tensor: torch.Tensor, sharding: Sharding) -> None:
+        cut, key, entries = self._devices.axes.cut_of(sharding), id(tensor), self._cut
+        shape = tuple(tensor.shape)
+        sharding.tile_shape(shape, 1)  # as many dimensions
+        piece = self._alike(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
+        if tensor.grad is not None:
+            piece.grad = self._devices.own_piece(tensor.grad, cut).clone()
+        piece._backward_hooks = tensor._backward_hooks
+        accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+        if accumulated:
+            piece._post_accumulate_grad_hooks = accumulated
+        self._cut_states(tensor, shape, cut)
+        empty = self._alike(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        swap_tensor_impl(tensor, empty)  # what it was goes with this name
+
+        def forget(reference: Any) -> None:
+            if key in entries and entries[key].reference is reference:
+                del entries[key]
+
+        entries[key] = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, tensor._version)
+        self.on_cut(tensor)
+
+    @staticmethod
+    def _alike(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(value, requires_grad=tensor.requires_grad)
+        return value.requires_grad_(tensor.requires_grad)
+
+    def _cut_states(self, tensor: torch.Tensor, shape: tuple[int, ...], cut: Cut) -> None:
+        """What an optimizer knows of a variable that it has stepped before."""
+        for optimizer in self._registry.optimizers():
+            state = optimizer.state.get(tensor, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+                    state[name] = self._devices.own_piece(value, cut).clone()
+
+    # -- in a run ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """In this block variables stand for their pieces."""
+        inside: list[tuple[torch.Tensor, CutVariable]] = []
+        for entry in list(self._cut.values()):
+            tensor = entry.reference()
+            if tensor is not None:
+                self._require_unchanged(tensor, entry)
+                inside.append((tensor, entry))
+        try:
+            self._is_inside = True
+            for tensor, entry in inside:
+                if entry.other.requires_grad != tensor.requires_grad:
+                    entry.other.requires_grad_(tensor.requires_grad)
+                swap_tensor_impl(tensor, entry.other)
+            yield
+        finally:
+            self._is_inside = False
+            for tensor, entry in inside:
+                swap_tensor_impl(tensor, entry.other)
+                if entry.other.requires_grad != tensor.requires_grad:
+                    tensor.requires_grad_(entry.other.requires_grad)
+                entry.version = tensor._version
+
+    def _require_unchanged(self, tensor: torch.Tensor, entry: CutVariable) -> None:
+        if tensor._version != entry.version or not tensor.is_meta or tuple(tensor.shape) != entry.shape:
+            raise ContextError(
+                f"{self._registry.describe(tensor)} was changed outside of run, where a variable that is cut over "
+                "logical devices has no values (it is on meta). Change it in strategy.run, or by load_state_dict or "
+                "Checkpoint.restore."
+            )
+
+    def stand_ins(self) -> dict[int, CutTensor]:
+        """``id`` of a variable → what a step sees of it."""
+        made: dict[int, CutTensor] = {}
+        with torch.enable_grad(), torch.inference_mode(False):
+            for key, entry in self._cut.items():
+                tensor = entry.reference()
+                if tensor is not None:
+                    one: Any = leave(tensor, self._devices, entry.cut)
+                    one._variable = tensor
+                    made[key] = one
+        return made
+
+    def cut_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The optimizer's variables that are cut."""
+        return [one for group in optimizer.param_groups for one in group["params"] if self.find(one) is not None]
+
+    # -- states of optimizers ---------------------------------------------------------------------------------------
+
+    def whole_state(self, tensor: torch.Tensor, value: Any) -> Any:
+        """An entry of an optimizer's state of ``tensor``, put together if it is a piece."""
+        entry = self.find(tensor)
+        if entry is None or not isinstance(value, torch.Tensor):
+            return value
+        if tuple(value.shape) != self._devices.axes.piece_shape(entry.shape, entry.cut):
+            return value
+        return self._devices.whole(value, entry.cut)
+
+    def piece_of_state(self, tensor: torch.Tensor, value: Any) -> Any:
+        """The other way round; a new tensor."""
+        entry = self.find(tensor)
+        if entry is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != entry.shape:
+            return value
+        piece = self._devices.own_piece(value.detach(), entry.cut)
+        return piece.to(device=self._devices.device, copy=True).contiguous()
+
+    def assign(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Give a variable that is cut new values, outside of a run."""
+        entry = self.find(tensor)
+        assert entry is not None
+        with torch.no_grad():
+            entry.other.copy_(self._devices.own_piece(whole.detach(), entry.cut))
+
+    def changed_nothing(self, tensor: torch.Tensor) -> None:
+        """What has just been written to the empty whole was meant, and has been taken."""
+        entry = self.find(tensor)
+        if entry is not None:
+            entry.version = tensor._version
