@@ -1,0 +1,540 @@
+"""What is proven of operators on tensors that are cut: the cases, and the one source of the list in the docs.
+
+A case makes arguments of generated shapes and calls operators with them. It is proven where values and gradients equal
+those of plain PyTorch for every way to cut every tensor among its arguments (a sample of them where there are many).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Function = Callable[..., Any]
+Arguments = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    operators: tuple[str, ...]
+    """By the names of `torchstrat.dtensor.operators.operators()`."""
+    make: Callable[[Shapes], tuple[Function, Arguments]]
+    refuses: str = ""
+    """Which ways to cut raise instead, in words; empty: none."""
+
+
+class Shapes:
+    """Sizes and numbers of one generated case."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(self._random.randrange(2**31))
+
+    def size(self, *choices: int) -> int:
+        return self._random.choice(choices or (2, 4, 6, 8))
+
+    def dims(self, rank: int) -> list[int]:
+        """Of which at least one divides by 4."""
+        sizes = [self._random.choice((1, 2, 3, 4, 6, 8)) for _ in range(rank)]
+        sizes[self._random.randrange(rank)] = 4
+        return sizes
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=self._generator)
+
+    def positive(self, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, dtype=torch.float64, generator=self._generator) + 0.5
+
+    def indices(self, below: int, *shape: int) -> torch.Tensor:
+        return torch.randint(below, shape, generator=self._generator)
+
+    def choice(self, *values: Any) -> Any:
+        return self._random.choice(values)
+
+
+CASES: list[Case] = []
+
+
+def case(*operators: str, name: str = "", refuses: str = "") -> Callable[[Any], Any]:
+    def add(make: Callable[[Shapes], tuple[Function, Arguments]]) -> Any:
+        CASES.append(Case(name or operators[0], operators, make, refuses))
+        return make
+
+    return add
+
+
+# -- functions of elements -----------------------------------------------------------------------------------------
+
+_SIGNED = (
+    *("abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "logical_not", "neg"),
+    *("negative", "nan_to_num", "round", "sigmoid", "sign", "sin", "square", "tanh", "elu", "gelu", "hardsigmoid"),
+    *("hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6", "selu", "silu", "softplus"),
+    *("softsign", "bfloat16", "bool", "clone", "contiguous", "detach", "double", "float", "half", "int", "long"),
+)
+_POSITIVE = ("log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "sqrt")
+
+
+def _called(name: str) -> Function:
+    function = getattr(torch, name, None)
+    if not callable(function) or name in ("bfloat16", "bool", "double", "float", "half", "int", "long"):
+        function = getattr(F, name, None) or getattr(torch.Tensor, name)
+    return function
+
+
+def _unary(name: str, *, positive: bool) -> None:
+    @case(name)
+    def make(shapes: Shapes) -> tuple[Function, Arguments]:
+        dims = shapes.dims(shapes.size(1, 2, 3))
+        return _called(name), [shapes.positive(*dims) if positive else shapes.normal(*dims)]
+
+
+for _name in _SIGNED:
+    _unary(_name, positive=False)
+for _name in _POSITIVE:
+    _unary(_name, positive=True)
+
+_PAIRS: dict[str, Function] = {
+    **{
+        name: getattr(torch, name)
+        for name in ("add", "atan2", "div", "divide", "eq", "fmod", "ge", "greater", "greater_equal", "gt", "le")
+    },
+    **{
+        name: getattr(torch, name)
+        for name in ("less", "less_equal", "logical_and", "logical_or", "logical_xor", "lt", "maximum", "minimum")
+    },
+    **{
+        name: getattr(torch, name)
+        for name in ("mul", "multiply", "ne", "not_equal", "pow", "remainder", "rsub", "sub", "subtract", "true_divide")
+    },
+    "__rsub__": lambda x, y: 1 - x + y,
+    "__rdiv__": lambda x, y: torch.Tensor.__rdiv__(x, 2.0) + y,
+    "__rtruediv__": lambda x, y: 1 / x + y,
+    "__pow__": lambda x, y: x**2 + y**x,
+    "__rpow__": lambda x, y: 2**x + y,
+    "__eq__": lambda x, y: x == y,
+    "__ne__": lambda x, y: x != y,
+    "__lt__": lambda x, y: x < y,
+    "__le__": lambda x, y: x <= y,
+    "__gt__": lambda x, y: x > y,
+    "__ge__": lambda x, y: x >= y,
+    "__truediv__": lambda x, y: x / y,
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "masked_fill": lambda x, y: x.masked_fill(y.detach() > 1, 0.25) * y,
+    "where": lambda x, y: torch.where(x.detach() > 1, x, y),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
+    "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.5),
+    "clamp": lambda x, y: x.clamp(min=0.7) * y.clamp(0.6, 1.2),
+    "clip": lambda x, y: x.clip(0.7) * y,
+    "type_as": lambda x, y: x.type_as(y) * y,
+    "to": lambda x, y: x.to(torch.float32).to(y) * y.to("cpu"),
+}
+
+
+def _pair(name: str) -> None:
+    @case(name)
+    def make(shapes: Shapes) -> tuple[Function, Arguments]:
+        dims = shapes.dims(3)
+        other = [size if shapes.choice(True, True, False) else 1 for size in dims][shapes.size(0, 1, 2) :]
+        pair = [shapes.positive(*dims), shapes.positive(*other)]
+        return _PAIRS[name], pair
+
+
+for _name in _PAIRS:
+    _pair(_name)
+
+
+@case("add", "mul", "sub", name="a tensor used twice, and scalars")
+def _twice(shapes: Shapes) -> tuple[Function, Arguments]:
+    dims = shapes.dims(2)
+    return lambda x, y: (x * y + x.sin() * 3 - y) * x, [shapes.normal(*dims), shapes.normal(*dims)]
+
+
+# -- sums of products ----------------------------------------------------------------------------------------------
+
+
+@case("linear")
+def _linear(shapes: Shapes) -> tuple[Function, Arguments]:
+    batch = [shapes.size(1, 3, 4) for _ in range(shapes.size(0, 1, 2))]
+    inputs, outputs = shapes.size(), shapes.size()
+    return F.linear, [shapes.normal(*batch, inputs), shapes.normal(outputs, inputs), shapes.normal(outputs)]
+
+
+@case("linear", name="linear without bias")
+def _linear_bare(shapes: Shapes) -> tuple[Function, Arguments]:
+    return F.linear, [shapes.normal(4, 8), shapes.normal(4, 8)]
+
+
+@case("matmul", "mm", "__matmul__")
+def _matmul(shapes: Shapes) -> tuple[Function, Arguments]:
+    rows, inner, columns = shapes.size(3, 4), shapes.size(), shapes.size()
+    return shapes.choice(torch.matmul, torch.mm, lambda x, y: x @ y), [
+        shapes.normal(rows, inner),
+        shapes.normal(inner, columns),
+    ]
+
+
+@case("matmul", "bmm", "__rmatmul__", name="matmul of batches")
+def _matmul_batches(shapes: Shapes) -> tuple[Function, Arguments]:
+    batch, heads = shapes.size(1, 4), shapes.size(3, 4)
+    left, right = [batch, heads, 4, 8], [shapes.choice(1, batch), heads, 8, 4]
+    return shapes.choice(torch.matmul, lambda x, y: torch.Tensor.__rmatmul__(y, x)), [
+        shapes.normal(*left),
+        shapes.normal(*right[shapes.size(0, 1) :]),
+    ]
+
+
+@case("bmm")
+def _bmm(shapes: Shapes) -> tuple[Function, Arguments]:
+    return torch.bmm, [shapes.normal(4, 3, 8), shapes.normal(4, 8, 4)]
+
+
+@case("matmul", name="matmul with vectors")
+def _matmul_vectors(shapes: Shapes) -> tuple[Function, Arguments]:
+    if shapes.choice(True, False):
+        return torch.matmul, [shapes.normal(4, 8), shapes.normal(8)]
+    return torch.matmul, [shapes.normal(8), shapes.normal(8, 4)]
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+@case("scaled_dot_product_attention")
+def _attention(shapes: Shapes) -> tuple[Function, Arguments]:
+    batch, heads, queries, keys = shapes.size(1, 2, 4), 4, shapes.size(), shapes.size()
+    causal = shapes.choice(True, False)
+    tensors = [shapes.normal(batch, heads, queries, 8), shapes.normal(batch, heads, keys, 8)]
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    return function, [*tensors, shapes.normal(batch, heads, keys, 4)]
+
+
+@case("scaled_dot_product_attention", name="attention with a mask and a scale")
+def _attention_mask(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m, scale=0.3)  # noqa: E731
+    mask = shapes.normal(*shapes.choice((4, 8), (1, 4, 4, 8), (2, 1, 1, 8)))
+    return function, [shapes.normal(2, 4, 4, 8), shapes.normal(2, 4, 8, 8), shapes.normal(2, 4, 8, 4), mask]
+
+
+@case("scaled_dot_product_attention", name="attention with dropout")
+def _attention_dropout(shapes: Shapes) -> tuple[Function, Arguments]:
+    causal = shapes.choice(True, False)
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.4, causal)  # noqa: E731
+    return function, [shapes.normal(2, 4, 4, 8), shapes.normal(2, 4, 4, 8), shapes.normal(2, 4, 4, 8)]
+
+
+@case("scaled_dot_product_attention", name="attention whose heads share keys")
+def _attention_shared(shapes: Shapes) -> tuple[Function, Arguments]:
+    heads = shapes.choice(2, 4)
+    function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # noqa: E731
+    return function, [shapes.normal(2, 8, 4, 4), shapes.normal(2, heads, 8, 4), shapes.normal(2, heads, 8, 4)]
+
+
+# -- embedding -----------------------------------------------------------------------------------------------------
+
+
+@case("embedding")
+def _embedding(shapes: Shapes) -> tuple[Function, Arguments]:
+    padding = shapes.choice(None, 2, -1)
+    function = lambda i, w: F.embedding(i, w, padding)  # noqa: E731
+    return function, [shapes.indices(8, 4, shapes.size(1, 4)), shapes.normal(8, 4)]
+
+
+# -- reductions and softmax ----------------------------------------------------------------------------------------
+
+
+def _reduction(name: str) -> None:
+    @case(name)
+    def make(shapes: Shapes) -> tuple[Function, Arguments]:
+        function = getattr(torch, name)
+        dim, keepdim = shapes.choice(0, 1, -1, (0, 2), (1, 2)), shapes.choice(True, False)
+        if shapes.choice(True, False, False) or (name in ("any", "all") and not isinstance(dim, int)):
+            chosen = function
+        else:
+            chosen = lambda x: function(x, dim, keepdim=keepdim)  # noqa: E731
+        if name == "count_nonzero":
+            chosen = lambda x: torch.count_nonzero(x.round(), dim)  # noqa: E731
+        return chosen, [shapes.normal(4, shapes.size(3, 4), shapes.size(4, 8)).mul(1.5)]
+
+
+for _name in ("sum", "mean", "amax", "amin", "var", "std", "any", "all", "count_nonzero"):
+    _reduction(_name)
+
+
+@case("amax", "amin", "max", "min", name="extremes with ties")
+def _ties(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(
+        lambda x: torch.amax(x, 0), lambda x: x.amin((0, 1), True), lambda x: x.max() + x.min(), lambda x: x.amax()
+    )
+    return function, [shapes.normal(4, 8).round()]
+
+
+@case("logsumexp")
+def _logsumexp(shapes: Shapes) -> tuple[Function, Arguments]:
+    dim, keepdim = shapes.choice(0, 1, (0, 2)), shapes.choice(True, False)
+    return lambda x: torch.logsumexp(x, dim, keepdim), [shapes.normal(4, 4, 3) * 5]
+
+
+@case("linalg_vector_norm", "_foreach_norm")
+def _norm(shapes: Shapes) -> tuple[Function, Arguments]:
+    order, dim = shapes.choice(1, 2, 3), shapes.choice(None, 0, (0, 1))
+    function = shapes.choice(lambda x: torch.linalg.vector_norm(x, order, dim), lambda x: torch._foreach_norm([x])[0])
+    return function, [shapes.positive(4, 8)]
+
+
+@case("softmax", "log_softmax")
+def _softmax(shapes: Shapes) -> tuple[Function, Arguments]:
+    function, dim = shapes.choice(torch.softmax, torch.log_softmax, F.softmax, F.log_softmax), shapes.choice(0, 1, -1)
+    return lambda x: function(x, dim=dim), [shapes.normal(*shapes.dims(2), 4) * 4]
+
+
+# -- losses --------------------------------------------------------------------------------------------------------
+
+
+@case("cross_entropy")
+def _cross_entropy(shapes: Shapes) -> tuple[Function, Arguments]:
+    reduction, smoothing = shapes.choice("mean", "sum", "none"), shapes.choice(0.0, 0.2)
+    batch, classes = shapes.size(), shapes.size()
+    weight = shapes.choice(None, shapes.positive(classes))
+    places = shapes.choice((), (4,))
+    target = shapes.indices(classes, batch, *places)
+    ignored = shapes.choice(-100, 1)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x, y, weight, reduction=reduction, ignore_index=ignored, label_smoothing=smoothing)
+
+    return loss, [shapes.normal(batch, classes, *places) * 3, target]
+
+
+@case("cross_entropy", name="cross entropy with probabilities")
+def _cross_entropy_probabilities(shapes: Shapes) -> tuple[Function, Arguments]:
+    reduction, smoothing = shapes.choice("mean", "sum", "none"), shapes.choice(0.0, 0.2)
+    weight = shapes.choice(None, shapes.positive(8))
+    target = torch.softmax(shapes.normal(4, 8), 1)
+    function = lambda x, y: F.cross_entropy(x, y, weight, reduction=reduction, label_smoothing=smoothing)  # noqa: E731
+    return function, [shapes.normal(4, 8), target]
+
+
+@case("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+def _elementwise_losses(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
+    reduction = shapes.choice("mean", "sum", "none")
+    return lambda x, y: function(x, y, reduction=reduction), [shapes.normal(4, 8), shapes.positive(4, 8) / 2]
+
+
+# -- normalisation -------------------------------------------------------------------------------------------------
+
+
+@case("layer_norm")
+def _layer_norm(shapes: Shapes) -> tuple[Function, Arguments]:
+    count = shapes.choice(1, 2)
+    dims = [shapes.size(3, 4), 4, 8]
+    function = lambda x, w, b: F.layer_norm(x, dims[-count:], w, b)  # noqa: E731
+    return function, [shapes.normal(*dims), shapes.normal(*dims[-count:]), shapes.normal(*dims[-count:])]
+
+
+@case("rms_norm")
+def _rms_norm(shapes: Shapes) -> tuple[Function, Arguments]:
+    count, eps = shapes.choice(1, 2), shapes.choice(None, 1e-3)
+    dims = [shapes.size(3, 4), 4, 8]
+    return lambda x, w: F.rms_norm(x, dims[-count:], w, eps), [shapes.normal(*dims), shapes.normal(*dims[-count:])]
+
+
+@case("group_norm", refuses="channels cut into parts that do not divide the number of groups")
+def _group_norm(shapes: Shapes) -> tuple[Function, Arguments]:
+    groups = shapes.choice(1, 2, 4)
+    function = lambda x, w, b: F.group_norm(x, groups, w, b)  # noqa: E731
+    return function, [shapes.normal(4, 8, 4, shapes.size(1, 4)), shapes.normal(8), shapes.normal(8)]
+
+
+@case("batch_norm", refuses="a cut along channels")
+def _batch_norm(shapes: Shapes) -> tuple[Function, Arguments]:
+    training = shapes.choice(True, True, False)
+
+    def normalized(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mean, var = torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype)
+        found = F.batch_norm(x, mean, var, w, b, training)
+        return found, mean, var
+
+    return normalized, [shapes.normal(4, 3, 4, 4), shapes.normal(3), shapes.normal(3)]
+
+
+@case("dropout")
+def _dropout(shapes: Shapes) -> tuple[Function, Arguments]:
+    training = shapes.choice(True, True, False)
+    return lambda x: F.dropout(x, 0.3, training) * 2, [shapes.normal(*shapes.dims(3))]
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------
+
+
+@case("reshape", "view", refuses="a dimension that is cut and is not the slowest of those it is joined with")
+def _reshape(shapes: Shapes) -> tuple[Function, Arguments]:
+    new = shapes.choice((32, 8), (4, 8, 8), (4, -1), (8, 4, 8), (4, 1, 8, 2, 4), (256,), (16, 16))
+    return shapes.choice(lambda x: x.reshape(new), lambda x: x.view(*new)), [shapes.normal(4, 8, 8)]
+
+
+@case("flatten", "unflatten", refuses="as reshape")
+def _flatten(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(lambda x: x.flatten(1), lambda x: torch.flatten(x), lambda x: x.unflatten(1, (4, -1)))
+    return function, [shapes.normal(4, 8, 4)]
+
+
+@case("transpose", "permute", "swapaxes", "swapdims", "t", "Tensor.T", "Tensor.mT", name="transpose and permute")
+def _transpose(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(
+        lambda x: x.transpose(0, -1),
+        lambda x: x.permute(2, 0, 1),
+        lambda x: torch.permute(x, (1, 2, 0)),
+        lambda x: x.swapaxes(0, 1),
+        lambda x: torch.swapdims(x, 1, 2),
+        lambda x: x.mT,
+        lambda x: x.select(1, 0).t(),
+        lambda x: x.select(1, 0).T,
+    )
+    return function, [shapes.normal(4, 1, 8)]
+
+
+@case("unsqueeze", "squeeze", "expand")
+def _unsqueeze(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(
+        lambda x: x.unsqueeze(shapes.size(1)) * 2,
+        lambda x: x.unsqueeze(-1),
+        lambda x: x.squeeze(),
+        lambda x: x.squeeze(1),
+        lambda x: x.squeeze((0, 1)),
+        lambda x: x.expand(-1, 3, -1),
+        lambda x: x.expand(2, 4, 5, 8),
+    )
+    return function, [shapes.normal(4, 1, 8)]
+
+
+@case("chunk", "split", "narrow", "select", "__getitem__", refuses="along a dimension that is cut")
+def _parts(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(
+        lambda x: x.chunk(2, dim=1),
+        lambda x: torch.chunk(x, 2, 2),
+        lambda x: torch.split(x, 4, dim=2),
+        lambda x: x.split([2, 2], 1),
+        lambda x: x.narrow(1, 1, 2),
+        lambda x: x.select(1, -1),
+        lambda x: x[:, 1],
+        lambda x: x[:, :, None, 2:5],
+        lambda x: x[..., 0, :],
+        lambda x: x[1],
+    )
+    return function, [shapes.normal(4, 4, 8)]
+
+
+@case("cat", "concat", "concatenate", "stack", refuses="cat along a dimension that is cut")
+def _joins(shapes: Shapes) -> tuple[Function, Arguments]:
+    function = shapes.choice(
+        lambda x, y: torch.cat([x, y], 1),
+        lambda x, y: torch.concat((x, y), dim=0),
+        lambda x, y: torch.concatenate((x, y), -1),
+        lambda x, y: torch.stack([x, y], shapes.size(1)),
+        lambda x, y: torch.stack([x, y], -1),
+    )
+    if shapes.choice(True, False):
+        return lambda x, y: torch.cat([x, y], 1), [shapes.normal(4, 8), shapes.normal(4, 3)]
+    return function, [shapes.normal(4, 8), shapes.normal(4, 8)]
+
+
+# -- images --------------------------------------------------------------------------------------------------------
+
+_BANDS = "bands that do not make the same band of the result (see torchstrat.dtensor.operators.convolution)"
+
+
+@case("conv2d", refuses=_BANDS)
+def _conv2d(shapes: Shapes) -> tuple[Function, Arguments]:
+    kernel, stride, padding, dilation = shapes.choice(
+        (3, 1, 1, 1),
+        (5, 1, 2, 1),
+        (1, 1, 0, 1),
+        (2, 2, 0, 1),
+        (3, 2, 1, 1),
+        (3, 1, "same", 1),
+        (2, 1, "same", 1),
+        (3, 1, 2, 2),
+    )
+    height, width = shapes.choice((8, 8), (16, 8), (8, 4))
+    function = lambda x, w, b: F.conv2d(x, w, b, stride, padding, dilation)  # noqa: E731
+    batch = shapes.choice([4], [1], [])
+    return function, [shapes.normal(*batch, 4, height, width), shapes.normal(8, 4, kernel, kernel), shapes.normal(8)]
+
+
+@case("conv2d", refuses=_BANDS, name="conv2d in groups")
+def _conv2d_groups(shapes: Shapes) -> tuple[Function, Arguments]:
+    groups = shapes.choice(2, 4)
+    function = lambda x, w: F.conv2d(x, w, None, 1, 1, 1, groups)  # noqa: E731
+    return function, [shapes.normal(2, 4, 8, 8), shapes.normal(8, 4 // groups, 3, 3)]
+
+
+@case("conv1d", "conv3d", refuses=_BANDS)
+def _conv1d(shapes: Shapes) -> tuple[Function, Arguments]:
+    if shapes.choice(True, False):
+        return lambda x, w, b: F.conv1d(x, w, b, padding=1), [
+            shapes.normal(2, 4, 8),
+            shapes.normal(4, 4, 3),
+            shapes.normal(4),
+        ]
+    return lambda x, w, b: F.conv3d(x, w, b, padding=1), [
+        shapes.normal(1, 3, 4, 8, 4),
+        shapes.normal(4, 3, 3, 3, 3),
+        shapes.normal(4),
+    ]
+
+
+@case("avg_pool1d", "avg_pool2d", "avg_pool3d", refuses=_BANDS)
+def _avg_pool(shapes: Shapes) -> tuple[Function, Arguments]:
+    kernel, stride, padding = shapes.choice((2, None, 0), (3, 1, 1), (3, 2, 1), (2, 2, 0))
+    rank = shapes.choice(1, 2, 3)
+    function = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[rank]
+    return lambda x: function(x, kernel, stride, padding), [shapes.normal(4, 4, *[8, 8, 4][:rank])]
+
+
+@case("max_pool1d", "max_pool2d", "max_pool3d", refuses=_BANDS)
+def _max_pool(shapes: Shapes) -> tuple[Function, Arguments]:
+    kernel, stride, padding = shapes.choice((2, None, 0), (3, 1, 1), (3, 2, 1), (2, 2, 0))
+    rank = shapes.choice(1, 2, 3)
+    function = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[rank]
+    return lambda x: function(x, kernel, stride, padding), [shapes.normal(4, 4, *[8, 8, 4][:rank])]
+
+
+@case(
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    refuses="averages of other sizes than 1 over what is cut",
+)
+def _adaptive(shapes: Shapes) -> tuple[Function, Arguments]:
+    rank = shapes.choice(1, 2, 3)
+    function = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[rank]
+    size = shapes.choice(1, 1, 2)
+    return lambda x: function(x, size), [shapes.normal(4, 4, *[8, 8, 4][:rank])]
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+PROVEN_ELSEWHERE = {"_foreach_mul_": "gradient clipping", "mul_": "gradient clipping"}
+"""Operators on gradients of parameters → the test that proves them."""
+
+
+def ways_to_cut(shape: torch.Size, sizes: tuple[int, ...]) -> Iterator[tuple[int | None, ...]]:
+    """All cuts of a tensor over axes of ``sizes`` that divide it."""
+
+    def extend(cut: tuple[int | None, ...]) -> Iterator[tuple[int | None, ...]]:
+        if len(cut) == len(sizes):
+            yield cut
+            return
+        for dim in (None, *range(len(shape))):
+            longer = (*cut, dim)
+            parts = math.prod(size for size, own in zip(sizes, longer, strict=False) if own == dim)
+            if dim is None or (shape[dim] > 1 and shape[dim] % parts == 0):
+                yield from extend(longer)
+
+    yield from extend(())

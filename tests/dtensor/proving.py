@@ -1,0 +1,179 @@
+"""What a process of a group does to prove cases of `operator_cases`: the same with tensors cut, and with whole ones."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.nn import functional
+
+import torchstrat as ts
+from tests.dtensor.operator_cases import CASES, Case, Shapes, ways_to_cut
+from torchstrat.dtensor import moves
+from torchstrat.dtensor.axes import LogicalAxes
+from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.dtensor.moves import cut_of, recut, whole
+from torchstrat.dtensor.operators import dropout
+from torchstrat.errors import UnsupportedError
+
+TOLERANCE = 1e-9
+
+
+class Proof(NamedTuple):
+    case: str
+    proven: int
+    refused: int
+    failures: list[str]
+
+
+def prove(
+    names: Sequence[str], logical_devices: int, seeds: int, most_ways: int, broken: str | None = None
+) -> list[Proof]:
+    """``broken``: what is switched off, to see that it is needed."""
+    with _BREAKS[broken]() if broken else nullcontext():
+        return _proofs(names, logical_devices, seeds, most_ways)
+
+
+def _proofs(names: Sequence[str], logical_devices: int, seeds: int, most_ways: int) -> list[Proof]:
+    warnings.simplefilter("error")
+    strategy = ts.MirroredStrategy(logical_devices_per_replica=logical_devices, timeout=timedelta(seconds=60))
+    proofs: list[Proof] = []
+
+    def step() -> None:
+        for case in CASES:
+            if case.name in names:
+                proofs.append(_prove(case, strategy._engine.devices, seeds, most_ways))
+
+    try:
+        strategy.run(step)
+    finally:
+        strategy.close()
+    return proofs
+
+
+_BREAKS = {
+    "sums going backward": lambda: mock.patch.object(moves, "spread", lambda tensor, devices, axes: tensor),
+    "sums going forward": lambda: mock.patch.object(moves, "added_up", lambda tensor, devices, axes: tensor),
+    "neighbours' rows": lambda: mock.patch.object(LogicalDevices, "edges", return_value=(None, None)),
+    "which part is whose": lambda: mock.patch.object(LogicalAxes, "index_along", return_value=0),
+    "random numbers": lambda: mock.patch.object(
+        dropout, "own_noise", lambda call, shape, cut, like, p: functional.dropout(torch.ones_like(like), p)
+    ),
+}
+
+REFUSED: dict[str, Any] = {
+    "linalg_inv": lambda x: torch.linalg.inv(x),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: torch.sort(x),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "add_": lambda x: x.add_(1),
+    "mul_": lambda x: x.__imul__(2),
+    "relu": lambda x: functional.relu(x, inplace=True),
+    "copy_": lambda x: torch.zeros(4, 4).copy_(x),
+    "item": lambda x: x.item(),
+    "backward": lambda x: x.backward(),
+    "requires_grad_": lambda x: x.requires_grad_(False),
+    "numpy": lambda x: x.numpy(),
+    "normal_": lambda x: torch.nn.init.normal_(x),
+    "mm": lambda x: torch.ops.aten.mm.default(x, x),
+    "interpolate": lambda x: functional.interpolate(x[None, None], scale_factor=2),
+    "max": lambda x: x.max(0),
+    "to_local": lambda x: x.to_local(),
+    "redistribute": lambda x: x.redistribute(),
+}
+"""By a word of the message."""
+
+
+def refusals() -> dict[str, str]:
+    """What each raised on a tensor that is cut."""
+    strategy = ts.MirroredStrategy(logical_devices_per_replica=2, timeout=timedelta(seconds=60))
+
+    def step() -> dict[str, str]:
+        cut = strategy.split_to_logical_devices(torch.rand(4, 4, generator=torch.Generator().manual_seed(1)), [2, 1])
+        messages = {}
+        for name, function in REFUSED.items():
+            try:
+                function(cut)
+            except UnsupportedError as error:
+                messages[name] = str(error)
+        return messages
+
+    try:
+        (messages,) = strategy.local_results(strategy.run(lambda: [step()]))
+        return messages[0]  # type: ignore[no-any-return]
+    finally:
+        strategy.close()
+
+
+def _prove(case: Case, devices: Any, seeds: int, most_ways: int) -> Proof:
+    proven, refused, failures = 0, 0, []
+    for seed in range(seeds):
+        function, arguments = case.make(Shapes(f"{case.name} {seed}"))
+        noise = torch.get_rng_state()
+        expected = _results(function, arguments, seed)
+        ways = list(itertools.product(*[list(ways_to_cut(one.shape, devices.axes.sizes)) for one in arguments]))
+        ways = [way for way in ways if any(dim is not None for cut in way for dim in cut)]
+        for way in random.Random(seed).sample(ways, min(most_ways, len(ways))):
+            torch.set_rng_state(noise)
+            try:
+                found = _results(function, arguments, seed, way, devices)
+            except UnsupportedError as error:
+                refused += 1
+                if not case.refuses:
+                    failures.append(f"{way}: {error}")
+                continue
+            complaint = _difference(found, expected)
+            proven += not complaint
+            if complaint:
+                shapes = [tuple(one.shape) for one in arguments]
+                failures.append(f"seed {seed}, shapes {shapes} cut like {way}: {complaint}")
+    return Proof(case.name, proven, refused, failures[:3])
+
+
+def _results(
+    function: Any, arguments: list[torch.Tensor], seed: int, way: Any = None, devices: Any = None
+) -> list[torch.Tensor | None]:
+    """What the function returns, and the gradients of its arguments."""
+    leaves = [one.detach().clone().requires_grad_(one.is_floating_point()) for one in arguments]
+    given = leaves if way is None else [recut(leaf, devices, cut) for leaf, cut in zip(leaves, way, strict=True)]
+    returned = function(*given)
+    outputs = [returned] if isinstance(returned, torch.Tensor) else list(returned)
+    if devices is not None:
+        for output in outputs:
+            shape, dtype = tuple(output.shape), output.dtype
+            piece = whole(output)
+            assert (tuple(piece.shape), piece.dtype) == (shape, dtype)
+            assert cut_of(piece, devices) == devices.axes.whole
+    plain = [whole(output) for output in outputs]
+    generator = torch.Generator().manual_seed(seed)
+    total: Any = 0.0
+    for one in plain:
+        if one.requires_grad:
+            total = total + (one * torch.randn(one.shape, dtype=one.dtype, generator=generator)).sum()
+    if isinstance(total, torch.Tensor):
+        total.backward()
+    return [*[one.detach() for one in plain], *[leaf.grad for leaf in leaves]]
+
+
+def _difference(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> str:
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if (one is None) != (other is None):
+            return f"number {index} is {'missing' if one is None else 'too many'}"
+        if one is None or other is None:
+            continue
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"number {index} is {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
+        tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(one.dtype, TOLERANCE)
+        if one.is_floating_point():
+            if not torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+                return f"number {index} differs by {float((one - other).abs().max()):.2e}"
+        elif not torch.equal(one, other):
+            return f"number {index} differs"
+    return ""
