@@ -70,12 +70,48 @@ class CollectiveConfig(StrategyConfig):
 
 
 @dataclass
-class MirroredConfig(CollectiveConfig):
+class LogicalDevicesConfig(StrategyConfig):
+    """What the strategies are told whose replicas may have several logical devices."""
+
+    logical_devices: int | None = None
+    """Devices of one replica, over which models with ``tensor_parallel`` or ``spatially_parallel`` are cut.
+
+    None: as many as ``logical_mesh_shape`` has places, otherwise 1. On a TPU one process drives all of them; elsewhere
+    each is a process, and torchrun starts replicas times so many.
+    """
+    logical_mesh_shape: list[int] | None = None
+    """How ``sharding_rules`` see a replica's logical devices: the sizes of ``d0``, ``d1``, …. None: all are ``d0``."""
+    sharding_rules: dict[str, Any] = field(default_factory=dict)
+    """Parameters to be cut, by name: ``{*.weight: [d0, null]}`` cuts rows. Without rules, what the model asks for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("strategy.logical_devices", self.logical_devices)
+        mesh = self.logical_mesh_shape
+        _require(
+            mesh is None or (bool(mesh) and all(size > 0 for size in mesh)),
+            f"strategy.logical_mesh_shape={mesh} must be positive sizes, at least one.",
+        )
+        _require(
+            mesh is None or self.logical_devices in (None, math.prod(mesh)),
+            f"strategy.logical_mesh_shape={mesh} has {math.prod(mesh or [])} places for "
+            f"strategy.logical_devices={self.logical_devices}; these must agree, or leave one of them null.",
+        )
+
+    @property
+    def logical_mesh(self) -> list[int]:
+        """The sizes of ``d0``, ``d1``, …"""
+        return self.logical_mesh_shape or [self.logical_devices or 1]
+
+
+@dataclass
+class MirroredConfig(CollectiveConfig, LogicalDevicesConfig):
     name: str = "mirrored"
     replicas: int | None = None
     """Replicas in this process: that many GPUs, or virtual replicas of the CPU (``cpu:0``, ``cpu:1``, …).
 
-    None: every GPU, or two virtual replicas where there is none. Under torchrun each process is one replica.
+    None: every GPU, or two virtual replicas where there is none. Under torchrun each process is one replica, or one of
+    its ``logical_devices``.
     """
     devices: list[str] | None = None
     """The replicas' devices one by one, instead of ``replicas``."""
@@ -86,7 +122,7 @@ class MirroredConfig(CollectiveConfig):
 
 
 @dataclass
-class MultiWorkerMirroredConfig(CollectiveConfig):
+class MultiWorkerMirroredConfig(CollectiveConfig, LogicalDevicesConfig):
     """Processes are found from the launcher's environment; a process started alone is a cluster of one worker."""
 
     name: str = "multi_worker_mirrored"
@@ -153,39 +189,19 @@ class ParameterServerConfig(StrategyConfig):
 
 
 @dataclass
-class TpuConfig(StrategyConfig):
+class TpuConfig(LogicalDevicesConfig):
     """Replicas times logical devices on a TPU, all driven by one process."""
 
     name: str = "tpu"
     replicas: int | None = None
     """None: as many as there are devices for. Devices that are left over compute along and count nothing."""
-    logical_devices: int | None = None
-    """Devices of one replica, over which models with ``tensor_parallel`` or ``spatially_parallel`` are cut.
-
-    None: as many as ``logical_mesh_shape`` has places, otherwise 1.
-    """
     virtual_devices: int | None = None
     """Let the CPU pretend to be so many devices. None: a TPU, or what ``PJRT_DEVICE`` in the environment says."""
-    logical_mesh_shape: list[int] | None = None
-    """How ``sharding_rules`` see a replica's logical devices: the sizes of ``d0``, ``d1``, …. None: all are ``d0``."""
-    sharding_rules: dict[str, Any] = field(default_factory=dict)
-    """Parameters to be cut, by name: ``{*.weight: [d0, null]}`` cuts rows. Without rules, what the model asks for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive("strategy.replicas", self.replicas)
-        _require_positive("strategy.logical_devices", self.logical_devices)
         _require_positive("strategy.virtual_devices", self.virtual_devices)
-        mesh = self.logical_mesh_shape
-        _require(
-            mesh is None or (bool(mesh) and all(size > 0 for size in mesh)),
-            f"strategy.logical_mesh_shape={mesh} must be positive sizes, at least one.",
-        )
-        _require(
-            mesh is None or self.logical_devices in (None, math.prod(mesh)),
-            f"strategy.logical_mesh_shape={mesh} has {math.prod(mesh or [])} places for "
-            f"strategy.logical_devices={self.logical_devices}; these must agree, or leave one of them null.",
-        )
 
 
 @dataclass
@@ -229,6 +245,26 @@ class ConvNetConfig(ModelConfig):
             self.norm != "group" or all(width % self.groups == 0 for width in self.channels),
             f"model.channels={self.channels} cannot be split into model.groups={self.groups} groups; use multiples of "
             f"{self.groups}, or another model.groups.",
+        )
+
+
+@dataclass
+class TransformerConfig(ModelConfig):
+    """A small Transformer for images, whose tokens are rows of pixels."""
+
+    name: str = "transformer"
+    width: int = 64
+    heads: int = 4
+    blocks: int = 2
+    tensor_parallel: bool = False
+    """Cut heads and hidden units over a replica's logical devices. The numbers are the same."""
+
+    def __post_init__(self) -> None:
+        for key in ("width", "heads", "blocks"):
+            _require_positive(f"model.{key}", getattr(self, key))
+        _require(
+            self.width % self.heads == 0,
+            f"model.width={self.width} cannot be split into model.heads={self.heads} heads; use a multiple.",
         )
 
 
@@ -567,7 +603,12 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
         "tpu": TpuConfig,
         "parameter_server": ParameterServerConfig,
     },
-    "model": {"mlp": MlpConfig, "convnet": ConvNetConfig, "wide_and_deep": WideAndDeepConfig},
+    "model": {
+        "mlp": MlpConfig,
+        "convnet": ConvNetConfig,
+        "transformer": TransformerConfig,
+        "wide_and_deep": WideAndDeepConfig,
+    },
     "data": {
         "digits": DigitsConfig,
         "csv": CsvConfig,

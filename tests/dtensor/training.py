@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchstrat as ts
-from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig
+from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig, TransformerConfig
 from torchstrat.experiments import models
 
 STEPS = 10
@@ -39,6 +39,7 @@ class Outcome(NamedTuple):
 
 KINDS: dict[str, tuple[ModelConfig, tuple[int, ...]]] = {
     "mlp": (MlpConfig(hidden=[16, 12, 8], tensor_parallel=True), (6,)),
+    "transformer": (TransformerConfig(width=16, heads=4, blocks=1, tensor_parallel=True), (1, 4, 6)),
     "convnet": (ConvNetConfig(channels=[4, 8, 8], groups=2, norm="group", spatially_parallel=True), (1, 16, 8)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torchstrat.config import (
     ClusterConfig,
     CollectiveConfig,
     ExperimentConfig,
+    LogicalDevicesConfig,
     MirroredConfig,
     ModelConfig,
     OneDeviceConfig,
@@ -33,6 +35,7 @@ from torchstrat.experiments import models
 from torchstrat.experiments.click_logs import ClickExamples
 from torchstrat.experiments.data import AnyExamples
 from torchstrat.experiments.wide_and_deep import WideAndDeep
+from torchstrat.sharding import logical_axis
 from torchstrat.strategy import Strategy
 
 CPU_REPLICAS = 2
@@ -57,6 +60,8 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     }
     chosen = config.strategy
     cpu_only = config.cluster.accelerator == "cpu"
+    if isinstance(chosen, LogicalDevicesConfig):
+        options |= _logical_devices(chosen, config.model)
     if isinstance(chosen, CollectiveConfig):
         options["collectives"] = chosen.collectives
     if isinstance(chosen, OneDeviceConfig):
@@ -75,6 +80,18 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
         )
     built: Strategy = registry.create(chosen.name, **options)
     return built
+
+
+def _logical_devices(chosen: LogicalDevicesConfig, model: ModelConfig) -> dict[str, Any]:
+    mesh = chosen.logical_mesh
+    if math.prod(mesh) == 1:
+        return {}
+    axes = [logical_axis(index) for index in range(len(mesh))]
+    return {
+        "logical_devices_per_replica": math.prod(mesh),
+        "logical_mesh_shape": mesh,
+        "sharding_rules": chosen.sharding_rules or models.sharding_rules(model, axes),
+    }
 
 
 def parameter_server(

@@ -30,22 +30,26 @@ class InBands(nn.Sequential):
         strategy = ts.get_strategy()
         parts = strategy.num_logical_devices
         x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
+        in_bands = True
         for index, layer in enumerate(self):
-            if index > 0 and isinstance(layer, nn.Conv2d | nn.AvgPool2d | nn.Flatten):
-                if _goes_in_bands(layer, x, parts):
+            if isinstance(layer, nn.Conv2d) and index > 0:
+                in_bands = x.shape[2] % parts == 0
+                if in_bands:
                     x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
                 else:
                     x = strategy.replicate_to_logical_devices(x)
+            elif isinstance(layer, nn.Flatten) or (in_bands and not _keeps_bands(layer, x.shape[2] // parts)):
+                x, in_bands = strategy.replicate_to_logical_devices(x), False
             x = layer(x)
         return x
 
 
-def _goes_in_bands(layer: nn.Module, x: torch.Tensor, parts: int) -> bool:
-    """Whether each band of ``x`` becomes a band of the layer's output."""
-    if isinstance(layer, nn.AvgPool2d):
-        stride = layer.stride if isinstance(layer.stride, int) else layer.stride[0]
-        return x.shape[2] % (parts * stride) == 0
-    return isinstance(layer, nn.Conv2d) and x.shape[2] % parts == 0
+def _keeps_bands(layer: nn.Module, rows: int) -> bool:
+    """Whether a band of ``rows`` becomes a band of the layer's output."""
+    if not isinstance(layer, nn.AvgPool2d):
+        return True
+    stride = layer.stride if isinstance(layer.stride, int) else layer.stride[0]
+    return rows % stride == 0
 
 
 class InColumns(nn.Sequential):

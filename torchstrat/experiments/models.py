@@ -1,7 +1,7 @@
-"""The application's two models, plain `torch.nn`. They know nothing of strategies, unless they are to be cut over the
-logical devices of a replica (`logical_devices`).
+"""The application's models for images and rows, plain `torch.nn`. They know nothing of strategies, unless they are to
+be cut over the logical devices of a replica (`logical_devices`, `transformer`).
 
-Both are smooth: GELU and average pooling, where ReLU and max pooling are more usual. At a kink or a tie (the digits'
+All are smooth: GELU and average pooling, where ReLU and max pooling are more usual. At a kink or a tie (the digits'
 empty backgrounds are full of ties) a rounding difference of 1e-8 picks another branch and becomes a difference of 1e-3
 after twenty steps; smooth models let runs under different strategies be compared to rounding (2e-7).
 """
@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig
+from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig, TransformerConfig
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments.logical_devices import InBands, InColumns, rules_for_columns
+from torchstrat.experiments.transformer import RowTransformer, rules_for_heads
 
 
 def build(config: ModelConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -29,7 +30,7 @@ def build(config: ModelConfig, input_shape: tuple[int, ...], classes: int) -> nn
     for schema, builder in _BUILDERS.items():
         if isinstance(config, schema):
             return builder(config, input_shape, classes)
-    raise InvalidArgumentError(f"model.name={config.name} is not known; choose one of mlp, convnet.")
+    raise InvalidArgumentError(f"model.name={config.name} is not known; choose one of mlp, convnet, transformer.")
 
 
 def _build_mlp(config: MlpConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -44,6 +45,8 @@ def sharding_rules(config: ModelConfig, axes: Sequence[str]) -> dict[str, list[l
     if isinstance(config, MlpConfig) and config.tensor_parallel:
         layers = len(config.hidden) + 1
         return rules_for_columns([str(1 + 2 * number) for number in range(layers)], axes)  # between them, GELUs
+    if isinstance(config, TransformerConfig) and config.tensor_parallel:
+        return rules_for_heads(axes)
     return None
 
 
@@ -71,6 +74,22 @@ def _build_convnet(config: ConvNetConfig, input_shape: tuple[int, ...], classes:
     return ts.convert_sync_batchnorm(model) if config.norm == "sync_batch" else model
 
 
+def _build_transformer(config: TransformerConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    if len(input_shape) != 3:
+        raise InvalidArgumentError(
+            f"model=transformer needs images (channels, height, width); this data has inputs of shape {input_shape}. "
+            "Use model=mlp, or set data.image_shape."
+        )
+    return RowTransformer(
+        input_shape,
+        classes,
+        width=config.width,
+        heads=config.heads,
+        blocks=config.blocks,
+        is_cut=config.tensor_parallel,
+    )
+
+
 def _norm(config: ConvNetConfig, channels: int) -> nn.Module:
     if config.norm == "group":
         return nn.GroupNorm(config.groups, channels)
@@ -80,4 +99,5 @@ def _norm(config: ConvNetConfig, channels: int) -> nn.Module:
 _BUILDERS: dict[type[ModelConfig], Callable[[Any, tuple[int, ...], int], nn.Module]] = {
     MlpConfig: _build_mlp,
     ConvNetConfig: _build_convnet,
+    TransformerConfig: _build_transformer,
 }

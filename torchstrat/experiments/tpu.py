@@ -31,7 +31,7 @@ def strategy(config: ExperimentConfig, chosen: TpuConfig, plan: ProcessPlan | No
         )
     topology = initialize_tpu_system(virtual_devices=chosen.virtual_devices)
     mesh_shape: list[int] = topology.mesh_shape.tolist()
-    logical_mesh = chosen.logical_mesh_shape or [chosen.logical_devices or 1]
+    logical_mesh = chosen.logical_mesh
     shape = computation_shape(mesh_shape, math.prod(logical_mesh))
     most = math.prod(mesh_shape) // math.prod(shape)
     if chosen.replicas is not None and chosen.replicas > most:
