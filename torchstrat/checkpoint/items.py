@@ -20,6 +20,7 @@ from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.shard_handles import handle_of
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.variable.variable import Variable
+from torchstrat.whole_values import whole_value_of
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
@@ -215,6 +216,9 @@ def _read(part: _Part) -> torch.Tensor:
         return part.holder.read_value()
     tensor: torch.Tensor = part.holder if isinstance(part.holder, torch.Tensor) else handle_of(part.holder).read()
     if tensor.is_meta:
+        elsewhere = whole_value_of(tensor)
+        if elsewhere is not None:
+            return elsewhere.get()
         raise InvalidArgumentError(
             f"{part.piece.key} is on meta and has no value: it is on no parameter server of an open strategy. Create "
             "it in the scope of the strategy, or give it a device."
@@ -227,7 +231,11 @@ def _write(part: _Part, value: torch.Tensor) -> None:
         if isinstance(part.holder, Variable):
             part.holder.assign(value)
         elif isinstance(part.holder, torch.Tensor):
-            part.holder.copy_(value)
+            elsewhere = whole_value_of(part.holder)
+            if elsewhere is None:
+                part.holder.copy_(value)
+            else:
+                elsewhere.put(value)
         else:
             handle_of(part.holder).edit("assign", value)
 

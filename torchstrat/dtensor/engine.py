@@ -138,6 +138,7 @@ class LogicalReplicas:
         if failed:
             self._inner.scope_closed(failed=True)
             return
+        self.variables.draw()
         with self.variables.inside():
             self._inner.scope_closed()
         self._take()

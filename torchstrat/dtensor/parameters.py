@@ -24,16 +24,19 @@ from torchstrat._torch_private import swap_tensor_impl
 from torchstrat.dtensor.axes import Cut
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.dtensor.first_values import Place, draw_first_values
 from torchstrat.dtensor.moves import leave
-from torchstrat.errors import ContextError, ReplicaDivergenceError, UnsupportedError
+from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.replicas.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.grid import Sharding
 from torchstrat.variables import VariableRegistry
+from torchstrat.whole_values import WholeValue, stands_for
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 """From a parameter's dotted name and shape to how it is cut."""
 
+DRAWING = "the first values of variables that were made on meta"
 TAKING = "taking over the initial values of the first logical device"
 
 
@@ -59,8 +62,6 @@ class CutVariables:
         self._planned: dict[int, tuple[weakref.ref[torch.Tensor], Sharding]] = {}
         self._cut: dict[int, CutVariable] = {}
         self._is_inside = False
-        self.on_cut: Callable[[torch.Tensor], None] = lambda tensor: None
-        """Called for each variable that has been cut, once."""
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -93,17 +94,16 @@ class CutVariables:
             return Sharding.replicated(tensor.ndim, self._devices.axes.num_logical_devices)
         return self._sharding_of(name, tuple(tensor.shape))
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This process's piece of a variable that is cut."""
-        found = self.find(tensor)
-        assert found is not None
-        return tensor.detach() if self._is_inside else found.other.detach()
-
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """All of it, as a new tensor; all logical devices call it."""
         found = self.find(tensor)
         assert found is not None
-        return self._devices.whole(self.piece(tensor), found.cut)
+        return self._whole_of(found)
+
+    def _whole_of(self, entry: CutVariable) -> torch.Tensor:
+        tensor = entry.reference() if self._is_inside else entry.other
+        assert tensor is not None
+        return self._devices.whole(tensor.detach(), entry.cut)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         found = self._known.get(id(tensor))
@@ -134,6 +134,43 @@ class CutVariables:
         is_cut = self._devices.axes.cut_of(sharding) != self._devices.axes.whole
         if known is None and is_cut and self._is_known(tensor):
             self._cut_up(tensor, sharding)
+
+    def draw(self) -> None:
+        """Give variables that were made on meta their first values, in pieces. All logical devices call it, when a
+        scope closes, before `take`."""
+        found: list[tuple[nn.Module, list[torch.Tensor]]] = []
+        for module in {id(one): one for root in self._registry.modules() for one in root.modules()}.values():
+            members: list[torch.Tensor | None] = [*module._parameters.values()]
+            empty = [one for one in members if one is not None and self._has_no_value(one)]
+            if empty:
+                found.append((module, empty))
+        if not found:
+            return
+        state = self._devices.everyone.broadcast_object(torch.get_rng_state(), 0, DRAWING)
+        torch.set_rng_state(state)
+        for module, empty in found:
+            self._draw_one(module, [one for one in empty if self._has_no_value(one)])
+
+    def _has_no_value(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta and not is_lazy(tensor) and self.find(tensor) is None
+
+    def _draw_one(self, module: nn.Module, parameters: list[torch.Tensor]) -> None:
+        axes = self._devices.axes
+        shardings = [self.planned(one) for one in parameters]
+        cuts = [axes.cut_of(sharding) for sharding in shardings]
+        pieces = [
+            torch.empty(axes.piece_shape(tuple(one.shape), cut), dtype=one.dtype, device=self._devices.device)
+            for one, cut in zip(parameters, cuts, strict=True)
+        ]
+        places = {id(one): Place(piece, cut) for one, piece, cut in zip(parameters, pieces, cuts, strict=True)}
+        draw_first_values(module, places, self._devices)
+        for one, piece, cut, sharding in zip(parameters, pieces, cuts, shardings, strict=True):
+            own = self._alike(one, piece)
+            if cut == axes.whole:
+                swap_tensor_impl(one, own)
+            else:
+                self._note(self._known, one)
+                self._enter(one, sharding, cut, tuple(one.shape), own)
 
     def take(self) -> None:
         """Give new variables the values of the replica's first logical device, and cut those that are to be. All
@@ -170,8 +207,13 @@ class CutVariables:
         known[key] = weakref.ref(tensor, forget)
 
     def _cut_up(self, tensor: torch.Tensor, sharding: Sharding) -> None:
-        cut, key, entries = self._devices.axes.cut_of(sharding), id(tensor), self._cut
+        cut = self._devices.axes.cut_of(sharding)
         shape = tuple(tensor.shape)
+        if tensor.is_meta:
+            raise InvalidArgumentError(
+                f"{self._registry.describe(tensor)} is on meta and has no values to cut; make it in the scope, or "
+                "elsewhere than on meta."
+            )
         sharding.tile_shape(shape, 1)  # as many dimensions
         piece = self._alike(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
         if tensor.grad is not None:
@@ -183,13 +225,21 @@ class CutVariables:
         self._cut_states(tensor, shape, cut)
         empty = self._alike(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
         swap_tensor_impl(tensor, empty)  # what it was goes with this name
+        self._enter(tensor, sharding, cut, shape, piece)
+
+    def _enter(
+        self, tensor: torch.Tensor, sharding: Sharding, cut: Cut, shape: tuple[int, ...], piece: torch.Tensor
+    ) -> None:
+        """``tensor`` is the empty whole by now."""
+        key, entries = id(tensor), self._cut
 
         def forget(reference: Any) -> None:
             if key in entries and entries[key].reference is reference:
                 del entries[key]
 
-        entries[key] = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, tensor._version)
-        self.on_cut(tensor)
+        entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, tensor._version)
+        entries[key] = entry
+        stands_for(tensor, WholeValue(lambda: self._whole_of(entry), lambda whole: self._assign(entry, whole)))
 
     @staticmethod
     def _alike(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -278,6 +328,9 @@ class CutVariables:
         """Give a variable that is cut new values, outside of a run."""
         entry = self.find(tensor)
         assert entry is not None
+        self._assign(entry, whole)
+
+    def _assign(self, entry: CutVariable, whole: torch.Tensor) -> None:
         with torch.no_grad():
             entry.other.copy_(self._devices.own_piece(whole.detach(), entry.cut))
 

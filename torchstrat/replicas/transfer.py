@@ -16,6 +16,9 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor
     in one order."""
     with torch.no_grad():
         for chunk in _chunks([tensor for tensor in tensors if tensor.layout == torch.strided]):
+            if len(chunk) == 1 and _goes_as_it_is(chunk[0]):  # large ones are alone: no copy of them
+                communicator.broadcast(chunk[0].detach(), source, what)
+                continue
             flat = torch.cat([_bytes(tensor) for tensor in chunk])  # not all dtypes can be joined as they are
             communicator.broadcast(flat, source, what)
             if communicator.rank != source:
@@ -60,6 +63,10 @@ def _kind(gradient: torch.Tensor | None) -> str | None:
     if gradient is None:
         return None
     return "dense" if gradient.layout == torch.strided else "sparse"
+
+
+def _goes_as_it_is(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
