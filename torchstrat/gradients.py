@@ -81,14 +81,14 @@ def _may_require_grad(tensor: torch.Tensor) -> bool:
     return is_number and tensor.is_leaf and not is_lazy(tensor) and not tensor.is_inference()
 
 
-class _Hook:
+class GradientHook:
     """Copies of a tensor share its hooks' objects; a deep copy of the model must not deep-copy a strategy along."""
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
+    def __deepcopy__(self, memo: Any) -> GradientHook:
         return self
 
 
-class _Late(_Hook):
+class _Late(GradientHook):
     def __init__(self, sink: weakref.ref[GradientSink]) -> None:
         self._sink = sink
 
@@ -98,7 +98,7 @@ class _Late(_Hook):
             sink.after_accumulation(tensor)
 
 
-class _Early(_Hook):
+class _Early(GradientHook):
     def __init__(self, sink: weakref.ref[GradientSink], tensor: weakref.ref[torch.Tensor]) -> None:
         self._sink, self._tensor = sink, tensor
 

@@ -231,7 +231,24 @@ def mistakes() -> dict[str, str]:
     def closure(strategy: Any, model: Any, optimizer: Any) -> None:
         strategy.run(lambda: optimizer.step(lambda: _backward(model)))
 
+    def hooked(strategy: Any, model: Any, optimizer: Any) -> None:
+        model[1].weight.register_hook(lambda gradient: gradient * 2)
+        strategy.run(lambda: _backward(model))
+
+    def halved(strategy: Any, model: Any, optimizer: Any) -> None:
+        model.half()
+        strategy.run(lambda: None)
+
+    def copied_model(strategy: Any, model: Any, optimizer: Any) -> None:
+        other = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it was made outside of the scope
+            strategy.run(lambda: _backward(other))
+
     return {
+        "hooked": _with_model(hooked),
+        "other dtype": _with_model(halved),
+        "copied": _with_model(copied_model),
         "other rows": _with_model(lambda s, m, o: s.run(lambda x: None, args=(torch.full((4,), float(rank)),))),
         "other random numbers": _with_model(drawn),
         "changed outside": _with_model(edited),

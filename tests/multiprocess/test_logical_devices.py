@@ -97,6 +97,9 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(four_processes: Worker
 
 def test_what_mistakes_say(two_processes: Workers) -> None:
     expected = {
+        "hooked": r"UnsupportedError: Linear.weight \(16, 6\) is cut over logical devices and has a hook of its own",
+        "other dtype": r"ContextError: Linear.weight \(16, 6\) was changed outside of run",
+        "copied": r"InvalidArgumentError: Linear.weight \(16, 6\) is on meta .* copy its state_dict\(\) instead",
         "other rows": "ReplicaDivergenceError: run got other arguments on other logical devices",
         "other random numbers": "ReplicaDivergenceError: .* have drawn different random numbers in the last run",
         "changed outside": r"ContextError: Linear.weight \(16, 6\) was changed outside of run",

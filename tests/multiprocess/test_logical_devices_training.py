@@ -25,11 +25,13 @@ def four_processes() -> Iterator[Workers]:
 
 def check(outcomes: list[dict[tuple[str, str], training.Outcome]], replicas: int) -> None:
     for (kind, dtype), first in outcomes[0].items():
-        losses, state = training.train_by_hand(kind, first.initial, replicas)
+        losses, state, last = training.train_by_hand(kind, first.initial, replicas)
         for of_rank in outcomes:
             found = of_rank[kind, dtype]
             assert found.losses == pytest.approx(losses, abs=LOSSES[dtype]), kind
             assert training.distance(found.state, state) < PARAMETERS[dtype], kind
+            # Adam makes as much of the rounding of a single row's gradients as of the gradients.
+            assert training.distance(found.last, last) < 10 * PARAMETERS[dtype], kind
             assert all(torch.equal(one, found.state[name]) for name, one in first.state.items()), kind
         assert losses[-1] != losses[0], kind
         assert training.distance(state, first.initial) > 0.01, kind  # there was something to be wrong about
@@ -60,5 +62,5 @@ def test_four_logical_devices(four_processes: Workers) -> None:
     for dtype, item_bytes in (("float32", 4), ("float64", 8)):
         expected = 2 * training.ROWS * (12 + 4 + 12) * item_bytes * 3 // 4
         for of_rank in outcomes:
-            assert of_rank["mlp", dtype].sent_bytes == [expected] * training.STEPS
+            assert of_rank["mlp", dtype].sent_bytes[: training.STEPS] == [expected] * training.STEPS
     print(f"bytes that each process sends per step: {outcomes[0]['mlp', 'float32'].sent_bytes[0]}")

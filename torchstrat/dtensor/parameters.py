@@ -27,6 +27,7 @@ from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.dtensor.first_values import Place, draw_first_values
 from torchstrat.dtensor.moves import leave
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
+from torchstrat.gradients import GradientHook
 from torchstrat.replicas.agreement import agree, all_equal, code
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.grid import Sharding
@@ -181,6 +182,12 @@ class CutVariables:
         new = list(unique.values())
         if not new:
             return
+        for tensor in new:
+            if tensor.is_meta:
+                raise InvalidArgumentError(
+                    f"{self._registry.describe(tensor)} is on meta and has no values; make it in the scope. A copy of "
+                    "a module whose parameters are cut has none either: copy its state_dict() instead."
+                )
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in new]
         if not all_equal(agree(self._devices.everyone, TAKING, (code(repr(shapes)),))):
             raise ReplicaDivergenceError(
@@ -209,11 +216,7 @@ class CutVariables:
     def _cut_up(self, tensor: torch.Tensor, sharding: Sharding) -> None:
         cut = self._devices.axes.cut_of(sharding)
         shape = tuple(tensor.shape)
-        if tensor.is_meta:
-            raise InvalidArgumentError(
-                f"{self._registry.describe(tensor)} is on meta and has no values to cut; make it in the scope, or "
-                "elsewhere than on meta."
-            )
+        self._require_no_hooks(tensor)
         sharding.tile_shape(shape, 1)  # as many dimensions
         piece = self._alike(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
         if tensor.grad is not None:
@@ -281,8 +284,24 @@ class CutVariables:
                     tensor.requires_grad_(entry.other.requires_grad)
                 entry.version = tensor._version
 
+    def _require_no_hooks(self, tensor: torch.Tensor) -> None:
+        """But the engine's, which knows pieces."""
+        hooks = [*(tensor._backward_hooks or {}).values()]
+        hooks += (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+        if any(not isinstance(hook, GradientHook) for hook in hooks):
+            raise UnsupportedError(
+                f"{self._registry.describe(tensor)} is cut over logical devices and has a hook of its own, which would "
+                "see the gradient of a piece. Do what it does in the step, after backward()."
+            )
+
     def _require_unchanged(self, tensor: torch.Tensor, entry: CutVariable) -> None:
-        if tensor._version != entry.version or not tensor.is_meta or tuple(tensor.shape) != entry.shape:
+        self._require_no_hooks(tensor)
+        is_as_it_was = (tensor._version, tensor.dtype, tuple(tensor.shape)) == (
+            entry.version,
+            entry.other.dtype,
+            entry.shape,
+        )
+        if not is_as_it_was or not tensor.is_meta:
             raise ContextError(
                 f"{self._registry.describe(tensor)} was changed outside of run, where a variable that is cut over "
                 "logical devices has no values (it is on meta). Change it in strategy.run, or by load_state_dict or "

@@ -10,7 +10,7 @@ class Traffic:
     """Bytes that one process sends, by the kind of exchange, since `clear`.
 
     Counted is what each kind has to send on the best known way: of a sum of n bytes over P processes 2 n (P - 1) / P,
-    of a piece of n bytes that all others need n (P - 1), of rows for a neighbour the rows. What an implementation sends
+    of n bytes that all others get (pieces, maxima, and also the edges of bands) n (P - 1). What an implementation sends
     on top (gloo's and NCCL's headers) is not counted.
     """
 

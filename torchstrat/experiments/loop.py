@@ -30,6 +30,7 @@ from torchstrat.experiments.report import (
     ResultRecord,
     StepRecord,
 )
+from torchstrat.experiments.traffic import StepTraffic
 from torchstrat.strategy import Strategy
 
 
@@ -120,6 +121,7 @@ class _Training:
         self._position = Position(config, folder)
         self._clock = self._position.clock
         self._objective = objective_of(examples)
+        self._traffic = StepTraffic(strategy)
 
     def run(self) -> None:
         config, strategy = self._config, self._strategy
@@ -143,7 +145,7 @@ class _Training:
         self._report.parameters("parameters", on_cpu(model.state_dict()))
         self._report.result(self._result(evaluation))
         self._checkpoints.finish()
-        programs = programs_of(strategy)
+        programs = programs_of(strategy) or self._traffic.record()
         if programs is not None:
             self._report.programs(programs, ts.explain_sharding(model, strategy=strategy))
 
@@ -153,7 +155,9 @@ class _Training:
         model.train()
         self._clock.begin_epoch()
         for batch, rows in self._batches_left(batches):
+            self._traffic.step_begins()
             per_replica = strategy.run(train_step, args=(batch,))
+            self._traffic.step_ends()
             loss = float(strategy.reduce("mean", per_replica, axis=None))
             position.count(loss, rows)
             self._report.step(StepRecord(position.step, position.epoch, loss, rows, self._clock.epoch_rate()))

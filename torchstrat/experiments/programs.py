@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchstrat.strategies.tpu import TPUStrategy
 from torchstrat.strategy import Strategy
@@ -11,6 +12,8 @@ from torchstrat.strategy import Strategy
 @dataclass(frozen=True)
 class ProgramRecord:
     """Of a strategy that compiles its steps."""
+
+    event: ClassVar[str] = "programs"
 
     devices: int
     """Of the whole system; those that no replica uses compute along and count nothing."""

@@ -3,12 +3,14 @@
 ::
 
     config.yaml            the resolved configuration
-    metrics.jsonl          one JSON object per line, "event" is step, ledger, evaluation, result or programs
+    metrics.jsonl          one JSON object per line, "event" is step, ledger, evaluation, result, programs or
+                           logical_devices
     curves.png             training loss and held-out accuracy
     tensorboard/           the same numbers as event files
     parameters.pt          the model's state_dict after training
     parameters_after_step_20.pt    the same after 20 steps, with snapshot_after_steps=20
-    sharding.png           which device holds which part of the parameters; strategy=tpu only
+    sharding.png           which device holds which part of the parameters; with logical devices, and with
+                           strategy=tpu
     .hydra/                Hydra's record of how the configuration came about
 
 A run that goes on with an earlier one (``resume=auto``) begins with that one's record up to where it goes on, so that
@@ -32,6 +34,7 @@ import torch
 from torchstrat.config import ExperimentConfig
 from torchstrat.experiments.metrics_file import MetricsFile, records_until
 from torchstrat.experiments.programs import ProgramRecord
+from torchstrat.experiments.traffic import TrafficRecord
 from torchstrat.parameter_server.leases.ledger import Ledger
 from torchstrat.sharding.explain import Explanation
 
@@ -138,7 +141,7 @@ class Report(Protocol):
 
     def result(self, record: ResultRecord) -> None: ...
 
-    def programs(self, record: ProgramRecord, sharding: Explanation) -> None: ...
+    def programs(self, record: ProgramRecord | TrafficRecord, sharding: Explanation) -> None: ...
 
     def close(self) -> None: ...
 
@@ -170,7 +173,7 @@ class NoReport:
     def result(self, record: ResultRecord) -> None:
         pass
 
-    def programs(self, record: ProgramRecord, sharding: Explanation) -> None:
+    def programs(self, record: ProgramRecord | TrafficRecord, sharding: Explanation) -> None:
         pass
 
     def close(self) -> None:
@@ -281,9 +284,10 @@ class FolderReport:
         if self._draws_curves:
             draw_curves(self._folder / "curves.png", self._title, self._steps, self._evaluations)
 
-    def programs(self, record: ProgramRecord, sharding: Explanation) -> None:
-        """After the result: what was compiled for which devices, and what each of them held of the parameters."""
-        self._write("programs", record)
+    def programs(self, record: ProgramRecord | TrafficRecord, sharding: Explanation) -> None:
+        """After the result: what was compiled for which devices, or sent between them, and what each of them held of
+        the parameters."""
+        self._write(record.event, record)
         for line in [*record.lines(), sharding.totals()]:
             print(f"{self._title}: {line}", file=sys.stderr)
         if self._draws_curves:
