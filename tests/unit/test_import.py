@@ -14,6 +14,7 @@ from torchstrat._importing import without_collection
 
 FORBIDDEN = [
     "torch.distributed.rpc",
+    "torch.distributed.tensor",
     "cloudpickle",
     "torch_xla",
     "hydra",
