@@ -21,7 +21,7 @@ def available_bytes(proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) ->
 def check_fits(needed_bytes: int, what: str, advice: str) -> None:
     """Raise `InvalidArgumentError` before an allocation that this machine cannot serve, and that would end in a kill
     without a message. ``what`` names what it is for, ``advice`` what to change (a sentence)."""
-    free = available_bytes()
+    free = available_bytes() if needed_bytes else None  # a dozen files are read: plain SGD asks for nothing, each step
     if free is not None and needed_bytes > free:
         raise InvalidArgumentError(
             f"{what} needs {needed_bytes:,} bytes ({_gib(needed_bytes)}), and this machine has {free:,} ({_gib(free)}) "

@@ -181,13 +181,13 @@ class _Gradients:
         if self._scale is not None:
             gradient = gradient / self._scale
         if gradient.layout == torch.sparse_coo:
-            self._add_rows(spec, gradient.coalesce())
+            self._add_rows(spec, gradient)
             return
         for number, (shard, part) in enumerate(zip(spec.shards, pieces(spec, gradient), strict=True)):
             self.dense[shard.server].append(((spec.number, number), part.cpu()))
 
     def _add_rows(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
-        """``gradient``: coalesced, sparse in its first dimension, so its ids are sorted and unique.
+        """``gradient``: sparse in its first dimension.
 
         Shards without any of the rows are told too: an optimizer's count of steps is the table's, not the shard's.
         """
@@ -196,11 +196,23 @@ class _Gradients:
                 f"the gradient of {spec.name} is sparse in {gradient.sparse_dim()} dimensions; parameter servers take "
                 "gradients that are dense, or sparse in the first dimension, as those of embeddings are."
             )
-        ids, values = gradient.indices()[0].cpu(), gradient.values().cpu()
+        ids, values = _sorted_rows(gradient)
         ends = [0, *torch.searchsorted(ids, torch.tensor([shard.stop for shard in spec.shards])).tolist()]
         for number, shard in enumerate(spec.shards):
             where = slice(ends[number], ends[number + 1])
             self.rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
+
+
+def _sorted_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of its rows, sorted and unique, and the rows, on the CPU.
+
+    Autograd forgets on the way that they are, and `coalesce` would then sort and copy them.
+    """
+    ids = gradient._indices()[0]
+    if not bool((ids[1:] > ids[:-1]).all()):
+        gradient = gradient.coalesce()
+        ids = gradient.indices()[0]
+    return ids.cpu(), gradient._values().cpu()
 
 
 def _known(spec: VariableSpec | None, tensor: torch.Tensor, optimizer: Optimizer) -> VariableSpec:

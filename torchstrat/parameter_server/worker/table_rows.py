@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.variables.variable_access import RowsToCome, VariableAccess
+from torchstrat.parameter_server.worker.unique_ids import UniqueIds
 
 LIMIT_BYTES = 256 << 20
 """Of rows that were asked for ahead and not taken yet."""
@@ -53,6 +53,7 @@ class TableRows:
     def __init__(self, access: VariableAccess, limit_bytes: int = LIMIT_BYTES) -> None:
         self._access = access
         self._limit_bytes = limit_bytes
+        self._unique = UniqueIds()
         self._ahead: list[_Ahead] = []
         self._function = 0
 
@@ -73,7 +74,7 @@ class TableRows:
             self._prefetch(spec, ids.detach().clone())
 
     def _prefetch(self, spec: VariableSpec, given: torch.Tensor) -> None:
-        unique, places = _unique(spec, given)
+        unique, places = self._unique.of(spec, given)
         size_bytes = len(unique) * math.prod(spec.shape[1:]) * spec.dtype.itemsize
         if not 0 < size_bytes <= self._limit_bytes:
             return
@@ -96,7 +97,7 @@ class TableRows:
             if one.is_of(ids):
                 self._ahead.remove(one)
                 return Rows(one.ids, one.places, one.rows.wait())
-        unique, places = _unique(spec, ids)
+        unique, places = self._unique.of(spec, ids)
         found = [(one, _find(one.ids, unique)) for one in known]
         most = max(found, key=lambda each: len(each[1].wanted), default=None)
         if most is None or not len(most[1].wanted):
@@ -131,15 +132,3 @@ def _find(there: torch.Tensor, wanted: torch.Tensor) -> _Common:
     places = torch.searchsorted(there, wanted).clamp_max_(len(there) - 1)
     is_there = there[places] == wanted
     return _Common(is_there.nonzero().flatten(), places[is_there], is_there.logical_not().nonzero().flatten())
-
-
-def _unique(spec: VariableSpec, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    unique, places = torch.unique(ids, return_inverse=True)
-    unique = unique.to("cpu", torch.int64)
-    if len(unique) and (int(unique[0]) < 0 or int(unique[-1]) >= spec.shape[0]):
-        wrong = int(unique[0]) if int(unique[0]) < 0 else int(unique[-1])
-        raise InvalidArgumentError(
-            f"id {wrong} is not in table {spec.name}, which has rows 0 to {spec.shape[0] - 1}; look up ids in that "
-            "range, or make the table larger."
-        )
-    return unique, places

@@ -22,7 +22,7 @@ from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.table_rows import TableRows
+from torchstrat.parameter_server.worker.table_rows import Rows, TableRows
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
 _LARGE_BYTES = 64 << 20
@@ -44,6 +44,30 @@ class _RowsOfTable(torch.autograd.Function):
         return sparse, None, None
 
 
+class _Lookup(torch.autograd.Function):
+    """The same with the lookup among the rows, on the CPU. PyTorch's own way back from a lookup clears, sorts and adds
+    in three times the time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, padding: int | None
+    ) -> torch.Tensor:
+        ctx.table_shape, ctx.rows_shape, ctx.padding = table.shape, rows.shape, padding
+        ctx.save_for_backward(ids, places)
+        return F.embedding(places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        ids, places = ctx.saved_tensors
+        sums = gradient.new_zeros(ctx.rows_shape)
+        # Twice as fast as index_add_.
+        sums.scatter_add_(0, places.reshape(-1, 1).expand(-1, sums.shape[1]), gradient.reshape(-1, sums.shape[1]))
+        if ctx.padding is not None:
+            sums[ctx.padding] = 0
+        sparse = torch.sparse_coo_tensor(ids[None], sums, ctx.table_shape, is_coalesced=True, check_invariants=False)
+        return sparse, None, None, None, None
+
+
 class TableLookups(TorchFunctionMode):
     """Active around a function that reaches tables. One for all functions of a worker."""
 
@@ -55,6 +79,7 @@ class TableLookups(TorchFunctionMode):
         # The step may be compiled, and this is in the middle of it.
         self._make_dense = uncompiled(self._make_dense_now)
         self._rows = uncompiled(self._rows_now)
+        self._look_up = uncompiled(self._look_up_now)
         self._prefetch = uncompiled(self._prefetch_now)
 
     def __enter__(self) -> TableLookups:
@@ -110,6 +135,8 @@ class TableLookups(TorchFunctionMode):
     ) -> torch.Tensor:
         if not self._copies.is_table(weight):
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        if weight.device.type == "cpu" and not scale_grad_by_freq:
+            return self._look_up(weight, input, padding_idx, max_norm, norm_type)  # type: ignore[no-any-return]
         ids, places, rows = self._rows(weight, input, max_norm, norm_type)
         padding = _place_of(padding_idx, ids, len(weight))
         return F.embedding(places, rows, padding, scale_grad_by_freq=scale_grad_by_freq)
@@ -150,16 +177,28 @@ class TableLookups(TorchFunctionMode):
         self, table: torch.Tensor, ids: torch.Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The unique ids on the CPU, where each of ``ids`` is among them, and the rows ``(unique, dim)``."""
-        spec = self._copies.spec_of(table)
-        assert spec is not None
-        # max_norm writes rows back: it must not take any from before the last push.
-        unique, places, rows = self._table_rows.read(spec, ids, fresh=max_norm is not None)
-        if max_norm is not None:
-            self._renormalise(spec, unique, rows, max_norm, norm_type)
+        unique, places, rows = self._read(table, ids, max_norm, norm_type)
         rows = rows.to(table.device)
         if table.requires_grad and torch.is_grad_enabled():
             rows = _RowsOfTable.apply(table, unique.to(table.device), rows)  # type: ignore[no-untyped-call]
         return unique, places, rows
+
+    def _look_up_now(
+        self, table: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, max_norm: float | None, norm_type: float
+    ) -> torch.Tensor:
+        """All of a lookup in a table on the CPU."""
+        unique, places, rows = self._read(table, ids, max_norm, norm_type)
+        padding = _place_of(padding_idx, unique, len(table))
+        return _Lookup.apply(table, unique, rows, places, padding)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _read(self, table: torch.Tensor, ids: torch.Tensor, max_norm: float | None, norm_type: float) -> Rows:
+        spec = self._copies.spec_of(table)
+        assert spec is not None
+        # max_norm writes rows back: it must not take any from before the last push.
+        found = self._table_rows.read(spec, ids, fresh=max_norm is not None)
+        if max_norm is not None:
+            self._renormalise(spec, found.ids, found.values, max_norm, norm_type)
+        return found
 
     def _renormalise(
         self, spec: VariableSpec, ids: torch.Tensor, rows: torch.Tensor, max_norm: float, norm_type: float
