@@ -385,6 +385,8 @@ def test_what_was_let_go_is_made_again_and_keeps_alive_what_it_refers_to(sender:
 # -- what decides how it travels --------------------------------------------------------------------------------------
 
 LIBRARY = """
+import dataclasses
+
 model = None
 table = {}
 nested = {"a": [1]}
@@ -394,6 +396,18 @@ class Holder:
     model = None
 
 holder = Holder()
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    widths: tuple = (1, 2)
+    found: list = None
+
+class MoreSettings(Settings):
+    pass
+
+settings = Settings(widths=(3, 4))
+settings_with_list = Settings(found=[])
+more_settings = MoreSettings()
 
 def plain():
     return helper()
@@ -441,6 +455,11 @@ CAPTURES: dict[str, tuple[str, Callable[[Any, nn.Module], Any]]] = {
     "table": ("by_table", lambda library, model: library.table.update(model=model)),
     "table of its module": ("plain", lambda library, model: library.table.update(model=model)),
     "list in a table of its module": ("plain", lambda library, model: library.nested["a"].append(model)),
+    "list of frozen settings": ("plain", lambda library, model: library.settings_with_list.found.append(model)),
+    "what is derived from frozen settings": (
+        "plain",
+        lambda library, model: setattr(library.more_settings, "x", model),
+    ),
     "object": ("by_holder", lambda library, model: setattr(library.holder, "model", model)),
     "class": ("by_class", lambda library, model: setattr(library.Holder, "model", model)),
     "default": ("defaulted", lambda library, model: setattr(library.defaulted, "__defaults__", (model,))),
@@ -479,6 +498,14 @@ def test_a_memory_that_asks_for_nothing_would_send_the_name(
     packed = sender.packed(fn)
     put(library, sender.model)
     assert sender.packed(fn) is packed
+
+
+def test_frozen_settings_are_not_looked_at_again(sender: Sender, library: types.ModuleType) -> None:
+    found = sender.job.catalog.reach.rests_on(library.plain)
+    assert found is not None
+    seen = {id(part) for _, parts in found for part in parts}
+    assert id(library.settings_with_list.found) in seen
+    assert id(library.settings.widths) not in seen
 
 
 def test_what_lies_there_and_is_captured_later(sender: Sender, library: types.ModuleType) -> None:

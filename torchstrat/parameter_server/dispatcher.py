@@ -189,6 +189,8 @@ class Dispatcher:
 
     def raise_pending(self) -> None:
         """Raise the pending error once, and cancel what is queued. Waits for what still runs."""
+        if self._is_running() and self._scheduler.pending_error is None:
+            return  # without the lock: an error that comes now might as well have come after this
         with self._lock:
             self._require_running()
             if self._scheduler.pending_error is None:

@@ -63,11 +63,9 @@ class RemoteValue:
         self._end()
 
     def _end(self) -> None:
-        self._has_ended = True
-        with _making_event:  # whoever makes an event from now on sees that it has ended
-            event = self._event
-        if event is not None:
-            event.set()
+        self._has_ended = True  # first: who makes an event that is not seen below looks at this afterwards
+        if self._event is not None:
+            self._event.set()
 
     def _wait(self, seconds: float | None) -> bool:
         with _making_event:

@@ -418,10 +418,7 @@ class Scheduler:
         """Send out what can be sent. ``busy`` has just finished a function."""
         if self._servers_lost or self._server_error is not None or self._function_error is not None:
             return
-        while waiting := self._sendable():
-            process = self._next_free()
-            if process is None:
-                return
+        while (process := self._next_free()) is not None and (waiting := self._sendable()):
             functions = self._pop(self._size_of_batch(waiting))
             rested = not process.batches and process is not busy
             if not process.batches:

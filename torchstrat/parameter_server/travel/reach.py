@@ -15,7 +15,7 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -47,7 +47,7 @@ _MAX_MEMBERS = 1_000  # of one container: longer ones hold data
 _OF_EVERY_MODULE = frozenset({"__builtins__", "__loader__", "__spec__"})
 _MAX_LOOKS, _MAX_SEEN = 200, 2_000  # beyond, packing anew does not take much longer
 
-Look = Callable[[], Iterable[Any]]
+Look = Callable[[], Collection[Any]]
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,8 @@ class Reach:
         if isinstance(value, type):
             if not is_library(value.__module__):
                 yield functools.partial(_look_at_class, value)
+        elif _stays_as_it_is(value):
+            return
         elif isinstance(value, functools.partial | Mapping | list | set) or not is_library(type(value).__module__):
             yield _look_at_parts(value)
 
@@ -315,13 +317,27 @@ def _look_at_parts(value: Any) -> Look:
     if kind is list and len(value) < _MAX_MEMBERS:
         return cast(Look, value.copy)
     if isinstance(value, functools.partial | Mapping | list | set):
-        return functools.partial(_parts, value)
-    return functools.partial(_look_at_object, value)
+        return lambda: list(_parts(value))
+    if not hasattr(value, "__dict__"):
+        return lambda: (type(value),)
+    if len(value.__dict__) < _MAX_MEMBERS:
+        return functools.partial(_look_at_object, value)
+    return lambda: [type(value), *itertools.islice(value.__dict__.values(), _MAX_MEMBERS)]
 
 
-def _look_at_object(value: Any) -> list[Any]:
-    members = getattr(value, "__dict__", None)
-    return [type(value), *itertools.islice(members.values(), _MAX_MEMBERS)] if members else [type(value)]
+def _look_at_object(value: Any) -> tuple[Any, ...]:
+    return type(value), *value.__dict__.values()
+
+
+def _stays_as_it_is(value: Any) -> bool:
+    """A frozen dataclass of nothing that changes, as settings are. A program with many of them would otherwise look at
+    little else."""
+    if type(value) is tuple:
+        return all(map(_stays_as_it_is, value))
+    how = vars(type(value)).get("__dataclass_params__")  # not of a base: a class derived from a frozen one takes more
+    if how is None or not how.frozen:
+        return isinstance(value, _ATOMS)
+    return all(map(_stays_as_it_is, getattr(value, "__dict__", {}).values()))
 
 
 def _parts(value: Any) -> Iterator[Any]:

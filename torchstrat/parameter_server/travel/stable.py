@@ -16,8 +16,9 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ _CONSTANTS = (
     *(torch.dtype, torch.device, types.CodeType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.UnionType),
 )
-_Look = Callable[[], Iterable[Any]]
+_Look = Callable[[], Collection[Any]]
+_call = operator.methodcaller("__call__")
 
 
 class Unstable(Exception):  # noqa: N818  # never leaves the package
@@ -63,14 +65,12 @@ class Parts:
         self._kept += parts
 
     def are_same(self) -> bool:
-        now: list[Any] = []
-        counts = []
-        for look in self._looks:
-            before = len(now)
-            now += look()
-            counts.append(len(now) - before)
+        now: list[Any] = list(map(_call, self._looks))
+        if list(map(len, now)) != self._counts:
+            return False
         # The quick question first: whether they are the same where nothing is kept weakly.
-        return counts == self._counts and (all(map(operator.is_, now, self._kept)) or same_parts(now, self._kept))
+        kept = self._kept
+        return all(map(operator.is_, chain.from_iterable(now), kept)) or same_parts([*chain(*now)], kept)
 
 
 def same_parts(now: list[Any], kept: list[Any]) -> bool:
