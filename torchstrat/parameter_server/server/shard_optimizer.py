@@ -15,6 +15,7 @@ import collections
 import inspect
 import io
 import pickle
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,7 @@ class ShardOptimizer:
         self.attributes = dict(attributes)
         check_supported(cls, self.options)
         self._constructor_makes_state = self._find_whether_constructor_makes_state()
-        self.bare_step = inspect.unwrap(cls.step)
-        """``step`` without torch's profiling and compiling around it, which costs the import of torch's compiler: for
-        the trials of a process that never steps. To be called under `torch.no_grad`."""
+        self._step = _without_compiler(cls.step)
         self.needs_sparse = self._find_whether_it_needs_sparse()
         """Whether it steps on sparse gradients alone, as SparseAdam does."""
 
@@ -89,9 +88,14 @@ class ShardOptimizer:
         step, for the parameters that have any. If the optimizer raises, parameters and states may be half-stepped.
         """
         stand_in = self.stand_in(options, parameters, states)
-        self.cls.step(stand_in)
+        self.call_step(stand_in)
         state = stand_in.state
         return {parameter: state[parameter] for group in parameters for parameter in group if parameter in state}
+
+    def call_step(self, stand_in: Optimizer) -> None:
+        """Its ``step``, without importing torch's compiler for that."""
+        with torch.set_grad_enabled(bool(self.attributes.get("defaults", {}).get("differentiable"))):
+            self._step(stand_in)
 
     def stand_in(
         self,
@@ -124,17 +128,32 @@ class ShardOptimizer:
         groups = [[parameter], *([] for _ in self.options[1:])]
         try:
             states: dict[torch.Tensor, StateOfShard] = {parameter: self.initial_state(self.options[0], parameter)}
-            with torch.no_grad():
-                self.bare_step(self.stand_in(self.options, groups, states))
+            self.step(self.options, groups, states)
         except Exception:  # a class of the user's own: what it can raise is not known; a real step will tell
             return False
         return True
 
     def _construct(self, options: Options, parameter: torch.Tensor) -> Optimizer:
         """Built anew by the class's constructor, from what it keeps in ``defaults``."""
+        optimizer: Optimizer = object.__new__(self.cls)
+        if self.cls.add_param_group is Optimizer.add_param_group:
+            bare = inspect.unwrap(Optimizer.add_param_group)  # see `_without_compiler`
+            vars(optimizer)["add_param_group"] = types.MethodType(bare, optimizer)
         accepted = inspect.signature(self.cls.__init__).parameters
         defaults = {name: value for name, value in self.attributes.get("defaults", {}).items() if name in accepted}
-        return self.cls([{**options, "params": [parameter]}], **defaults)
+        self.cls.__init__(optimizer, [{**options, "params": [parameter]}], **defaults)
+        return optimizer
+
+
+def _without_compiler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` without what torch puts around those of its own optimizers: profiling, hooks (which run on the worker),
+    and a word to torch's compiler, which imports it. A server never compiles, and that import takes 2.5 s and 70 MiB.
+
+    What torch's wrapper also does is up to the caller: gradients are recorded only where ``differentiable`` is set.
+    """
+    while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
+        step = step.__wrapped__
+    return step
 
 
 def sparse_rows(ids: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:

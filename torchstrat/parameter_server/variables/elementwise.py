@@ -95,8 +95,7 @@ def _run(optimizer: ShardOptimizer, group: int, start: torch.Tensor, gradients: 
         parameter.grad = sparse_rows(rows, gradient, len(rows)) if optimizer.needs_sparse else gradient.clone()
         try:
             stand_in = optimizer.stand_in(options, groups, {parameter: state})
-            with torch.no_grad():
-                optimizer.bare_step(stand_in)
+            optimizer.call_step(stand_in)
         except Exception as error:  # a class of the user's own
             raise UnsupportedError(
                 f"a trial step of {optimizer.name} on a parameter of shape {tuple(start.shape)} failed with "
