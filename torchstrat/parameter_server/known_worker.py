@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torchstrat.errors import NotSendableError
@@ -152,7 +152,7 @@ def without_unsendable(batch: Batch, error: BaseException) -> tuple[Batch, dict[
         (function, code, None if function in faults else arguments, seed)
         for function, code, arguments, seed in batch.functions
     )
-    rest = replace(batch, functions=functions)
+    rest = batch._replace(functions=functions)
     try:
         pack(rest)
     except Exception:

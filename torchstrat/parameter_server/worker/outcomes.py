@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torchstrat.errors import NotSendableError
@@ -116,4 +115,4 @@ def _sendable(report: Report) -> Report:
         else:
             finished.append(function)
             results.append(result)
-    return replace(report, finished=tuple(finished), results=tuple(results), ended=tuple(ended))
+    return report._replace(finished=tuple(finished), results=tuple(results), ended=tuple(ended))
