@@ -8,13 +8,13 @@
 
 Rules. The floor (``ps_floor.py``) is one process per worker that holds the whole model and its optimizer's state, and
 never talks; it runs twice, as it is and with malloc told to keep the pages of freed blocks. ``ps_tutorial.py`` is a
-parameter server as tutorials write it on torch.distributed.rpc, ``ps_torchstrat.py`` is this library, both with real
-processes. All train the same model from the same values with the same optimizer, one thread per process, on batches
-allocated before; first one worker of each shows that it has the floor's losses. Rounds are interleaved: each measures
-every contender once, in fresh processes, in an order that rotates. Shown are medians over the rounds, the spread
-(largest minus smallest, over the median), and ratios taken within a round. Wall clock is the slower worker's per step,
-after a warm-up; CPU is summed over all processes. **A run counts only if the floor's spread is under 10 %, over at
-least 3 rounds**; it says so, and exits with status 1 if not.
+parameter server as tutorials write it on torch.distributed.rpc, ``ps_torchstrat.py`` is this library, as it is and
+without shared memory, all with real processes. All train the same model from the same values with the same optimizer,
+one thread per process, on batches allocated before; first one worker of each shows that it has the floor's losses.
+Rounds are interleaved: each measures every contender once, in fresh processes, in an order that rotates. Shown are
+medians over the rounds, the spread (largest minus smallest, over the median), and ratios taken within a round. Wall
+clock is the slower worker's per step, after a warm-up; CPU is summed over all processes. **A run counts only if the
+floor's spread is under 10 %, over at least 3 rounds**; it says so, and exits with status 1 if not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 
-from ps_contenders import BY_DEFAULT, CONTENDERS, Measurement, measure_once
+from ps_contenders import CONTENDERS, Measurement, measure_once
 from ps_workloads import WORKLOADS, Workload, from_arguments
 from train_step import FEWEST_ROUNDS, LARGEST_SPREAD, print_header
 
@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="*", help=f"any of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(BY_DEFAULT))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--small", action="store_true", help="seconds instead of minutes; the figures mean nothing")
     options = parser.parse_args()
     unknown = [name for name in options.what if name not in WORKLOADS]
@@ -64,7 +64,7 @@ def check_losses(contenders: list[str], arguments: list[str]) -> None:
     check = [*arguments, f"check={CHECK_STEPS}"]
     wanted = measure_once("floor", check).losses
     for name in contenders:
-        if not name.endswith("_retained") and name != "floor":
+        if CONTENDERS[name][0] != "floor":
             losses = measure_once(name, check).losses
             apart = max(abs(loss - other) / abs(other) for loss, other in zip(losses, wanted, strict=True))
             print(f"{name}, 1 worker: the floor's first {CHECK_STEPS} losses, at most {apart:.1e} apart", flush=True)

@@ -28,8 +28,14 @@ RETAINED = {
 }
 """glibc keeps the pages of large blocks that were freed, instead of giving them back and having them cleared again."""
 
-CONTENDERS = ("floor", "floor_retained", "tutorial", "torchstrat", "torchstrat_retained")
-BY_DEFAULT = CONTENDERS[:4]
+CONTENDERS: dict[str, tuple[str, dict[str, str]]] = {
+    "floor": ("floor", {}),
+    "floor_retained": ("floor", RETAINED),
+    "tutorial": ("tutorial", {}),
+    "torchstrat": ("torchstrat", {}),
+    "torchstrat_rpc": ("torchstrat", {"TORCHSTRAT_SAME_HOST": "off"}),
+}
+"""Name → what is started, and with which variables of the environment."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,8 @@ def measure_once(contender: str, arguments: Sequence[str]) -> Measurement:
     Raises `SystemExit` with what the processes complained of when one of them fails, or none answers in time.
     """
     workload = from_arguments(arguments)
-    kind, _, retained = contender.partition("_")
-    with _processes(_commands(kind, workload), arguments, RETAINED if retained else {}) as processes:
+    kind, variables = CONTENDERS[contender]
+    with _processes(_commands(kind, workload), arguments, variables) as processes:
         speaking = [process for process in processes if not process.is_silent]
         facts = [process.listen("ready") for process in speaking]
         tasks = {job: pids for one in facts for job, pids in one.get("pids", {}).items()}

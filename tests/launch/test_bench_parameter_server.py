@@ -36,7 +36,9 @@ def bench(*arguments: str, script: Path = SCRIPT) -> tuple[int, str, str]:
 
 def rows_of(table: str) -> dict[str, list[float]]:
     """Name → wall clock, spread in percent, CPU, and what follows."""
-    found = re.findall(r"^(floor|floor_retained|tutorial|torchstrat) {2,}([\d.% ]+)$", table, re.MULTILINE)
+    found = re.findall(
+        r"^(floor|floor_retained|tutorial|torchstrat|torchstrat_rpc) {2,}([\d.% ]+)$", table, re.MULTILINE
+    )
     return {name: [float(cell.rstrip("%")) for cell in cells.split()] for name, cells in found}
 
 
@@ -53,7 +55,7 @@ def test_one_round_prints_a_table_per_workload_and_does_not_count():
         assert float(apart[1]) <= 1e-5
     for table in (trained, called):
         rows = rows_of(table)
-        assert list(rows) == ["floor", "floor_retained", "tutorial", "torchstrat"]
+        assert list(rows) == ["floor", "floor_retained", "tutorial", "torchstrat", "torchstrat_rpc"]
         assert all(wall > 0.0 for name, (wall, *_) in rows.items() if name != "floor" and name != "floor_retained")
         assert "over 1 rounds: this run does NOT count" in table
     assert rows_of(trained)["floor"][3:] == pytest.approx([1.0, rows_of(trained)["floor"][4], 1.0])
