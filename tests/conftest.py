@@ -18,7 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import hypothesis
 import pytest
+
+# A busy machine makes any example slow, once; what really hangs meets the test's deadline.
+hypothesis.settings.register_profile("torchstrat", deadline=None)
+hypothesis.settings.load_profile("torchstrat")
 
 TESTS = Path(__file__).parent
 

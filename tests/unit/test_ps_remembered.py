@@ -654,6 +654,21 @@ def test_a_child_put_into_the_model_is_refused_at_the_next_call(program: Program
         program.seen()
 
 
+def test_a_tensor_with_the_id_of_a_buffer_that_was_replaced_is_not_taken_for_it(program: Program) -> None:
+    layer = program.model[2]
+    program.seen()
+    number = id(layer.running_mean)
+    layer.running_mean = torch.zeros(2)
+    made = [torch.full((2,), 7.0) for _ in range(1_000)]
+    found = [tensor for tensor in made if id(tensor) == number]
+    assert found, "no tensor was made in the place of the buffer"
+    (tensor,) = found
+    for _ in range(2):
+        assert program.coordinator.schedule(lambda: tensor.tolist()).get(timeout=60) == [7.0, 7.0]
+        program.seen()  # the coordinator looks where buffers are
+    assert program.coordinator.schedule(lambda: layer.running_mean.tolist()).get(timeout=60) == [0.0, 0.0]
+
+
 def test_a_model_made_later_is_there_at_the_next_call(program: Program) -> None:
     model = program.model
 

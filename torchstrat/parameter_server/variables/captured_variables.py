@@ -35,7 +35,8 @@ class CapturedVariables:
 
     def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
         number = self._numbers.get(id(tensor))
-        return None if number is None else self._specs[number]
+        # A module may have put another tensor in a buffer's place: the id is then free for anybody's.
+        return None if number is None or self.tensor(number) is not tensor else self._specs[number]
 
     def tensor(self, number: int) -> torch.Tensor | None:
         """The coordinator's copy; None when the program has dropped it."""
@@ -74,7 +75,7 @@ class CapturedVariables:
         """Give every variable that has none yet its place, in order of creation."""
         tables = set(_possible_tables(self._registry.modules()))
         for name, tensor in self._registry.named_tensors().items():
-            if id(tensor) not in self._numbers:
+            if self.spec_of(tensor) is None:
                 self._place(name, tensor, is_table=id(tensor) in tables)
         for name, slot in self._registry.named_buffer_slots().items():
             if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
@@ -92,7 +93,7 @@ class CapturedVariables:
 
     def place_now(self, tensor: torch.Tensor) -> None:
         """Do not wait for the others: somebody asks where ``tensor`` lives."""
-        if id(tensor) not in self._numbers:
+        if self.spec_of(tensor) is None:
             self.place_new()
 
     def _place(self, name: str, tensor: torch.Tensor, *, is_table: bool) -> None:
