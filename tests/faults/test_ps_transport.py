@@ -224,7 +224,7 @@ def test_ten_kills_and_restarts_under_load_leave_nothing_behind(me: RpcEndpoint,
     load_beside.leave()
 
 
-@pytest.mark.parametrize("me", [{"heartbeat_seconds": 0.2, "deadline_seconds": 0.6}], indirect=True)
+@pytest.mark.parametrize("me", [{"heartbeat_seconds": 0.5, "deadline_seconds": 4.0}], indirect=True)
 def test_a_stopped_process_is_noticed_removed_and_its_late_answers_are_harmless(me: RpcEndpoint, nodes: Nodes) -> None:
     stopped, other = nodes.start("worker", 0), nodes.start("worker", 1)
     lost = Lost()
@@ -239,7 +239,7 @@ def test_a_stopped_process_is_noticed_removed_and_its_late_answers_are_harmless(
     assert isinstance(error_of(me.call(stopped.peer, "echo", timeout_seconds=0.1)), PeerTimeoutError)
 
     assert "gave no sign of life" in lost.wait()
-    assert lost.at - stopped_at >= 0.4, "the deadline had not passed"
+    assert lost.at - stopped_at >= 3.0, "the deadline had not passed"
     assert [peer for peer, _ in lost.told] == [stopped.peer]
     me.remove_peer(stopped.peer)
     assert all(isinstance(error_of(future), PeerUnavailableError) for future in waiting)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +21,7 @@ from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
 from torchstrat.launch.output import Console, PrefixedOutput
 from torchstrat.launch.restarts import Restarts
-from torchstrat.launch.supervised import describe_end, ordinal
+from torchstrat.launch.supervised import SupervisedProcess, describe_end, ordinal
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
@@ -134,6 +139,37 @@ def test_a_limit_counts_all_restarts(limit: int) -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="limit=-1"):
         RestartPolicy(limit=-1)
+
+
+class LateReaper:
+    """Notices the end of a process when it is told to: as a thread that does not get to run."""
+
+    def __init__(self) -> None:
+        self.may_look = threading.Event()
+
+    def start(self, command: Sequence[str], *, own_group: bool, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, start_new_session=own_group, **options)
+
+    def collect(self, process: subprocess.Popen[bytes], *, own_group: bool, before_status: Callable[[], None]) -> int:
+        assert self.may_look.wait(60)
+        before_status()
+        return process.wait()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_signals_for_a_process_whose_status_somebody_else_has_collected(knows: bool) -> None:
+    reaper: Any = LateReaper()
+    supervised = SupervisedProcess(
+        "worker 0", [sys.executable, "-c", ""], dict(os.environ), RestartPolicy(limit=0), reaper, Console()
+    )
+    process = supervised.process()
+    assert process.wait(60) == 0  # its number may be another process's by now
+    if not knows:
+        process.returncode = None  # between the system's answer and the note of it
+    assert supervised.send_signal(signal.SIGKILL, whole_group=True) is None
+    supervised.request_stop()
+    reaper.may_look.set()
+    assert supervised.join(60)
 
 
 def test_how_processes_ended() -> None:

@@ -94,10 +94,14 @@ class SupervisedProcess:
     def send_signal(self, number: int, *, whole_group: bool = False) -> int | None:
         """Send a signal to its process, or to all of its group; returns the process's number, None if none runs."""
         with self._changed:
-            if not self._runs or self._process is None:
+            process = self._process
+            if not self._runs or process is None or process.returncode is not None:
                 return None
-            (os.killpg if whole_group else os.kill)(self._process.pid, number)
-            return self._process.pid
+            try:
+                (os.killpg if whole_group else os.kill)(process.pid, number)
+            except ProcessLookupError:  # who was given the process by `process` has collected its status meanwhile
+                return None
+            return process.pid
 
     def wait_for_end(self, pid: int, timeout_seconds: float) -> bool:
         """Wait until its process is not, or no longer, the one with this number; False if it still is."""
