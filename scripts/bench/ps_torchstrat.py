@@ -49,11 +49,14 @@ def train(workload: Workload, coordinator: ts.ClusterCoordinator, facts: dict[st
         coordinator.create_per_worker_dataset(lambda: Repeated(workload, coordinator.get_current_worker_index()))
     )
 
-    def worker_step(iterator: Iterator[Batch]) -> Any:
-        def replica_step(batch: Batch) -> torch.Tensor:
-            return train_step(problem, model, optimizer, batch)
+    def worker_step(iterator: Iterator[tuple[Batch, Batch]]) -> Any:
+        def replica_step(batch: Batch, following: Batch) -> torch.Tensor:
+            def prefetch() -> None:
+                ts.prefetch_rows(model.table, following[0][0])
 
-        return strategy.run(replica_step, args=(next(iterator),))
+            return train_step(problem, model, optimizer, batch, prefetch if workload.prefetch else None)
+
+        return strategy.run(replica_step, args=next(iterator))
 
     def steps_of(each: int) -> list[ts.RemoteValue]:
         scheduled = [coordinator.schedule(worker_step, args=(batches,)) for _ in range(each * workload.workers)]
@@ -69,13 +72,13 @@ def train(workload: Workload, coordinator: ts.ClusterCoordinator, facts: dict[st
 
 
 class Repeated:
-    """A worker's own batches, again and again."""
+    """A worker's own batches, again and again, each with the one after it."""
 
     def __init__(self, workload: Workload, worker_index: int) -> None:
         self._batches = workload.batches(worker_index)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return itertools.cycle(self._batches)
+    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
+        return itertools.pairwise(itertools.cycle(self._batches))
 
 
 def partitioner_of(workload: Workload) -> Callable[..., Any] | None:

@@ -6,7 +6,7 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -126,6 +126,8 @@ class Workload:
     """For calls: wait for each result before the next call."""
     learning_rate: float = 0.01
     different_batches: int = BATCHES
+    prefetch: bool = False
+    """Ask for the next batch's rows before each backward pass. Only torchstrat's program knows how."""
 
     def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Model and optimizer, with the same first values in every process."""
@@ -145,11 +147,19 @@ class Workload:
         return self.problem.batches(seed=worker)[: self.different_batches]
 
 
-def train_step(problem: Problem, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+def train_step(
+    problem: Problem,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    before_backward: Callable[[], None] | None = None,
+) -> torch.Tensor:
     """The user's training step."""
     inputs, targets = batch
     optimizer.zero_grad()
     loss = problem.loss(model(*inputs), targets)
+    if before_backward is not None:
+        before_backward()
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -205,12 +215,14 @@ def for_workers(workload: Workload, workers: int) -> Workload:
 
 
 def from_arguments(arguments: Sequence[str]) -> Workload:
-    """What a contender's process is told: ``NAME [small] [check=STEPS | workers=NUMBER]``."""
+    """What a contender's process is told: ``NAME [small] [prefetch] [check=STEPS | workers=NUMBER]``."""
     name, *changes = arguments
     workload = WORKLOADS[name]
     for change in changes:
         if change == "small":
             workload = small(workload)
+        elif change == "prefetch":
+            workload = replace(workload, prefetch=True)
         elif change.startswith("workers="):
             workload = for_workers(workload, int(change.removeprefix("workers=")))
         else:
