@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.collectives.process_group import ProcessGroupCommunicator
+from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError, NotNeighboursError
 from torchstrat.collectives.shm import SharedMemoryCommunicator
 from torchstrat.errors import UnsupportedError
@@ -20,26 +21,40 @@ class Chosen(NamedTuple):
     """What is in use and why, in words."""
 
 
-def choose_communicator(plan: ProcessPlan, device: str, timeout: timedelta, collectives: str) -> Chosen:
+def choose_communicator(
+    plan: ProcessPlan, device: str, timeout: timedelta, collectives: str, copies: DeviceCopies | None = None
+) -> Chosen:
     """Every process of the job calls it, with the same ``collectives``: "auto", "shared_memory" or "process_group".
+
+    ``copies``: of a rank on a device whose gradients are to meet in host memory. Without them those on GPUs use NCCL.
 
     Raises `UnsupportedError`, on all of them, where shared memory was asked for and cannot be had.
     """
-    sockets = ProcessGroupCommunicator(plan, device, timeout)
-    if device.startswith("cuda"):
-        return _without(sockets, collectives, "NCCL", "replicas compute on GPUs")
+    is_on_gpu = device.startswith("cuda")
     if collectives == "process_group":
-        return Chosen(sockets, "gloo, as was asked for")
+        name = "NCCL" if is_on_gpu else "gloo"
+        return Chosen(ProcessGroupCommunicator(plan, device, timeout), f"{name}, as was asked for")
+    if is_on_gpu and copies is None:
+        sockets = ProcessGroupCommunicator(plan, device, timeout)
+        return _without(sockets, collectives, "NCCL", "replicas compute on GPUs")
+    sockets = ProcessGroupCommunicator(plan, "cpu", timeout)
     try:
-        return Chosen(SharedMemoryCommunicator(sockets), f"shared memory: all {plan.size} processes are on this host")
+        why = f"shared memory: all {plan.size} processes are on this host"
+        if copies is not None:
+            why += ", and copy between it and their devices"
+        return Chosen(SharedMemoryCommunicator(sockets, copies), why)
     except NotNeighboursError as reason:
+        name = "NCCL" if is_on_gpu else "gloo"
         if collectives == "auto" and isinstance(reason, NoSharedMemoryError):
             warnings.warn(
-                f"the processes talk through sockets (gloo), which is slower, because they could not share memory: "
+                f"the processes talk through sockets ({name}), which is slower, because they could not share memory: "
                 f"{reason}. Pass collectives='process_group' if that is meant.",
                 stacklevel=5,
             )
-        return _without(sockets, collectives, "gloo", str(reason))
+        if collectives == "auto" and is_on_gpu:
+            sockets.close()
+            sockets = ProcessGroupCommunicator(plan, device, timeout)
+        return _without(sockets, collectives, name, str(reason))
 
 
 def _without(sockets: ProcessGroupCommunicator, collectives: str, name: str, reason: str) -> Chosen:

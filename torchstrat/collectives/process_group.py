@@ -72,7 +72,8 @@ class ProcessGroupCommunicator:
 
     Args:
         plan: who this process is and where the group meets.
-        device: where this process's replica computes; ``cuda`` devices add NCCL.
+        device: where this process's replica computes; ``cuda`` devices add NCCL. Without it tensors on GPUs go through
+            gloo, and GPUs may be shared.
         timeout: for every single collective, and for the first meeting.
         is_passing: it lasts for a moment, on a default group that is there: it neither keeps that alive nor ends it.
     """
@@ -255,6 +256,8 @@ class ProcessGroupCommunicator:
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if tensor.is_cuda and not self._uses_nccl:  # gloo sums and broadcasts from GPUs, and does not gather
+            return [one.to(tensor.device) for one in self.all_gather(tensor.cpu(), what)]
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
             parts = [bytes_of(one) for one in received]

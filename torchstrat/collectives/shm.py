@@ -1,6 +1,7 @@
 """Collectives in memory that the processes of one host share: no byte crosses a socket.
 
-Everything else (other channels, subgroups, tensors on GPUs, notes about failures) is left to the process group.
+Everything else (other channels, subgroups, notes about failures) is left to the process group, and so are tensors on
+GPUs, but for gradients: these are added up in host memory, where the ranks are told to.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torchstrat.collectives.communicator import Communicator, Work
 from torchstrat.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator, bytes_of
 from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
+from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece
 from torchstrat.collectives.shared_memory.neighbours import Neighbours
+from torchstrat.collectives.shared_memory.staged_sum import StagedSum
 
 T = TypeVar("T")
 
@@ -30,12 +33,14 @@ class SharedMemoryCommunicator:
 
     Args:
         sockets: the same processes' process group; closed together with this.
+        copies: of a rank on a device, whose gradients are added up in host memory; closed together with this.
 
     Raises `NotNeighboursError`, on every rank, where the processes cannot share memory.
     """
 
-    def __init__(self, sockets: ProcessGroupCommunicator) -> None:
+    def __init__(self, sockets: ProcessGroupCommunicator, copies: DeviceCopies | None = None) -> None:
         self._sockets = sockets
+        self._copies = copies
         self.rank, self.size, self.ranks = sockets.rank, sockets.size, sockets.ranks
         self._seconds = sockets.timeout.total_seconds()
         self._neighbours = Neighbours(sockets)
@@ -44,7 +49,8 @@ class SharedMemoryCommunicator:
         except BaseException:
             self._neighbours.close()
             raise
-        self._in_place_sum = InPlaceSum(self._blocks, self._meet)
+        on_host = InPlaceSum(self._blocks, self._meet)
+        self._in_place_sum = on_host if copies is None else StagedSum(on_host, copies, self.rank)
 
     @property
     def timeout(self) -> timedelta:
@@ -199,6 +205,8 @@ class SharedMemoryCommunicator:
         self._sockets.forget_failure()
 
     def close(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
         self._blocks.lockstep.leave()
         self._sockets.close()
         self._neighbours.close()

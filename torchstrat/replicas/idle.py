@@ -155,7 +155,7 @@ class IdleReplicas:
             {
                 name
                 for name, tensor in roster.items()
-                if self._storage is not None and tensor in self._storage.parameters
+                if self._storage is not None and self._storage.parameters.are_seen(tensor)
             },
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
             {name: part[1] for name, tensor in roster.items() if (part := self._records.combined_part(tensor))},

@@ -98,10 +98,12 @@ def one_replica_per_process(
     *,
     central: bool,
     collectives: str,
+    through_host: bool = False,
     keeps_gradients: bool = False,
     logical: LogicalLayout | None = None,
 ) -> ReplicaEngine:
-    """``logical``: of replicas of several processes each."""
+    """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
+    processes can share it. ``logical``: of replicas of several processes each."""
     if logical is not None and logical.devices > 1:
         from torchstrat.dtensor.launch import replicas_of_processes
 
@@ -117,9 +119,19 @@ def one_replica_per_process(
         )
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
     from torchstrat.collectives.choose import choose_communicator
+    from torchstrat.collectives.communicator import SharesMemory
+    from torchstrat.collectives.shared_memory.device_copies import device_copies
     from torchstrat.replicas.per_process import PerProcessReplica
 
-    communicator, why = choose_communicator(plan, device, timeout, collectives)
+    copies = device_copies(device) if through_host else None
+    communicator, why = choose_communicator(plan, device, timeout, collectives, copies)
     return PerProcessReplica(
-        strategy, communicator, device, op, central=central, communication=why, keeps_gradients=keeps_gradients
+        strategy,
+        communicator,
+        device,
+        op,
+        central=central,
+        communication=why,
+        keeps_gradients=keeps_gradients,
+        copies=copies if isinstance(communicator, SharesMemory) else None,
     )

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torchstrat import nest, reduction
 from torchstrat._torch_private import new_hook_key
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
@@ -60,7 +61,8 @@ class PerProcessReplica:
 
     ``central``: parameters and optimizer state exist once, in memory that the ranks share. Where they have none, rank 0
     owns both, and the others keep working copies of the parameters. ``keeps_gradients``: in such memory, gradients are
-    combined only where they are stepped. ``around_step``: what the step function is called in.
+    combined only where they are stepped. ``copies``: of a device, where the shared memory is on the host.
+    ``around_step``: what the step function is called in.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PerProcessReplica:
         central: bool,
         communication: str,
         keeps_gradients: bool = False,
+        copies: DeviceCopies | None = None,
         around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._strategy = strategy
@@ -84,7 +87,8 @@ class PerProcessReplica:
         self._communication = communication
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
-        self._storage = CentralStorage.of(communicator) if central else None
+        self._storage = CentralStorage.of(communicator, copies) if central else None
+        self._is_staged = copies is not None
         self._owned: tuple[Any, dict[int, Owned]] = ((), {})
         self._gradients = BucketedGradients(
             gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
@@ -146,7 +150,10 @@ class PerProcessReplica:
         has state.
 
         In shared memory there are no buckets, and in central storage there the parameters are counted as rank 0's.
+        A rank on a device has parameters and gradients there, and gradients once more in host memory.
         """
+        if self._storage is not None and self._is_staged:
+            return [copies for rank in range(self.num_replicas) for copies in self._copies_on_device_and_host(rank)]
         buckets = 0 if isinstance(self._world, SumsInPlace) else 1
         return [
             Copies(
@@ -159,6 +166,13 @@ class PerProcessReplica:
             )
             for rank in range(self.num_replicas)
         ]
+
+    def _copies_on_device_and_host(self, rank: int) -> tuple[Copies, Copies]:
+        central = 1 if rank == OWNER else 0
+        return (
+            Copies(self._device, parameters=1, buffers=1, gradients=1, optimizer_state=0, communication=0),
+            Copies("cpu:0", parameters=central, buffers=0, gradients=0, optimizer_state=central, communication=1),
+        )
 
     def scope_opened(self) -> None:
         self.registry.open()

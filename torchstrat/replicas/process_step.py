@@ -80,9 +80,17 @@ class ProcessStep:
     def _variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
         return self._gradients.known(t for group in optimizer.param_groups for t in group["params"])
 
-    def _elsewhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that each rank has a copy of."""
-        return tensors if self._storage is None else [t for t in tensors if t not in self._storage.parameters]
+    def _elsewhere(self, tensors: list[torch.Tensor], *, alone: bool) -> list[torch.Tensor]:
+        """Those that each rank has a copy of, which nobody but this class makes equal.
+
+        ``alone``: in a step that the owner makes alone, where its parameters are: on its device, perhaps.
+        """
+        if self._storage is None:
+            return tensors
+        parameters = self._storage.parameters
+        if alone and parameters.staged is not None:
+            return [t for t in tensors if t not in parameters or t in parameters.staged]
+        return [t for t in tensors if t not in parameters]
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """A pre-hook of all optimizers: make gradients and parameters equal; a rank that does not own gets a stand-in
@@ -125,20 +133,23 @@ class ProcessStep:
             self._storage.follow()
             agree(self._communicator, f"{self._call_name(optimizer)}: the end of the step")
             self._storage.drop_edits()  # of hooks of the user's, made on what was about to be stepped
-        self._finish(optimizer, tensors)
+        self._finish(optimizer, tensors, alone=True)
 
     def _forget_late(self, optimizer: Optimizer) -> None:
         handle = self._late.pop(id(optimizer), None)
         if handle is not None:
             handle.remove()
 
-    def _finish(self, optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
+    def _finish(self, optimizer: Optimizer, tensors: list[torch.Tensor], *, alone: bool) -> None:
+        level = tensors
         if self._storage is not None:
-            self._storage.parameters.stepped(tensors)
+            level = tensors if alone else self._storage.level_after(tensors)
+            self._storage.parameters.stepped(level)
         if self._central:
             call = f"{self._call_name(optimizer)}: the owner's new parameters"
-            broadcast_tensors(self._communicator, [t.data for t in self._elsewhere(tensors)], OWNER, call)
-        self._edits.note(tensors)
+            elsewhere = self._elsewhere(tensors, alone=alone)
+            broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, call)
+        self._edits.note(level)
         self._gradients.records.after_step(tensors)
 
     def _make_equal(self, call: str, tensors: list[torch.Tensor], shared: Optimizer | None = None) -> None:
@@ -148,7 +159,7 @@ class ProcessStep:
         parameters differ, the first rank's count, as they would in one process. In central storage its edits of
         parameters always do, because there is one copy to take them; and what it put into the state of ``shared``.
         """
-        elsewhere = self._elsewhere(tensors)
+        elsewhere = self._elsewhere(tensors, alone=shared is None)
         edited = self._edits.since_noted(elsewhere)
         left_over: set[int] = set()
         as_combined = self._gradients.records.are_as_combined(tensors)
@@ -205,7 +216,7 @@ class ProcessStep:
         own = storage.begin_step(self._communicator, optimizer, self._gradients.records.owned, call)
         bare_step(own)
         storage.end_step(self._communicator, optimizer, f"{self._call_name(optimizer)}: the end of the step")
-        self._finish(optimizer, tensors)
+        self._finish(optimizer, tensors, alone=False)
         stand_in = make_stand_in(optimizer)
         if closure is None:
             return (stand_in, *args[1:]), kwargs
@@ -221,7 +232,7 @@ class ProcessStep:
             return with_closure(optimizer, lambda: self._mean_loss(closure()), args, kwargs)
         what = f"{self._call_name(optimizer)} with a closure"
 
-        elsewhere = self._elsewhere(tensors)
+        elsewhere = self._elsewhere(tensors, alone=True)
 
         def evaluate() -> Any:
             if self._storage is not None:

@@ -27,18 +27,23 @@ class CentralStorageStrategy(Strategy):
     of them, and sees all. ``state_dict()`` of model and optimizer are whole in every process. Views of a parameter's
     elements (``.data``, ``.detach()``) that were made before its scope closed do not see later steps.
 
-    Where they share no memory (several hosts, GPUs), and for optimizers whose parts cannot be stepped alone (LBFGS, and
+    A process on a GPU computes with parameters of its own there. Its gradients go to the host, where all ranks step,
+    and the new values come back; the optimizer's state stays in host memory. This path is tested with other host memory
+    in the device's place, and not yet on a GPU.
+
+    Where they share no memory (several hosts), and for optimizers whose parts cannot be stepped alone (LBFGS, and
     classes that are not torch's), rank 0 steps and alone has the optimizer's state; the others get the new values.
 
     Args:
         compute_devices: in one process, the replicas' devices. None: every GPU, or one CPU replica. Under torchrun at
             most one: this process's device.
-        parameter_device: where the variables live. None: the only compute device, else ``"cpu:0"``.
+        parameter_device: where the variables live. None: the only compute device, else ``"cpu:0"``. Under torchrun a
+            GPU that is given here keeps steps there: rank 0 makes them, and the others get the new values.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
-        collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
-            else by gloo or NCCL; "process_group": never in shared memory; "shared_memory": raise where it cannot be
-            had. `extended.describe` says which one is in use, and why.
+        collectives: how processes talk. "auto": in shared memory if all of them are on this host, else by gloo or NCCL;
+            "process_group": never in shared memory; "shared_memory": raise where it cannot be had. `extended.describe`
+            says which one is in use, and why.
         gradients: "everywhere": every process sees the combined gradients when ``backward`` returns, as under the other
             strategies. "owner": each sees the combined values only of what it steps, which is quicker; ``.grad`` means
             nothing elsewhere, and a step that clips, unscales or otherwise changes gradients raises. It matters only
@@ -88,6 +93,7 @@ class CentralStorageStrategy(Strategy):
                 timeout,
                 central=True,
                 collectives=collectives,
+                through_host=parameter_device is None or home.startswith("cpu"),
                 keeps_gradients=gradients == "owner",
             )
             self.extended = StrategyExtended(self, (device,), (home,))

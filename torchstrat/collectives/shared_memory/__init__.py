@@ -10,6 +10,8 @@ From the inside out::
     own_pages.py      which pages of a private mapping were written to
     common_memory.py  tensors that all ranks see and each may change for itself
     in_place_sum.py   sum lists of tensors where they lie, in pieces that stay in the cache
+    device_copies.py  to a device and back, for ranks that compute there
+    staged_sum.py     the same sums of tensors on devices
 
 `torchstrat.collectives.shm` makes a `Communicator` of them.
 """

@@ -60,6 +60,11 @@ class CommonMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._shown))
         segment.close()
 
+    @property
+    def address(self) -> int:
+        """Of what is written, which all see."""
+        return self._segment.address
+
     def places(self, kinds: Sequence[Kind]) -> list[Place]:
         """A place for each, in the order given, from the beginning on; `size_of` them must have room."""
         places, offset = [], 0

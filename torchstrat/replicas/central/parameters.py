@@ -16,6 +16,8 @@ from torch import nn
 
 from torchstrat.collectives.communicator import Communicator, SharesMemory
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.replicas.central.staged import StagedParameters, staged_kind_of
 
 
 class _Home(NamedTuple):
@@ -25,15 +27,25 @@ class _Home(NamedTuple):
 
 
 class CentralParameters:
-    """Which parameters lie in common memory, and where."""
+    """Which parameters lie in common memory, and where.
 
-    def __init__(self) -> None:
+    ``copies``: of a rank on a device. Those of its parameters that lie there stay, and are ``staged``.
+    """
+
+    def __init__(self, copies: DeviceCopies | None = None) -> None:
+        self.staged = None if copies is None else StagedParameters(copies)
         self._homes: dict[int, _Home] = {}
         self._left: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         home = self._homes.get(id(tensor))
-        return None if home is None or home.reference() is not tensor else home.place
+        if home is not None and home.reference() is tensor:
+            return home.place
+        return None if self.staged is None else self.staged.place_of(tensor)
+
+    def are_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether what all ranks see is the tensor itself, and no copy of it."""
+        return tensor in self and (self.staged is None or tensor not in self.staged)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return self.place_of(tensor) is not None
@@ -52,21 +64,25 @@ class CentralParameters:
         known = {id(tensor) for tensor in stepped}
         storages: dict[int, int] = {}
         for tensor in named.values():
-            if tensor.layout == torch.strided and tensor.device.type == "cpu":
+            if tensor.layout == torch.strided and (tensor.device.type == "cpu" or self._is_staged(tensor)):
                 pointer = tensor.untyped_storage().data_ptr()
                 storages[pointer] = storages.get(pointer, 0) + 1
         found = {}
         for name, tensor in named.items():
             if tensor in self or not (isinstance(tensor, nn.Parameter) or id(tensor) in known):
                 continue
-            kind = kind_of(tensor)
-            if kind is None or not kind.bytes or tensor.is_shared():
+            is_staged = self._is_staged(tensor)
+            kind = staged_kind_of(tensor) if is_staged else kind_of(tensor)
+            if kind is None or not kind.bytes or (tensor.is_shared() and not is_staged):
                 continue
             storage = tensor.untyped_storage()
             # One that shares its storage with another, or is a part of something larger, would be torn from it.
             if storage.nbytes() == kind.bytes and storages[storage.data_ptr()] == 1:
                 found[name] = kind
         return found
+
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        return self.staged is not None and self.staged.copies.has(tensor)
 
     def move_in(self, world: Communicator, tensors: list[torch.Tensor], kinds: list[Kind], call: str) -> None:
         """All ranks call it, with the same variables. The first rank's values are everyone's from then on.
@@ -75,12 +91,17 @@ class CentralParameters:
         """
         assert isinstance(world, SharesMemory)
         places = world.share_memory(kinds, call)
+        if self.staged is not None and any(map(self._is_staged, tensors)):
+            self.staged.copies.pin(places[0].memory)
         with torch.no_grad():
             if world.rank == 0:
                 for tensor, place in zip(tensors, places, strict=True):
                     place.written.copy_(tensor)
             world.barrier(call)
             for tensor, kind, place in zip(tensors, kinds, places, strict=True):
+                if self.staged is not None and self._is_staged(tensor):
+                    self.staged.move_in(tensor, place, kind, is_first=world.rank == 0)
+                    continue
                 tensor.data = place.shown
                 self._keep(tensor, place, kind)
 
@@ -100,7 +121,7 @@ class CentralParameters:
 
         What has the same shape is an edit like any other. What has not lives elsewhere from now on; whether any has.
         """
-        has_left = False
+        has_left = self.staged is not None and self._let_staged_go(self.staged)
         for key, (reference, place, kind) in list(self._homes.items()):
             tensor = reference()
             if tensor is None:
@@ -118,6 +139,11 @@ class CentralParameters:
                 has_left = True
         return has_left
 
+    def _let_staged_go(self, staged: StagedParameters) -> bool:
+        left = staged.take_left()
+        self._left.update({id(tensor): weakref.ref(tensor) for tensor in left})
+        return bool(left)
+
     def take_left(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """The names of those that `call_back` has let go since this was called last."""
         left, self._left = self._left, {}
@@ -126,9 +152,10 @@ class CentralParameters:
     def move_to(self, tensors: Iterable[torch.Tensor], *, written: bool) -> None:
         """Let these mean what all ranks see, for a step by this rank alone, or (not ``written``) what it is shown."""
         for tensor in tensors:
-            place = self.place_of(tensor)
-            if place is None:
+            home = self._homes.get(id(tensor))
+            if home is None or home.reference() is not tensor:
                 continue
+            place = home.place
             if not written and tensor.data_ptr() not in (place.written.data_ptr(), place.shown.data_ptr()):
                 with torch.no_grad():  # an optimizer that puts new tensors in the place of the old ones
                     place.written.copy_(tensor)

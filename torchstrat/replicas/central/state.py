@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchstrat.collectives.communicator import Communicator, SharesMemory
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
+from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas.central.portions import Part
@@ -38,9 +39,13 @@ class Made(NamedTuple):
 
 
 class CentralState:
-    """Where the state of each optimizer lies. ``generation`` changes with it, alike on all ranks."""
+    """Where the state of each optimizer lies. ``generation`` changes with it, alike on all ranks.
 
-    def __init__(self) -> None:
+    ``copies``: of ranks on devices. State that a program makes or loads there is moved to the host.
+    """
+
+    def __init__(self, copies: DeviceCopies | None = None) -> None:
+        self._copies = copies
         self._kept: weakref.WeakKeyDictionary[Optimizer, dict[int, dict[str, Entry]]] = weakref.WeakKeyDictionary()
         self.generation = 0
         self._memories: tuple[int, list[weakref.ref[CommonMemory]]] = (-1, [])
@@ -110,6 +115,8 @@ class CentralState:
                 if name in entries and entries[name].value is value:
                     told: tuple[Any, Any] = (_KEPT, None)
                 else:
+                    if self._copies is not None and isinstance(value, torch.Tensor):
+                        value = self._copies.on_host(value)
                     kind = _kind_like(value, tensor)
                     told = (kind, None if kind else value)
                 layout.setdefault(index, {})[name] = told

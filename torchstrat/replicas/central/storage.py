@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchstrat.collectives.communicator import Communicator, SharesMemory
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Ranges, why_not
+from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.gradients import Owned
@@ -40,18 +41,21 @@ class CentralStorage:
     """Parameters and optimizer state of a job whose ranks share memory.
 
     ``world``: all ranks. What is stepped among some of them only (the others have no rows) is stepped by the first.
+    ``copies``: of ranks on devices. A step then begins with the first rank's parameters being copied to common memory,
+    and ends with everybody's being overwritten; in between it is the same, on the host.
     """
 
-    def __init__(self, world: Communicator) -> None:
+    def __init__(self, world: Communicator, copies: DeviceCopies | None = None) -> None:
         self._world = world
-        self.parameters = CentralParameters()
-        self.state = CentralState()
+        self._copies = copies
+        self.parameters = CentralParameters(copies)
+        self.state = CentralState(copies)
         self._prepared: weakref.WeakKeyDictionary[Optimizer, _Prepared] = weakref.WeakKeyDictionary()
         self._edits: list[tuple[CommonMemory, Ranges]] = []
         self._is_leading = False
 
     @staticmethod
-    def of(world: Communicator) -> CentralStorage | None:
+    def of(world: Communicator, copies: DeviceCopies | None = None) -> CentralStorage | None:
         """None where the ranks have no memory in common. Every rank calls it and gets the same answer."""
         if not isinstance(world, SharesMemory):
             return None
@@ -63,11 +67,21 @@ class CentralStorage:
                 stacklevel=6,
             )
             return None
-        return CentralStorage(world)
+        return CentralStorage(world, copies)
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Whether its steps are shared out, and its state is common."""
+        if self._copies is not None:
+            return self._shares_on_host(optimizer, self._copies)
         return tier_of(optimizer) is not Tier.ALL and all(t.device.type == "cpu" for t in tensors_of(optimizer))
+
+    @staticmethod
+    def _shares_on_host(optimizer: Optimizer, copies: DeviceCopies) -> bool:
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            return False  # it is made for steps on a device, and raises elsewhere
+        return tier_of(optimizer) is not Tier.ALL and all(
+            t.device.type == "cpu" or copies.has(t) for t in tensors_of(optimizer)
+        )
 
     # -- variables --------------------------------------------------------------------------------------------------
 
@@ -104,8 +118,13 @@ class CentralStorage:
     # -- edits ------------------------------------------------------------------------------------------------------
 
     def look_for_edits(self) -> bool:
-        """Whether this rank's program has changed parameters or state in place since the last step."""
+        """Whether this rank's program has changed parameters or state in place since the last step.
+
+        It comes before a meeting after which some write to common memory: so no copy may still be reading there.
+        """
         self._call_back()
+        if self._copies is not None:
+            self._copies.wait()
         found = ((memory, memory.edits()) for memory in (*self.parameters.memories(), *self.state.memories()))
         self._edits = [(memory, ranges) for memory, ranges in found if ranges]
         return bool(self._edits)
@@ -156,13 +175,17 @@ class CentralStorage:
         ``owned``: who has which elements of a gradient, and therefore has to step them.
         """
         tensors = tensors_of(optimizer)
+        if self.parameters.staged is not None:
+            if communicator.rank == FIRST:
+                self.parameters.staged.read(_with_gradients(tensors))
+            _meet(communicator, call)
         facts = [None if (gradient := t.grad) is None else (gradient.layout, owned(t)) for t in tensors]
         key = (communicator.ranks, self.state.generation, facts, list(map(id, tensors)))
         prepared = self._prepared.get(optimizer)
         if prepared is None or prepared.key != key or communicator.size < self._world.size:
             parts = self._parts(communicator, optimizer, tensors, owned, call)
             self._prepared[optimizer] = prepared = _Prepared(
-                key, Twin(optimizer, tensors, parts, self.parameters, self.state)
+                key, Twin(optimizer, tensors, parts, self.parameters, self.state, self._copies)
             )
             _meet(communicator, call)  # some have read what others are about to step
         return prepared.twin.make(optimizer)
@@ -228,6 +251,11 @@ class CentralStorage:
 
     def end_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> None:
         """After the step of what `begin_step` gave: once it returns, all parts are stepped on all ranks."""
+        self._end_step(communicator, optimizer, call)
+        if self.parameters.staged is not None:
+            self.parameters.staged.bring_back(_with_gradients(tensors_of(optimizer)))
+
+    def _end_step(self, communicator: Communicator, optimizer: Optimizer, call: str) -> None:
         twin = self._prepared[optimizer].twin
         twin.let_go()
         if communicator.size < self._world.size:
@@ -248,6 +276,13 @@ class CentralStorage:
             if entry.place is not None
         }
         optimizer.state[tensor] = {name: places.get(id(value), value) for name, value in stepped.items()}
+
+    def level_after(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of a step's variables that are equal on all ranks afterwards."""
+        if self.parameters.staged is None:
+            return tensors
+        staged = self.parameters.staged
+        return [tensor for tensor in tensors if tensor.grad is not None or tensor not in staged]
 
     # -- a step of the first rank alone -----------------------------------------------------------------------------
 
@@ -277,6 +312,10 @@ class CentralStorage:
 
 def _is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.grad is not None and tensor.grad.layout != torch.strided
+
+
+def _with_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.grad is not None]
 
 
 def _meet(communicator: Communicator, call: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part
 from torchstrat.replicas.central.state import CentralState, Made
@@ -33,15 +34,18 @@ class _Piece:
     def is_whole(self) -> bool:
         return self.part.stop - self.part.start == self.tensor.numel()
 
-    def take_gradient(self) -> None:
+    def gradient(self) -> torch.Tensor | None:
         gradient = self.tensor.grad
         if gradient is not None and not self.is_whole:
             gradient = gradient.detach().reshape(-1)[self.part.start : self.part.stop]
-        self.leaf.grad = gradient
+        return gradient
 
 
 class Twin:
-    """Of one optimizer, for these parts of its ``tensors``."""
+    """Of one optimizer, for these parts of its ``tensors``.
+
+    ``copies``: of a rank whose gradients, and some of whose parameters, lie on a device. The step is made on the host.
+    """
 
     def __init__(
         self,
@@ -50,27 +54,58 @@ class Twin:
         parts: Sequence[Part],
         parameters: CentralParameters,
         state: CentralState,
+        copies: DeviceCopies | None = None,
     ) -> None:
+        self._copies = copies
+        self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device without a place on the host
         self._state: dict[torch.Tensor, dict[str, Any]] = collections.defaultdict(dict)
         self._pieces: dict[int, list[_Piece]] = {}
         for part in parts:
             tensor = tensors[part.number]
             leaf = _leaf(part, tensor, parameters)
             known = _state_of_part(part, tensor, optimizer, state)
+            if copies is not None:
+                known = _on_host(known, copies)
+                if leaf is tensor and copies.has(tensor):
+                    leaf = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    self._outside.append((tensor, leaf))
             if known:
                 self._state[leaf] = dict(known)
             self._pieces.setdefault(id(tensor), []).append(_Piece(part, tensor, leaf, known))
 
     def make(self, optimizer: Optimizer) -> Optimizer:
         """What is stepped instead of ``optimizer``, with this step's gradients."""
+        if self._copies is not None:
+            return self._make_on_host(optimizer, self._copies)
         groups = []
         for group in optimizer.param_groups:
             pieces = [piece for tensor in group["params"] for piece in self._pieces.get(id(tensor), ())]
             for piece in pieces:
-                piece.take_gradient()
+                piece.leaf.grad = piece.gradient()
             groups.append({**group, "params": [piece.leaf for piece in pieces]})
         stand_in: Optimizer = object.__new__(type(optimizer))
         vars(stand_in).update(vars(optimizer), param_groups=groups, state=self._state)
+        return stand_in
+
+    def _make_on_host(self, optimizer: Optimizer, copies: DeviceCopies) -> Optimizer:
+        """The same where gradients have to be copied first; and numbers that the optimizer keeps on the device, such as
+        a gradient scaler's."""
+        all_pieces = [
+            [piece for tensor in group["params"] for piece in self._pieces.get(id(tensor), ())]
+            for group in optimizer.param_groups
+        ]
+        copies.read([tensor.data for tensor, _ in self._outside], [leaf for _, leaf in self._outside])
+        stepped = [
+            (piece, gradient) for pieces in all_pieces for piece in pieces if (gradient := piece.gradient()) is not None
+        ]
+        for (piece, _), gradient in zip(stepped, copies.to_host([one for _, one in stepped]), strict=True):
+            piece.leaf.grad = gradient
+        groups = [
+            {**_on_host(group, copies), "params": [piece.leaf for piece in pieces]}
+            for group, pieces in zip(optimizer.param_groups, all_pieces, strict=True)
+        ]
+        stand_in: Optimizer = object.__new__(type(optimizer))
+        vars(stand_in).update(_on_host(vars(optimizer), copies), param_groups=groups, state=self._state)
         return stand_in
 
     def made(self) -> list[Made]:
@@ -89,11 +124,17 @@ class Twin:
             for piece in pieces:
                 if piece.leaf is not piece.tensor:
                     piece.leaf.grad = None
+        if self._copies is not None:
+            self._copies.to_device([leaf for _, leaf in self._outside], [tensor.data for tensor, _ in self._outside])
 
     def states(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """By parameter, where every part is a whole one."""
         all_pieces = (piece for pieces in self._pieces.values() for piece in pieces)
         return [(piece.tensor, self._state[piece.leaf]) for piece in all_pieces if piece.leaf in self._state]
+
+
+def _on_host(values: dict[str, Any], copies: DeviceCopies) -> dict[str, Any]:
+    return {n: copies.on_host(value) if isinstance(value, torch.Tensor) else value for n, value in values.items()}
 
 
 def _leaf(part: Part, tensor: torch.Tensor, parameters: CentralParameters) -> torch.Tensor:
