@@ -324,6 +324,41 @@ def test_ranks_without_rows(idle: int, change: str, two_processes: Workers) -> N
     assert_same(results, train_while_some_are_idle(change, idle))
 
 
+def train_sparse_momentum() -> dict[str, torch.Tensor]:
+    """State that is sparse itself. Each rank steps one of the tables, and rank 0 alone has rows once."""
+    strategy = ts.CentralStorageStrategy(timeout=SECONDS) if "RANK" in os.environ else None
+    torch.manual_seed(3)
+    with strategy.scope() if strategy is not None else warnings.catch_warnings():
+        tables = [nn.Embedding(rows, 24, sparse=True).double() for rows in (60, 50)]
+        optimizer = torch.optim.SGD([table.weight for table in tables], lr=0.5, momentum=0.9)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        rows = (x[:, 0].abs() * 20).long().clamp(max=49)
+        sum(((table(rows) - 1).square().mean() for table in tables), start=torch.zeros(())).backward()
+        optimizer.step()
+
+    numbers = {}
+    for number, rows in enumerate((8, 8, 8, 1, 8)):
+        x = batch(number, rows)
+        if strategy is None:
+            step(x)
+        else:
+            [shared] = strategy.distribute_dataset([x])
+            strategy.run(step, args=(shared,))
+        for table in tables:
+            name = f"{table.num_embeddings} after {number}"
+            numbers[name] = table.weight.detach().clone()
+            numbers[f"momentum of {name}"] = optimizer.state[table.weight]["momentum_buffer"].to_dense().clone()
+    if strategy is not None:
+        strategy.close()
+    return numbers
+
+
+def test_state_that_is_sparse(two_processes: Workers) -> None:
+    assert_same(two_processes.run(train_sparse_momentum), train_sparse_momentum())
+
+
 # -- who writes when ---------------------------------------------------------------------------------------------------
 
 

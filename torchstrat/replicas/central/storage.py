@@ -23,7 +23,7 @@ from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part, Work, portions
 from torchstrat.replicas.central.state import CentralState, tensors_of
 from torchstrat.replicas.central.tiers import Tier, tier_of
-from torchstrat.replicas.central.twin import Twin
+from torchstrat.replicas.central.twin import Twin, is_sparse
 
 FIRST = 0
 """The rank of a group whose edits count, and which steps what cannot be shared out."""
@@ -269,13 +269,16 @@ class CentralStorage:
             self.state.settle(communicator, optimizer, made, call)
 
     def _keep_for_now(self, optimizer: Optimizer, tensor: torch.Tensor, stepped: Mapping[str, Any]) -> None:
-        """State that one rank alone has, until the run is over and `level` makes it everyone's."""
+        """State that one rank alone has, until the run is over and `level` makes it everyone's: it knows it by its
+        objects, so what was stepped in place has to be another one."""
         places = {
             id(entry.place.written): entry.value
             for entry in self.state.entries(optimizer, tensor).values()
             if entry.place is not None
         }
-        optimizer.state[tensor] = {name: places.get(id(value), value) for name, value in stepped.items()}
+        optimizer.state[tensor] = {
+            name: value.clone() if is_sparse(value) else places.get(id(value), value) for name, value in stepped.items()
+        }
 
     def level_after(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of a step's variables that are equal on all ranks afterwards."""

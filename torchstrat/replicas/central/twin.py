@@ -109,12 +109,12 @@ class Twin:
         return stand_in
 
     def made(self) -> list[Made]:
-        """After the step: the entries of state that are new."""
+        """After the step: the entries of state that are new; and sparse ones, which no other rank sees."""
         found = []
         for pieces in self._pieces.values():
             for piece in pieces:
                 for name, value in self._state.get(piece.leaf, {}).items():
-                    if piece.known.get(name, _MISSING) is not value:
+                    if piece.known.get(name, _MISSING) is not value or is_sparse(value):
                         found.append(Made(piece.part, name, value))
         return found
 
@@ -131,6 +131,11 @@ class Twin:
         """By parameter, where every part is a whole one."""
         all_pieces = (piece for pieces in self._pieces.values() for piece in pieces)
         return [(piece.tensor, self._state[piece.leaf]) for piece in all_pieces if piece.leaf in self._state]
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether it is a tensor that cannot lie in common memory: a rank that steps it in place has told nobody."""
+    return isinstance(value, torch.Tensor) and value.layout != torch.strided
 
 
 def _on_host(values: dict[str, Any], copies: DeviceCopies) -> dict[str, Any]:
