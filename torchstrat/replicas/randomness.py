@@ -8,6 +8,7 @@ user's: what is drawn there (shuffling, say) does not move the replicas' streams
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -87,8 +88,12 @@ class ReplicaStreams:
         self._put(replica, self._outside if replica is None else self._states[replica])
 
     def end(self) -> None:
-        self.activate(None)
-        seedings.leave(torch.default_generator)
+        if self._current is None:
+            left = torch.default_generator.get_state()
+        else:
+            self.activate(None)
+            left = self._outside[0]  # has just been put back
+        seedings.leave(torch.default_generator, left)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -134,8 +139,8 @@ _Value = TypeVar("_Value")
 
 
 def _is_marked(state: torch.Tensor) -> bool:
-    # By NumPy, which takes a third of the time: every run asks twice.
-    return bytes(state.numpy()[_FIRST_WORD : _FIRST_WORD + len(_MARK)]) == _MARK
+    # Read at its address, which takes a tenth of the time of a view: every run asks twice.
+    return ctypes.string_at(state.data_ptr() + _FIRST_WORD, len(_MARK)) == _MARK
 
 
 def _marked(state: torch.Tensor) -> torch.Tensor:
@@ -182,8 +187,8 @@ class Seedings:
         others = slice(_FIRST_WORD + 8, _FIRST_WORD + 8 * 624)
         return self._left is not None and _mark_is_unseen() and torch.equal(state[others], self._left[others])
 
-    def leave(self, generator: torch.Generator) -> None:
-        state = generator.get_state()
+    def leave(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """A run is over; ``state`` is that of ``generator``."""
         if not _is_marked(state) and _mark_is_unseen():
             state = _marked(state)
             generator.set_state(state)

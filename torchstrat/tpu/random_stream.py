@@ -35,7 +35,7 @@ class RandomStream:
     def end(self) -> None:
         self._states = {self._seed: (self._epoch, self._runtime.random_state())}
         self._runtime.restore_random_state(self._outside)
-        seedings.leave(torch.default_generator)
+        seedings.leave(torch.default_generator, torch.default_generator.get_state())
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
