@@ -60,6 +60,7 @@ def run_case(name: str) -> contract.Snapshot:
 
 def _cases() -> list[Any]:
     compiler = [
+        pytest.mark.soak,  # a minute each; compiled steps of ranks on CPUs are in test_contract_torchrun
         pytest.mark.deadline(300),
         pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler"),
     ]
