@@ -60,7 +60,8 @@ class Segment:
 
     def tensor(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
         """A view of ``count`` elements from byte ``offset`` on. It keeps the memory mapped."""
-        return torch.frombuffer(self.mapping, dtype=dtype, count=count, offset=offset)
+        with torch.inference_mode(False):  # it is kept, and written to in other modes too
+            return torch.frombuffer(self.mapping, dtype=dtype, count=count, offset=offset)
 
     def close(self) -> None:
         """Let go of the descriptor. The memory stays while a view of it does."""
