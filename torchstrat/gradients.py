@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchstrat._torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from torchstrat._torch_private import DisableTorchFunction, foreach_add_, foreach_copy_, foreach_mul_
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import ReduceOp
 
@@ -95,7 +95,8 @@ class _Late(GradientHook):
     def __call__(self, tensor: torch.Tensor) -> None:
         sink = self._sink()
         if sink is not None:
-            sink.after_accumulation(tensor)
+            with DisableTorchFunction():
+                sink.after_accumulation(tensor)
 
 
 class _Early(GradientHook):
@@ -104,7 +105,10 @@ class _Early(GradientHook):
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         sink, tensor = self._sink(), self._tensor()
-        return None if sink is None or tensor is None else sink.before_accumulation(tensor, gradient)
+        if sink is None or tensor is None:
+            return None
+        with DisableTorchFunction():
+            return sink.before_accumulation(tensor, gradient)
 
 
 # -- what has been combined ----------------------------------------------------------------------------------------

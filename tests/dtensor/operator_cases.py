@@ -319,9 +319,9 @@ def _cross_entropy_probabilities(shapes: Shapes) -> tuple[Function, Arguments]:
     return function, [shapes.normal(4, 8), target]
 
 
-@case("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+@case("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
 def _elementwise_losses(shapes: Shapes) -> tuple[Function, Arguments]:
-    function = shapes.choice(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
+    function = shapes.choice(F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
     reduction = shapes.choice("mean", "sum", "none")
     return lambda x, y: function(x, y, reduction=reduction), [shapes.normal(4, 8), shapes.positive(4, 8) / 2]
 

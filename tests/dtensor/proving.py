@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 import torchstrat as ts
@@ -87,8 +88,24 @@ REFUSED: dict[str, Any] = {
     "max": lambda x: x.max(0),
     "to_local": lambda x: x.to_local(),
     "redistribute": lambda x: x.redistribute(),
+    "softmax": lambda x: torch.softmax(x, 0, out=torch.zeros(4, 4)),
+    "cannot write to out=": lambda x: torch.add(torch.ones(4, 4), 1, out=x),
+    "truth values": lambda x: x[True],
+    "any": lambda x: (x > 0).any(()),
+    "two tensors of 2 dimensions": lambda x: torch.mm(x.unsqueeze(2), x),
+    "takes no weights": lambda x: functional.mse_loss(x, x.detach(), weight=torch.ones(4, 4)),
+    "l1_loss": lambda x: functional.l1_loss(x, torch.ones(4, 4), weight=torch.ones(4, 4)),
+    "takes no strides": lambda x: functional.conv1d(x.unsqueeze(0), torch.ones(1, 4, 2), stride=2, padding="same"),
+    "a mask or is_causal": lambda x: functional.scaled_dot_product_attention(
+        x, torch.ones(4, 4), torch.ones(4, 4), torch.ones(4, 4).tril(-1).bool(), is_causal=True
+    ),
+    "takes a bias": lambda x: functional.linear(torch.ones(4), x, torch.ones(1)),
+    "finds indices": lambda x: torch.where(x > 0),
+    "needs running_mean": lambda x: functional.batch_norm(x, None, None),
+    "unexpected keyword argument 'axis'": lambda x: torch.sum(x, axis=0),
+    "a DTensor of another kind": lambda x: x + DTensor.from_local(torch.ones(4, 4), x.device_mesh, [Replicate()]),
 }
-"""By a word of the message."""
+"""By words of the message."""
 
 
 def refusals() -> dict[str, str]:

@@ -19,6 +19,9 @@ from torchstrat.dtensor.axes import Cut
 from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.errors import UnsupportedError
 
+STAND_IN = "_stand_in"
+"""The attribute of a variable under which a step finds the `CutTensor` that stands in for it."""
+
 
 class CutTensor(DTensor):
     """Made by `cut_tensor` only."""
@@ -36,7 +39,7 @@ class CutTensor(DTensor):
     ) -> Any:
         from torchstrat.dtensor.operators import apply
 
-        return apply(func, args, kwargs or {})
+        return apply(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -23,6 +23,7 @@ from torchstrat.dtensor import operators as _operators  # noqa: F401  # loaded b
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.dtensor.moves import recut, whole
+from torchstrat.dtensor.operators import with_stand_ins
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.dtensor.replica_axis import FirstOfReplica
 from torchstrat.dtensor.step import StepSurroundings, refuse_steps_outside
@@ -213,7 +214,7 @@ class LogicalReplicas:
         step is cut for good."""
         in_step = context.get_replica_context() is not None and context.get_strategy() is self._strategy
         if in_step:
-            return recut(tensor, self.devices, self.devices.axes.cut_of(sharding))
+            return recut(with_stand_ins(tensor), self.devices, self.devices.axes.cut_of(sharding))
         if not self.variables.is_variable(tensor):
             raise ContextError(
                 f"a tensor of shape {tuple(tensor.shape)} was to be cut over logical devices outside of run, where "
@@ -259,13 +260,13 @@ class LogicalReplicas:
     # -- replica context, and cross-replica context -----------------------------------------------------------------
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
-        return self._inner.all_reduce(op, nest.map_structure(whole, value))
+        return self._inner.all_reduce(op, nest.map_structure(_whole, value))
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        return self._inner.all_gather(nest.map_structure(whole, value), axis)
+        return self._inner.all_gather(nest.map_structure(_whole, value), axis)
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        whole_args, whole_kwargs = nest.map_structure(whole, list(args)), nest.map_structure(whole, kwargs)
+        whole_args, whole_kwargs = nest.map_structure(_whole, list(args)), nest.map_structure(_whole, kwargs)
         return self._inner.merge_call(fn, tuple(whole_args), whole_kwargs)
 
     def set_weight(self, weight: float) -> None:
@@ -282,6 +283,11 @@ class LogicalReplicas:
 
     def gather(self, value: Any, axis: int) -> Any:
         return self._inner.gather(value, axis)
+
+
+def _whole(leaf: Any) -> Any:
+    """What the other replicas see of something in a step."""
+    return whole(with_stand_ins(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _put_together(leaf: Any) -> Any:

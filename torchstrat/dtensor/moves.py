@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from torchstrat.dtensor._torch_dtensor import local_of
 from torchstrat.dtensor.axes import Cut
@@ -44,12 +45,16 @@ class _Close(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTensor:
+        ctx.cut, ctx.devices = cut, devices
         return cut_tensor(local.detach(), cut, devices)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: CutTensor) -> Any:
-        return local_of(gradient), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if isinstance(gradient, CutTensor) and gradient._cut == ctx.cut:
+            return local_of(gradient), None, None
+        # A hook or an autograd function of the user's has made it, whole or cut in another way.
+        return enter(gradient, ctx.devices, ctx.cut, ()).clone(), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -155,6 +160,11 @@ def enter(tensor: torch.Tensor, devices: LogicalDevices, wanted: Cut, varying: A
         if tensor._devices is not devices:
             raise UnsupportedError("a tensor that is cut over logical devices belongs to the strategy that cut it.")
         local = _apply(_Open, tensor)
+    elif isinstance(tensor, DTensor):
+        raise UnsupportedError(
+            "a DTensor of another kind cannot be cut over logical devices, nor be used with a tensor that is; use "
+            "replicate_to_logical_devices for the one, and full_tensor() of the other."
+        )
     else:
         local = tensor
     if have != wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from torchstrat._torch_private import DisableTorchFunction
-from torchstrat.dtensor.cut_tensor import CutTensor
+from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor
+from torchstrat.dtensor.operators import apply
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.variables import VariableRegistry
@@ -33,26 +34,36 @@ ELEMENTWISE_OPTIMIZERS = (
 """Those that step each element by itself, so that a piece is stepped as it would be within the whole."""
 
 
-class _StandingIn(TorchFunctionMode):
-    """A variable that a step uses directly, and not as the member of a module, is its stand-in too."""
+@functools.cache
+def _watched(kind: type) -> type:
+    """``kind`` whose instances stay out of sight: what is done with one is done with its stand-in. The backend's own
+    work, under `DisableTorchFunction`, sees the piece."""
 
-    def __init__(self, stand_ins: dict[int, CutTensor]) -> None:
-        super().__init__()
-        self._stand_ins = stand_ins
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    def of_stand_ins(
+        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        args = [self._seen(one) for one in args]
-        return func(*args, **{name: self._seen(one) for name, one in kwargs.items()}) if kwargs else func(*args)
+        return apply(func, types, args, kwargs or {})
 
-    def _seen(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._stand_ins.get(id(value), value)
-        is_plain = type(value) is list or type(value) is tuple
-        if is_plain and any(id(one) in self._stand_ins for one in value):
-            return type(value)(self._seen(one) for one in value)
-        return value
+    members = {"__module__": kind.__module__, "__torch_function__": classmethod(of_stand_ins)}
+    made: type = type(kind)(kind.__name__, (kind,), members)
+    return made
+
+
+@contextmanager
+def _out_of_sight(stand_ins: dict[int, CutTensor]) -> Iterator[None]:
+    """A variable that a step uses directly, and not as the member of a module, is its stand-in too: in functions of
+    autograd, in what is computed again going backward, and in threads."""
+    hidden: list[tuple[Any, type]] = []
+    try:
+        for stand_in in stand_ins.values():
+            tensor: Any = stand_in._variable
+            hidden.append((tensor, type(tensor)))
+            tensor._stand_in, tensor.__class__ = stand_in, _watched(type(tensor))  # type: ignore[arg-type]
+        yield
+    finally:
+        for tensor, kind in hidden:
+            tensor.__class__ = kind
+            del tensor._stand_in
 
 
 class StepSurroundings:
@@ -72,7 +83,7 @@ class StepSurroundings:
                 if self._variables.cut_in(optimizer):
                     stack.enter_context(_on_pieces(optimizer))
             stack.enter_context(_in_modules(self._registry.modules(), stand_ins))
-            stack.enter_context(_StandingIn(stand_ins))
+            stack.enter_context(_out_of_sight(stand_ins))
             yield
 
     def check_optimizers(self) -> None:
@@ -111,6 +122,7 @@ def _in_modules(modules: Iterator[nn.Module], stand_ins: dict[int, CutTensor]) -
 @contextmanager
 def _on_pieces(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Its methods see the pieces and not the stand-ins."""
+    _require_no_hooks(optimizer)
     before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
     for name in before:
         setattr(optimizer, name, _bound(optimizer, getattr(optimizer, name)))
@@ -133,11 +145,34 @@ def _bound(optimizer: torch.optim.Optimizer, method: Any) -> Any:
                 f"{type(optimizer).__name__}.step(closure) with parameters that are cut over logical devices; call "
                 "the closure's backward first, and step() without it."
             )
-        with DisableTorchFunction():
+        with DisableTorchFunction(), _in_sight(optimizer):
             return method(*args, **kwargs)
 
     on_pieces.__dict__.update(getattr(method, "__dict__", {}))
     return types.MethodType(on_pieces, optimizer)
+
+
+@contextmanager
+def _in_sight(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Its variables are the classes they were: only of those does it step several at a time."""
+    hidden = [one for group in optimizer.param_groups for one in group["params"] if STAND_IN in one.__dict__]
+    kinds = [type(one) for one in hidden]
+    try:
+        for one, kind in zip(hidden, kinds, strict=True):
+            one.__class__ = kind.__bases__[0]
+        yield
+    finally:
+        for one, kind in zip(hidden, kinds, strict=True):
+            one.__class__ = kind
+
+
+def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+        if not getattr(hook, "__module__", "").startswith("torchstrat."):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has a hook on its steps, and parameters that are cut over logical "
+                "devices, of which the hook would see a piece. Do what it does in the step, around step()."
+            )
 
 
 def refuse_steps_outside(optimizer: torch.optim.Optimizer, variables: CutVariables) -> None:

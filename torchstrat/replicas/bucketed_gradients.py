@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchstrat._torch_private import queue_backward_callback
+from torchstrat._torch_private import DisableTorchFunction, queue_backward_callback
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.gradients import Owned, is_plain, shares
@@ -160,7 +160,7 @@ class BucketedGradients:
             self._begin_pass(BACKWARD)
             self._plan = self._plan_of_pass()
             self._plan.reset()
-        queue_backward_callback(self._flush if self._summing is None else self._flush_in_place)
+        queue_backward_callback(self._end_pass)
         return {}
 
     def _plan_of_pass(self) -> Plan:
@@ -235,6 +235,10 @@ class BucketedGradients:
         if tensor.grad is None:
             return False
         return index in ready or not self._works_by_parts or self.records.current(tensor).accumulated
+
+    def _end_pass(self) -> None:
+        with DisableTorchFunction():
+            self._flush() if self._summing is None else self._flush_in_place()
 
     def _flush(self) -> None:
         """At the end of a pass: send the rest, learn what the others had, write the combined gradients back."""

@@ -14,7 +14,7 @@ from torchstrat.dtensor.operators import (
     shapes,
     softmax,
 )
-from torchstrat.dtensor.operators.rules import apply, operators
+from torchstrat.dtensor.operators.rules import apply, operators, with_stand_ins
 
 __all__ = [
     "apply",
@@ -31,4 +31,5 @@ __all__ = [
     "reductions",
     "shapes",
     "softmax",
+    "with_stand_ins",
 ]

@@ -28,6 +28,8 @@ def attention(
 
     Keys that are cut are made whole: every query looks at all of them.
     """
+    if attn_mask is not None and is_causal:
+        raise call.refused("takes a mask or is_causal, not both")
     shapes = [shape_of(one) for one in (query, key, value)]
     batch = torch.broadcast_shapes(shapes[0][:-2], *([] if enable_gqa else [shapes[1][:-2], shapes[2][:-2]]))
     names = [f"batch {dim}" for dim in range(len(batch))]
@@ -68,7 +70,7 @@ def attention(
     if enable_gqa:
         raise call.refused("with enable_gqa and dropout")
     factor = 1 / math.sqrt(shapes[0][-1]) if scale is None else scale
-    scores = own[0] @ own[1].transpose(-2, -1) * factor
+    scores = (own[0] * factor) @ own[1].transpose(-2, -1)
     if is_causal:
         mask = torch.ones(sizes[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:

@@ -75,6 +75,8 @@ def linear(call: Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     rank = len(shape_of(input))
     if len(shape_of(weight)) != 2:
         raise call.refused("takes weights (outputs, inputs)")
+    if bias is not None and shape_of(bias) != shape_of(weight)[:1]:
+        raise call.refused("takes a bias (outputs)")
     rows = [f"row {dim}" for dim in range(rank - 1)]
     return contract(call, input, weight, ([*rows, INNER], ["out", INNER]), [*rows, "out"], bias)
 
@@ -82,6 +84,9 @@ def linear(call: Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 @rule("matmul", "mm", "bmm", "__matmul__")
 def matmul(call: Call, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     left, right = shape_of(input), shape_of(other)
+    ranks = {"mm": 2, "bmm": 3}.get(call.name)
+    if ranks is not None and (len(left), len(right)) != (ranks, ranks):
+        raise call.refused(f"takes two tensors of {ranks} dimensions, not {len(left)} and {len(right)}")
     batch = torch.broadcast_shapes(left[:-2], right[:-2])
     names = [f"batch {dim}" for dim in range(len(batch))]
 

@@ -68,11 +68,13 @@ def with_neighbours(
     return local, rest
 
 
-def _padding(padding: Any, windows: Sequence[tuple[int, int]]) -> list[Sides]:
+def _padding(call: Call, padding: Any, windows: Sequence[tuple[int, int]]) -> list[Sides]:
     """``windows``: extent and stride of each spatial dimension."""
     if padding == "valid":
         return [(0, 0)] * len(windows)
     if padding == "same":
+        if any(stride != 1 for _, stride in windows):
+            raise call.refused("with padding='same' takes no strides")
         return [((extent - 1) // 2, extent - 1 - (extent - 1) // 2) for extent, _ in windows]
     return [(one, one) for one in _each(padding, len(windows))]
 
@@ -104,12 +106,14 @@ def convolution(
     local = call.enter(input, of_pieces, varying)
     kernel = call.enter(weight, cut_by_labels(chosen, of_weight), varying)
     own_bias = None
+    if bias is not None and shape_of(bias) != shape_of(weight)[:1]:
+        raise call.refused("takes a bias (outputs)")
     if bias is not None:
         of_bias = tuple(0 if label == "out" else None for label in chosen)
         own_bias = call.enter(bias, of_bias, [axis for axis in varying if axis not in parts])
     strides, dilations = _each(stride, spatial), _each(dilation, spatial)
     extents = [step * (size - 1) + 1 for step, size in zip(dilations, shape_of(weight)[2:], strict=True)]
-    sides = _padding(padding, list(zip(extents, strides, strict=True)))
+    sides = _padding(call, padding, list(zip(extents, strides, strict=True)))
     local, rest = with_neighbours(
         call,
         local,
@@ -143,7 +147,8 @@ def average_pool(
 ) -> torch.Tensor:
     local, rest = _pooled(call, input, kernel_size, stride, padding, ceil_mode, 0.0)
     sizes, steps = _windows(call, kernel_size, stride)
-    if not count_include_pad and any(side for sides in _padding(padding, sizes_of(sizes, steps)) for side in sides):
+    padded = any(side for sides in _padding(call, padding, sizes_of(sizes, steps)) for side in sides)
+    if padded and not count_include_pad:
         raise call.refused("with padding and count_include_pad=False")
     options = {} if call.name == "avg_pool1d" else {"divisor_override": divisor_override}
     pooled = call.function(local, sizes, steps, [left for left, _ in rest], **options)
@@ -187,7 +192,7 @@ def _pooled(
     if ceil_mode:
         raise call.refused("with ceil_mode")
     sizes, steps = _windows(call, kernel_size, stride)
-    sides = _padding(padding, sizes_of(sizes, steps))
+    sides = _padding(call, padding, sizes_of(sizes, steps))
     windows = list(zip(sizes, steps, sides, strict=True))
     return with_neighbours(call, call.open(input), shape_of(input), lambda dim: call.axes_of(input, dim), windows, fill)
 

@@ -32,8 +32,8 @@ _CASTS = ("bfloat16", "bool", "clone", "contiguous", "detach", "double", "float"
 def elementwise(call: Call, *args: Any, **kwargs: Any) -> torch.Tensor:
     if kwargs.get("inplace"):
         raise call.refused("would change it in place with inplace=True; leave that out")
-    if "out" in kwargs or kwargs.get("rounding_mode", "floor") not in ("floor", "trunc", None):
-        raise call.refused("cannot write to out=")
+    if call.name == "where" and len(args) + len(kwargs) == 1:
+        raise call.refused("finds indices; use it with two values to choose from")
     if _has_positional_inplace(call, args):
         raise call.refused("would change it in place; leave inplace out")
     return over_elements(call, args, kwargs)

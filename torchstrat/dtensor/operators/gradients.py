@@ -11,7 +11,7 @@ import torch
 from torchstrat.dtensor._torch_dtensor import local_of
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.operators.reductions import axes_within, cut_after
-from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
+from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of, wide
 
 
 @rule(torch.linalg.vector_norm)
@@ -22,12 +22,13 @@ def vector_norm(
     axes, cut, local = axes_within(call, x, dims), cut_after(call, x, dims, keepdim), call.open(x)
     if not axes:
         return call.leave(torch.linalg.vector_norm(local, ord, dims, keepdim, dtype=dtype), cut)
-    if dtype is not None:
-        local = local.to(dtype)
+    kind, local = dtype or local.dtype, wide(local if dtype is None else local.to(dtype))
+    if ord == math.inf and not local.requires_grad:
+        return call.leave(call.largest(local.abs().amax(dims, keepdim=keepdim), axes).to(kind), cut)
     if abs(ord) == math.inf or ord == 0:
         raise call.refused(f"of order {ord} over a dimension that is cut")
     powers = local.abs().pow(ord).sum(dims, keepdim=keepdim)
-    return call.leave(call.added_up(powers, axes).pow(1 / ord), cut)
+    return call.leave(call.added_up(powers, axes).pow(1 / ord).to(kind), cut)
 
 
 @rule(torch._foreach_norm)
@@ -36,9 +37,6 @@ def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: An
     for tensor in tensors:
         if not isinstance(tensor, CutTensor):
             found.append(torch.linalg.vector_norm(tensor, ord, dtype=dtype))
-        elif ord == math.inf:
-            local = local_of(tensor).abs().amax()
-            found.append(call.devices.largest(local, axes_within(call, tensor, range(len(shape_of(tensor))))))
         else:
             found.append(vector_norm(call, tensor, ord, dtype=dtype))
     return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from torchstrat.dtensor.operators.contraction import agree_on_labels, cut_by_labels
 from torchstrat.dtensor.operators.elementwise import over_elements
 from torchstrat.dtensor.operators.reductions import mean, total
-from torchstrat.dtensor.operators.rules import Call, rule, shape_of
+from torchstrat.dtensor.operators.rules import Call, rule, shape_of, wide
 
 CLASSES = "classes"
 
@@ -40,6 +41,8 @@ def cross_entropy(
     varying = [axis for axis, label in enumerate(chosen) if label is not None]
     class_axes = [axis for axis in varying if chosen[axis] == CLASSES]
     logits = call.enter(input, cut_by_labels(chosen, of_input), varying)
+    kind = _loss_kind(logits)
+    logits = wide(logits)
     wanted = call.enter(target, cut_by_labels(chosen, of_target), varying)
     weights = torch.ones(shape[class_dim], dtype=logits.dtype, device=logits.device) if weight is None else weight
     own_weights = call.devices.own_part(weights, class_axes, 0) if class_axes else weights
@@ -63,15 +66,21 @@ def cross_entropy(
         losses = -(smooth * logs * along_classes).sum(class_dim)
 
     if reduction == "none":
-        return call.leave(call.added_up(losses, class_axes), cut_by_labels(chosen, examples))
+        return call.leave(call.added_up(losses, class_axes).to(kind), cut_by_labels(chosen, examples))
     summed = call.added_up(losses.sum(), varying)
     if reduction == "sum":
-        return summed
+        return summed.to(kind)
     if not by_index:
-        return summed / (shape.numel() // shape[class_dim])
+        return (summed / (shape.numel() // shape[class_dim])).to(kind)
     example_axes = [axis for axis in varying if axis not in class_axes]
     count = counted.sum()
-    return summed / (call.devices.summed(count, example_axes) if example_axes else count)
+    return (summed / (call.devices.summed(count, example_axes) if example_axes else count)).to(kind)
+
+
+def _loss_kind(logits: torch.Tensor) -> torch.dtype:
+    """What autocast makes of a loss of these."""
+    target = torch.zeros(1, dtype=torch.long, device=logits.device)
+    return functional.cross_entropy(logits.new_zeros(1, 1), target).dtype
 
 
 def _log_probabilities(call: Call, logits: torch.Tensor, dim: int, axes: list[int]) -> torch.Tensor:
@@ -86,12 +95,15 @@ def _require_classes(wanted: torch.Tensor, classes: int) -> None:
         raise IndexError(f"cross_entropy: a target is outside of the {classes} classes")
 
 
-@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+# Not l1_loss: PyTorch leaves its weights out where it tells of the call.
+@rule("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
 def by_elements(
     call: Call, input: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs: Any
 ) -> torch.Tensor:
     if args or kwargs.pop("size_average", None) is not None or kwargs.pop("reduce", None) is not None:
         raise call.refused("takes its options by name, and reduction='mean', 'sum' or 'none'")
+    if kwargs.get("weight") is not None and call.name != "binary_cross_entropy_with_logits":
+        raise call.refused("takes no weights; weigh the losses of reduction='none'")
     if shape_of(input) != shape_of(target):
         raise call.refused(f"needs two equal shapes, not {tuple(shape_of(input))} and {tuple(shape_of(target))}")
     losses = over_elements(call, (input, target), {**kwargs, "reduction": "none"})

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from torchstrat.dtensor.axes import Cut
-from torchstrat.dtensor.operators.rules import Call, cut_axes, rule, shape_of
+from torchstrat.dtensor.operators.rules import Call, cut_axes, rule, shape_of, wide
 
 
 def _of_last_dims(call: Call, input: torch.Tensor, count: int) -> Cut:
@@ -40,10 +40,11 @@ def layer_norm(
     axes = cut_axes(of_weight)
     if not axes:
         return call.leave(functional.layer_norm(local, list(normalized_shape), weights[0], weights[1], eps), cut)
-    dims, size = tuple(range(-count, 0)), torch.Size(normalized_shape).numel()
+    kind = functional.layer_norm(local.new_zeros(1), [1]).dtype  # as autocast has it
+    dims, size, local = tuple(range(-count, 0)), torch.Size(normalized_shape).numel(), wide(local)
     center = local - call.total(local.sum(dims, keepdim=True), axes) / size
     variance = call.total(center.square().sum(dims, keepdim=True), axes) / size
-    return call.leave(_scaled(center * (variance + eps).rsqrt(), *weights), cut)
+    return call.leave(_scaled(center * (variance + eps).rsqrt(), *weights).to(kind), cut)
 
 
 @rule("rms_norm")
@@ -62,10 +63,11 @@ def rms_norm(
     axes = cut_axes(of_weight)
     if not axes:
         return call.leave(functional.rms_norm(local, list(normalized_shape), own, eps), cut)
-    dims, size = tuple(range(-count, 0)), torch.Size(normalized_shape).numel()
+    kind = functional.rms_norm(local.new_zeros(1), [1]).dtype
+    dims, size, local = tuple(range(-count, 0)), torch.Size(normalized_shape).numel(), wide(local)
     mean = call.total(local.square().sum(dims, keepdim=True), axes) / size
     least = torch.finfo(local.dtype).eps if eps is None else eps
-    return call.leave(_scaled(local * (mean + least).rsqrt(), own, None), cut)
+    return call.leave(_scaled(local * (mean + least).rsqrt(), own, None).to(kind), cut)
 
 
 @rule("group_norm")
@@ -89,13 +91,14 @@ def group_norm(
     groups = num_groups // parts
     if not axes:
         return call.leave(functional.group_norm(local, groups, weights[0], weights[1], eps), cut)
-    size = channels // num_groups * shape_of(input)[2:].numel()
+    kind = functional.group_norm(local.new_zeros(1, 1, 2), 1).dtype
+    size, local = channels // num_groups * shape_of(input)[2:].numel(), wide(local)
     grouped = local.reshape(local.shape[0], groups, -1)
     center = grouped - call.total(grouped.sum(-1, keepdim=True), axes) / size
     variance = call.total(center.square().sum(-1, keepdim=True), axes) / size
     normal = (center * (variance + eps).rsqrt()).reshape(local.shape)
     shape = (1, -1, *[1] * (local.ndim - 2))
-    return call.leave(_scaled(normal, *[one if one is None else one.view(shape) for one in weights]), cut)
+    return call.leave(_scaled(normal, *[one if one is None else one.view(shape) for one in weights]).to(kind), cut)
 
 
 @rule("batch_norm")
@@ -116,12 +119,16 @@ def batch_norm(
         raise call.refused("is cut along its channels")
     local, varying = call.open(input), cut_axes(cut)
     weights = [one if one is None else call.enter(one, call.devices.axes.whole, varying) for one in (weight, bias)]
-    if not training and running_mean is not None:
+    if not training and running_mean is None:
+        raise call.refused("needs running_mean and running_var, or training=True")
+    if not training:
         return call.leave(
             functional.batch_norm(local, running_mean, running_var, weights[0], weights[1], False, momentum, eps), cut
         )
     dims, shape = (0, *range(2, local.ndim)), (1, -1, *[1] * (local.ndim - 2))
-    size = shape_of(input).numel() // shape_of(input)[1]
+    size, kind, local = shape_of(input).numel() // shape_of(input)[1], local.dtype, wide(local)
+    if size <= 1:
+        raise ValueError(f"batch_norm needs more than one value per channel in training; got {tuple(shape_of(input))}.")
     mean = call.total(local.sum(dims), varying) / size
     center = local - mean.view(shape)
     variance = call.total(center.square().sum(dims), varying) / size
@@ -130,4 +137,4 @@ def batch_norm(
             running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
             running_var.lerp_((variance.detach() * (size / (size - 1))).to(running_var.dtype), momentum)
     normal = center * (variance.view(shape) + eps).rsqrt()
-    return call.leave(_scaled(normal, *[one if one is None else one.view(shape) for one in weights]), cut)
+    return call.leave(_scaled(normal, *[one if one is None else one.view(shape) for one in weights]).to(kind), cut)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchstrat.dtensor.axes import Cut
-from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
+from torchstrat.dtensor.operators.rules import HALF, Call, dims_of, rule, shape_of, wide
 
 
 def axes_within(call: Call, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
@@ -51,7 +51,9 @@ def mean(
         return call.leave(torch.mean(local, dims, keepdim, dtype=dtype), cut)
     if not (dtype or local.dtype).is_floating_point:
         raise call.refused("takes floating numbers")
-    return call.leave(call.added_up(torch.sum(local, dims, keepdim, dtype=dtype), axes) / size_over(input, dims), cut)
+    kind = dtype or local.dtype
+    sums = torch.sum(local, dims, keepdim, dtype=torch.float32 if kind in HALF else kind)
+    return call.leave((call.added_up(sums, axes) / size_over(input, dims)).to(kind), cut)
 
 
 @rule("amax", "amin")
@@ -102,15 +104,17 @@ def variance(
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
         return call.leave(call.function(local, dims, correction=correction, keepdim=keepdim), cut)
-    size = size_over(input, dims)
+    size, kind, local = size_over(input, dims), local.dtype, wide(local)
     center = call.total(local.sum(dims, keepdim=True), axes) / size
     squares = call.added_up(torch.sum((local - center).square(), dims, keepdim), axes)
     found = squares / max(0.0, size - correction)
-    return call.leave(found.sqrt() if call.name == "std" else found, cut)
+    return call.leave((found.sqrt() if call.name == "std" else found).to(kind), cut)
 
 
 @rule("any", "all", "count_nonzero")
 def counts(call: Call, input: torch.Tensor, dim: Any = None, keepdim: bool = False) -> torch.Tensor:
+    if isinstance(dim, list | tuple) and not dim:
+        raise call.refused("over no dimension")
     dims = dims_of(dim, len(shape_of(input)))
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     hits = (local == 0) if call.name == "all" else (local != 0)

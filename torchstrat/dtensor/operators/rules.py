@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 from torchstrat.dtensor import moves
 from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
 from torchstrat.dtensor.axes import Cut, cut_axes
-from torchstrat.dtensor.cut_tensor import CutTensor, cut_tensor, refused, shape_of
+from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor, cut_tensor, refused, shape_of
 from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.errors import UnsupportedError
 
@@ -125,12 +126,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In single precision at least: PyTorch adds up half precision in single, where sums of squares do not overflow."""
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
 def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
     """Dimensions as PyTorch takes them, from 0; None and ``()`` are all of them."""
-    if dim is None:
-        return tuple(range(rank))
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    return tuple(sorted(one + rank if one < 0 else one for one in dims)) if dims else tuple(range(rank))
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return tuple(sorted(one_dim(one, rank) for one in dims)) if dims else tuple(range(rank))
 
 
 def one_dim(dim: int, rank: int) -> int:
@@ -184,23 +191,59 @@ _gradients: Any = torch.Tensor.grad
 _GRADIENT_GET, _GRADIENT_SET = _gradients.__get__, _gradients.__set__
 
 
-def apply(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What ``function`` is on tensors of which some are cut. Raises `UnsupportedError` if nobody knows."""
+def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``function`` is on tensors of which some are cut, of classes ``types``.
+
+    Raises `UnsupportedError` if nobody knows.
+    """
+    if len(types) > 1 or types[0] is not CutTensor:
+        args, kwargs = with_stand_ins(args), with_stand_ins(kwargs)
     if function in _METADATA:
+        if function is torch.Tensor.register_hook and args[0]._variable is not None:
+            raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
         with WithoutSubclasses():
             return function(*args, **kwargs)
     found = _rules.get(function)
     if found is None:
         return _without_rule(function, args, kwargs)
-    first = next(one for one in tensors_in((args, kwargs)) if isinstance(one, CutTensor))
-    return found(Call(function, first._devices), *args, **kwargs)
+    if kwargs.get("out") is not None:
+        raise refused(name_of(function), "cannot write to out=; use what it returns")
+    first = next((one for one in tensors_in((args, kwargs)) if isinstance(one, CutTensor)), None)
+    if first is None:
+        raise refused(name_of(function))
+    call = Call(function, first._devices)
+    try:
+        return found(call, *args, **kwargs)
+    except TypeError as error:
+        try:
+            inspect.signature(found).bind(call, *args, **kwargs)
+        except TypeError as of_arguments:
+            raise call.refused(f"is not known with these arguments ({of_arguments})") from error
+        raise
+
+
+def with_stand_ins(value: Any) -> Any:
+    """``value`` with a variable that is cut, wherever it is in there, as what a step sees of it."""
+    if isinstance(value, torch.Tensor):
+        stand_in = value.__dict__.get(STAND_IN)
+        return value if stand_in is None else stand_in
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(with_stand_ins, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(with_stand_ins, value))
+    if isinstance(value, dict):
+        return {name: with_stand_ins(one) for name, one in value.items()}
+    if isinstance(value, slice):
+        return slice(*map(with_stand_ins, (value.start, value.stop, value.step)))
+    return value
 
 
 def _without_rule(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if function == _GRADIENT_GET:
         return _gradient(args[0])
     if function == _GRADIENT_SET and args[0]._variable is not None:
-        args[0]._variable.grad = _as_piece(args[1])
+        with WithoutSubclasses():
+            args[0]._variable.grad = _as_piece(args[0], args[1])
         return None
     name = name_of(function)
     if (name.startswith("__i") and name.endswith("__")) or (name.endswith("_") and not name.endswith("__")):
@@ -212,7 +255,8 @@ def _gradient(tensor: CutTensor) -> torch.Tensor | None:
     if tensor._variable is None:
         with WithoutSubclasses():
             return tensor.grad
-    gradient = tensor._variable.grad
+    with WithoutSubclasses():
+        gradient = tensor._variable.grad
     if gradient is None:
         return None
     found = cut_tensor(gradient.detach(), tensor._cut, tensor._devices)
@@ -220,11 +264,22 @@ def _gradient(tensor: CutTensor) -> torch.Tensor | None:
     return found
 
 
-def _as_piece(gradient: Any) -> Any:
-    return local_of(gradient) if isinstance(gradient, CutTensor) else gradient
+def _as_piece(tensor: CutTensor, gradient: Any) -> Any:
+    """This process's piece of a gradient that ``tensor`` is given, whole or cut in whatever way."""
+    if gradient is None:
+        return None
+    if shape_of(gradient) != shape_of(tensor):
+        raise refused(
+            "Tensor.grad",
+            f"of shape {tuple(shape_of(tensor))} was given a gradient of shape {tuple(shape_of(gradient))}",
+        )
+    if moves.cut_of(gradient, tensor._devices) == tensor._cut:
+        return local_of(gradient)
+    return moves.enter(gradient.detach(), tensor._devices, tensor._cut, ()).clone()
 
 
 __all__ = [
+    "HALF",
     "Call",
     "apply",
     "cut_axes",
@@ -236,4 +291,6 @@ __all__ = [
     "rule",
     "shape_of",
     "tensors_in",
+    "wide",
+    "with_stand_ins",
 ]

@@ -175,8 +175,8 @@ def item(call: Call, input: torch.Tensor, index: Any) -> torch.Tensor:
         raise call.refused("as an index")
     entries = list(index) if isinstance(index, tuple) else [index]
     rank = len(shape_of(input))
-    if not all(one is None or one is Ellipsis or isinstance(one, int | slice) for one in entries):
-        raise call.refused("by tensors or lists")
+    if not all(one is None or one is Ellipsis or type(one) in (int, slice) for one in entries):
+        raise call.refused("by tensors, lists or truth values")
     named = sum(one is not None and one is not Ellipsis for one in entries)
     if Ellipsis in entries:
         place = entries.index(Ellipsis)

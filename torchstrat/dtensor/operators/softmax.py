@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchstrat.dtensor.operators.rules import Call, dims_of, one_dim, rule, shape_of
+from torchstrat.dtensor.operators.rules import Call, dims_of, one_dim, rule, shape_of, wide
 
 
 @rule("softmax", "log_softmax")
@@ -25,10 +25,11 @@ def softmax(
     if not axes:
         plain = torch.log_softmax(local, place) if is_log else torch.softmax(local, place)
         return call.leave(plain, call.cut(input))
+    kind, local = torch.softmax(local.new_zeros(1), 0).dtype, wide(local)  # as autocast has it
     shifted = local - call.largest(local.detach().amax(place, keepdim=True), axes)
     powers = shifted.exp()
     sums = call.total(powers.sum(place, keepdim=True), axes)
-    return call.leave(shifted - sums.log() if is_log else powers / sums, call.cut(input))
+    return call.leave((shifted - sums.log() if is_log else powers / sums).to(kind), call.cut(input))
 
 
 @rule("logsumexp")
@@ -39,7 +40,9 @@ def logsumexp(call: Call, input: torch.Tensor, dim: Any, keepdim: bool = False) 
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
         return call.leave(torch.logsumexp(local, dims, keepdim), cut)
+    kind, local = local.dtype, wide(local)
     highest = call.largest(local.detach().amax(dims, keepdim=True), axes)
+    highest = torch.where(highest.isinf(), 0, highest)
     sums = call.added_up((local - highest).exp().sum(dims, keepdim=True), axes)
-    found = sums.log() + highest
+    found = (sums.log() + highest).to(kind)
     return call.leave(found if keepdim else found.squeeze(dims), cut)
