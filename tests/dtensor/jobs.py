@@ -239,6 +239,28 @@ def mistakes() -> dict[str, str]:
         model.half()
         strategy.run(lambda: None)
 
+    def gradient_changed(strategy: Any, model: Any, optimizer: Any) -> None:
+        strategy.run(lambda: _backward(model))
+        model[1].weight.grad.mul_(2)
+        strategy.run(lambda: None)
+
+    def clipped_outside(strategy: Any, model: Any, optimizer: Any) -> None:
+        strategy.run(lambda: _backward(model))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def hooked_steps(strategy: Any, model: Any, optimizer: Any) -> None:
+        optimizer.register_step_pre_hook(lambda *_: None)
+        strategy.run(lambda: None)
+
+    def scaled(strategy: Any, model: Any, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+
+        def step() -> None:
+            scaler.scale(model(torch.ones(2, 6)).square().sum()).backward()
+            scaler.step(optimizer)
+
+        strategy.run(step)
+
     def copied_model(strategy: Any, model: Any, optimizer: Any) -> None:
         other = copy.deepcopy(model)
         with warnings.catch_warnings():
@@ -263,6 +285,13 @@ def mistakes() -> dict[str, str]:
             lambda s, m, o: s.run(lambda: s.split_to_logical_devices(torch.ones(4, 4), [2, 2]))
         ),
         "used outside": _with_model(lambda s, m, o: m(torch.ones(2, 6))),
+        "gradient changed outside": _with_model(gradient_changed),
+        "gradient used outside": _with_model(clipped_outside),
+        "hook on steps": _with_model(hooked_steps),
+        "hook in a step": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.register_hook(lambda g: None))),
+        "written to": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.data.zero_())),
+        "compiled": _with_model(lambda s, m, o: s.run(lambda: torch.compile(_backward, backend="eager")(m))),
+        "scaled": _with_model(scaled),
         "nothing": _with_model(steps),
     }
 

@@ -110,6 +110,13 @@ def test_what_mistakes_say(two_processes: Workers) -> None:
         "does not divide": "InvalidArgumentError: .* dimension 0 has size 3, which does not divide into 2",
         "other number of parts": "InvalidArgumentError: .* makes 4 parts, and a replica has 2 logical devices",
         "used outside": ".*Error: .*meta",
+        "gradient changed outside": r"ContextError: the gradient of Linear.weight \(16, 6\) was changed outside of run",
+        "gradient used outside": "NotImplementedError: Cannot copy out of meta tensor",
+        "hook on steps": "UnsupportedError: Adam has a hook on its steps",
+        "hook in a step": "UnsupportedError: register_hook .* would last for this run only",
+        "written to": "UnsupportedError: Tensor.data on a tensor that is cut",
+        "compiled": "UnsupportedError: _is_view on a tensor that is cut",
+        "scaled": "UnsupportedError: _amp_foreach_non_finite_check_and_unscale_ on a tensor that is cut",
         "nothing": "nothing",
     }
     for found in two_processes.run(jobs.mistakes):

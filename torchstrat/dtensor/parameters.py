@@ -3,7 +3,8 @@
 A parameter stays one Python object, which modules, optimizers and the user hold, and stands for three things:
 
 * outside of `run`: a plain parameter of the whole shape on ``meta``, which takes no memory. It has no values to read or
-  to change by mistake; ``state_dict()`` and checkpoints put the whole together, and take it apart again.
+  to change by mistake; ``state_dict()`` and checkpoints put the whole together, and take it apart again. If the piece
+  has a gradient, it has one like itself, and where it is set to None there (``zero_grad()``), so is the piece's.
 * for the engine and the optimizer, in `run`: a plain leaf, this process's piece. Its gradient is the piece's.
 * for the step: in the modules stands a `CutTensor` in its place, which autograd leads back to the leaf.
 """
@@ -52,6 +53,10 @@ class CutVariable:
     other: torch.Tensor
     version: int = 0
     """Of the empty whole, when the last run ended: it must not have been changed since."""
+    shown: torch.Tensor | None = None
+    """The gradient of the empty whole, since the last run ended; as empty."""
+    gradient: torch.Tensor | None = None
+    """That of the piece, when the last run ended."""
 
 
 class CutVariables:
@@ -268,6 +273,7 @@ class CutVariables:
             tensor = entry.reference()
             if tensor is not None:
                 self._require_unchanged(tensor, entry)
+                self._follow_gradient(tensor, entry)
                 inside.append((tensor, entry))
         try:
             self._is_inside = True
@@ -283,6 +289,29 @@ class CutVariables:
                 if entry.other.requires_grad != tensor.requires_grad:
                     tensor.requires_grad_(entry.other.requires_grad)
                 entry.version = tensor._version
+                self._show_gradient(tensor, entry)
+
+    @staticmethod
+    def _show_gradient(tensor: torch.Tensor, entry: CutVariable) -> None:
+        entry.gradient = entry.other.grad
+        if entry.gradient is None:
+            tensor.grad = entry.shown = None
+        elif entry.shown is None:
+            tensor.grad = entry.shown = torch.empty(entry.shape, dtype=entry.gradient.dtype, device="meta")
+
+    def _follow_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
+        """What has been done to the gradient of the empty whole is to be done to the piece's, or raises."""
+        was_left = entry.other.grad is entry.gradient  # else a backward pass outside of a run has made another
+        entry.gradient = None  # a step may forget it, and make another
+        if tensor.grad is entry.shown and (entry.shown is None or entry.shown._version == 0):
+            return
+        if tensor.grad is not None or not was_left:
+            raise ContextError(
+                f"the gradient of {self._registry.describe(tensor)} was changed outside of run, where that of a "
+                "variable that is cut over logical devices has no values (it is on meta). Change it in strategy.run; "
+                "zero_grad() may be called outside, before backward()."
+            )
+        entry.other.grad = entry.shown = None
 
     def _require_no_hooks(self, tensor: torch.Tensor) -> None:
         """But the engine's, which knows pieces."""
