@@ -35,6 +35,7 @@ SHORT = [
 
 SPATIAL = ["experiment=digits_convnet_spatial"]
 TENSOR_PARALLEL = ["experiment=digits_mlp_tensor_parallel"]
+TRANSFORMER = ["experiment=digits_transformer_tensor_parallel", "model.blocks=1"]
 ON_DEVICES = ["strategy.virtual_devices=8", "strategy.replicas=4", "strategy.logical_devices=2"]
 
 
@@ -102,6 +103,20 @@ COMPARISONS = {
         opcode="dot",
         activations=["f32[15,128]", "f32[15,256]", "f32[15,64]", "f32[15,10]"],  # every second half as wide
         between_logical_devices={"all-gather": set(), "all-to-all": set(), "collective-permute": set()},
+    ),
+    "transformer": Comparison(
+        TRANSFORMER,
+        ["strategy=one_device"],
+        tolerance=2e-5,
+        percent=60,
+        opcode="dot",
+        activations=["f32[15,10]"],  # the head, which is not cut; the block's have all tokens in one dimension
+        # XLA multiplies batches of matrices that have one dimension, and cannot cut the heads within that.
+        between_logical_devices={
+            "all-gather": {"f32[1,15,2,8,16]", "f32[1,15,2,16,8]"},
+            "all-to-all": set(),
+            "collective-permute": set(),
+        },
     ),
 }
 
