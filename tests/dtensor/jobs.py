@@ -285,6 +285,7 @@ def mistakes() -> dict[str, str]:
             lambda s, m, o: s.run(lambda: s.split_to_logical_devices(torch.ones(4, 4), [2, 2]))
         ),
         "used outside": _with_model(lambda s, m, o: m(torch.ones(2, 6))),
+        "made into something outside": _with_model(lambda s, m, o: torch.ones(2, 6) @ m[1].weight.t()),
         "gradient changed outside": _with_model(gradient_changed),
         "gradient used outside": _with_model(clipped_outside),
         "hook on steps": _with_model(hooked_steps),

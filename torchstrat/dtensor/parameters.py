@@ -21,12 +21,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchstrat._torch_private import swap_tensor_impl
+from torchstrat._torch_private import DisableTorchFunction, swap_tensor_impl
 from torchstrat.dtensor.axes import Cut
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.dtensor.first_values import Place, draw_first_values
 from torchstrat.dtensor.moves import leave
+from torchstrat.dtensor.no_values import without_values
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.gradients import GradientHook
 from torchstrat.replicas.agreement import agree, all_equal, code
@@ -51,6 +52,8 @@ class CutVariable:
     cut: Cut
     shape: tuple[int, ...]
     other: torch.Tensor
+    kind: type
+    """The class of ``tensor`` where it has values."""
     version: int = 0
     """Of the empty whole, when the last run ended: it must not have been changed since."""
     shown: torch.Tensor | None = None
@@ -245,8 +248,10 @@ class CutVariables:
             if key in entries and entries[key].reference is reference:
                 del entries[key]
 
-        entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, tensor._version)
+        kind, version = type(tensor), tensor._version
+        entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, kind, version)
         entries[key] = entry
+        without_values(tensor)
         stands_for(tensor, WholeValue(lambda: self._whole_of(entry), lambda whole: self._assign(entry, whole)))
 
     @staticmethod
@@ -269,15 +274,17 @@ class CutVariables:
     def inside(self) -> Iterator[None]:
         """In this block variables stand for their pieces."""
         inside: list[tuple[torch.Tensor, CutVariable]] = []
-        for entry in list(self._cut.values()):
-            tensor = entry.reference()
-            if tensor is not None:
-                self._require_unchanged(tensor, entry)
-                self._follow_gradient(tensor, entry)
-                inside.append((tensor, entry))
+        with DisableTorchFunction():
+            for entry in list(self._cut.values()):
+                tensor = entry.reference()
+                if tensor is not None:
+                    self._require_unchanged(tensor, entry)
+                    self._follow_gradient(tensor, entry)
+                    inside.append((tensor, entry))
         try:
             self._is_inside = True
             for tensor, entry in inside:
+                tensor.__class__ = entry.kind
                 if entry.other.requires_grad != tensor.requires_grad:
                     entry.other.requires_grad_(tensor.requires_grad)
                 swap_tensor_impl(tensor, entry.other)
@@ -290,6 +297,7 @@ class CutVariables:
                     tensor.requires_grad_(entry.other.requires_grad)
                 entry.version = tensor._version
                 self._show_gradient(tensor, entry)
+                without_values(tensor)
 
     @staticmethod
     def _show_gradient(tensor: torch.Tensor, entry: CutVariable) -> None:
@@ -297,7 +305,8 @@ class CutVariables:
         if entry.gradient is None:
             tensor.grad = entry.shown = None
         elif entry.shown is None:
-            tensor.grad = entry.shown = torch.empty(entry.shape, dtype=entry.gradient.dtype, device="meta")
+            tensor.grad = torch.empty(entry.shape, dtype=entry.gradient.dtype, device="meta")
+            entry.shown = without_values(tensor.grad)
 
     def _follow_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
         """What has been done to the gradient of the empty whole is to be done to the piece's, or raises."""
