@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.choose import choose_communicator
-from torchstrat.collectives.communicator import Communicator
+from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.neighbours import NotNeighboursError
 from torchstrat.collectives.shm import SharedMemoryCommunicator
 from torchstrat.devices import torch_device
@@ -18,7 +18,7 @@ from torchstrat.dtensor.alone import Alone
 from torchstrat.dtensor.axes import LogicalAxes
 from torchstrat.dtensor.devices import LogicalDevices, make_groups, make_mesh
 from torchstrat.dtensor.engine import LogicalReplicas
-from torchstrat.dtensor.replica_axis import OwnColumn
+from torchstrat.dtensor.replica_axis import OwnColumn, OwnColumnInPlace
 from torchstrat.reduction import ReduceOp
 from torchstrat.sharding.rules import ShardingRules
 
@@ -45,6 +45,7 @@ def replicas_of_processes(
         within = make_groups(axes, replicas, plan.rank, groups.of)
         mesh = make_mesh(axes, replicas, device)
         column = groups.fastest(columns[own])
+        of_column = OwnColumnInPlace if isinstance(column, SumsInPlace) else OwnColumn
         devices = LogicalDevices(
             axes,
             mesh,
@@ -62,7 +63,7 @@ def replicas_of_processes(
         return LogicalReplicas(
             strategy,
             everyone,
-            OwnColumn(column, _Closing(everyone, groups, close), logical),
+            of_column(column, _Closing(everyone, groups, close), logical),
             devices,
             device,
             op,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from torchstrat.collectives.communicator import Communicator, Work
+from torchstrat.collectives.communicator import Communicator, SumsInPlace, Work
+from torchstrat.collectives.shared_memory.in_place_sum import Piece
 
 
 class FirstOfReplica:
@@ -126,3 +127,22 @@ class OwnColumn:
 
     def close(self) -> None:
         self._everyone.close()
+
+
+class OwnColumnInPlace(OwnColumn):
+    """The same where they add up in place, or there is but one: then gradients stay where they are."""
+
+    _column: SumsInPlace
+
+    def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
+        self._column.sum_in_place(tensors, factor, what)
+
+    def all_gather_numbers_and_sum(
+        self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
+    ) -> tuple[list[list[float]], Callable[[float], None] | None]:
+        return self._column.all_gather_numbers_and_sum(numbers, tensors, what)
+
+    def sum_to_owners(
+        self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
+    ) -> None:
+        self._column.sum_to_owners(tensors, factor, owned, what)
