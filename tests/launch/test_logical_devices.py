@@ -27,7 +27,12 @@ SHORT = [
     "cluster.accelerator=cpu",
     "hydra.run.dir=run",
 ]
-EXPERIMENTS = ["digits_mlp_tensor_parallel", "digits_transformer_tensor_parallel", "digits_convnet_spatial"]
+EXPERIMENTS = [
+    "digits_transformer_tensor_parallel",
+    # Their numbers are compared with plain training in tests/multiprocess too, without the application.
+    pytest.param("digits_mlp_tensor_parallel", marks=pytest.mark.soak),
+    pytest.param("digits_convnet_spatial", marks=pytest.mark.soak),
+]
 
 
 def trained(folder: Path, launcher: list[str], *overrides: str) -> tuple[Path, str]:

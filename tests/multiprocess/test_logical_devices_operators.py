@@ -15,6 +15,8 @@ from torchstrat.testing import Workers
 pytestmark = pytest.mark.multiprocess
 
 SEEDS, WAYS = 3, 6
+SEEDS_OVER_FOUR, WAYS_OVER_FOUR = 2, 4
+SEEDS_OF_SOAK, WAYS_OF_SOAK = 6, 24
 NAMES = [case.name for case in CASES]
 PARTS = [NAMES[start::6] for start in range(6)]
 
@@ -46,7 +48,14 @@ def test_over_two_logical_devices(part: int, two_processes: Workers) -> None:
 
 @pytest.mark.parametrize("part", range(len(PARTS)))
 def test_over_four_logical_devices(part: int, four_processes: Workers) -> None:
-    check(four_processes.run(proving.prove, PARTS[part], 4, SEEDS, WAYS), PARTS[part])
+    check(four_processes.run(proving.prove, PARTS[part], 4, SEEDS_OVER_FOUR, WAYS_OVER_FOUR), PARTS[part])
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(400)
+@pytest.mark.parametrize("part", range(len(PARTS)))
+def test_over_four_logical_devices_in_more_ways(part: int, four_processes: Workers) -> None:
+    check(four_processes.run(proving.prove, PARTS[part], 4, SEEDS_OF_SOAK, WAYS_OF_SOAK), PARTS[part])
 
 
 def test_the_list_in_the_docs_is_of_these_cases() -> None:
