@@ -38,7 +38,7 @@ def test_first_values_drawn_in_pieces_are_those_of_one_process(two_processes: Wo
     torch.manual_seed(11)
     model = nn.Sequential(nn.Embedding(700, 52), nn.Linear(52, 44), nn.LayerNorm(44), nn.Linear(44, 3))
     for on_meta in (True, False):
-        for found in two_processes.run(jobs.first_values, 2, on_meta):
+        for found in two_processes.run(jobs.first_values, 2, on_meta, timeout_seconds=200):
             assert found.keys() == model.state_dict().keys()
             assert all(torch.equal(found[name], value) for name, value in model.state_dict().items()), on_meta
 
@@ -120,7 +120,7 @@ def test_what_mistakes_say(two_processes: Workers) -> None:
         "scaled": "UnsupportedError: _amp_foreach_non_finite_check_and_unscale_ on a tensor that is cut",
         "nothing": "nothing",
     }
-    for found in two_processes.run(jobs.mistakes):
+    for found in two_processes.run(jobs.mistakes, timeout_seconds=200):
         assert found.keys() == expected.keys()
         for name, pattern in expected.items():
             with pytest.raises(AssertionError, match=pattern):
