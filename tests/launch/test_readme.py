@@ -16,21 +16,31 @@ LAUNCHES = {
 }
 
 
-def save(number: int, file: Path) -> Path:
-    """The README's Python block with that number, as a file."""
+def save(what: str, file: Path) -> Path:
+    """The README's Python block that has ``what`` in it, as a file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    file.write_text(blocks[number], encoding="utf-8")
+    (block,) = [block for block in blocks if what in block]
+    file.write_text(block, encoding="utf-8")
     return file
 
 
 @pytest.fixture
 def example(tmp_path):
-    return save(0, tmp_path / "train.py")
+    return save("MirroredStrategy()          #", tmp_path / "train.py")
 
 
 def test_the_parameter_server_example_trains(tmp_path):
     finished = subprocess.run(
-        [sys.executable, "-m", "torchstrat.launch", "--ps", "2", "--workers", "2", str(save(1, tmp_path / "train.py"))],
+        [
+            sys.executable,
+            "-m",
+            "torchstrat.launch",
+            "--ps",
+            "2",
+            "--workers",
+            "2",
+            str(save("ParameterServerStrategy(", tmp_path / "train.py")),
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -80,7 +90,7 @@ runpy.run_path("train.py", run_name="__main__")
 def test_the_checkpoint_example_ends_alike_however_often_it_is_killed(tmp_path):
     def run(folder, *arguments):
         folder.mkdir(exist_ok=True)
-        save(3, folder / "train.py")
+        save("CheckpointManager(", folder / "train.py")
         return subprocess.run(
             [sys.executable, *(arguments or ["train.py"])],
             cwd=folder,
