@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 ROWS = [
     # tests/multiprocess has every case under every row; what is new here is torchrun and one case after another.
-    pytest.param(row, marks=[] if row in ("mirrored", "central_storage") else pytest.mark.soak)
+    pytest.param(row, marks=[] if row == "mirrored" else pytest.mark.soak)
     for row in contract.TORCHRUN
 ]
 

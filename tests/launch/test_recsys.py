@@ -130,6 +130,7 @@ class TestParameterServer:
         assert all(ledger["finished"] == ledger["rows"] and ledger["lost"] == 0 for ledger in ledgers)
         assert result_of(in_process / "killed")["auc"] > TRIVIAL_AUC + 0.15
 
+    @pytest.mark.soak  # test_readme.py and test_migration.py launch programs this way, too
     def test_torchstrat_launch(self, in_process):
         launcher = [sys.executable, "-m", "torchstrat.launch", "--ps", "1", "--workers", "3"]
         settings = ["experiment=recsys", "strategy=parameter_server", "debug=smoke", "hydra.run.dir=launched"]

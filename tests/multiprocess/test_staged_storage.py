@@ -64,10 +64,8 @@ def _cases() -> list[Any]:
         pytest.mark.deadline(300),
         pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler"),
     ]
-    return [
-        pytest.param(case, id=case.name, marks=compiler if case.needs_compiler else [])
-        for case in contract.CASES.values()
-    ]
+    marks = {True: compiler, False: []}
+    return [pytest.param(case, id=case.name, marks=marks[case.needs_compiler]) for case in contract.CASES.values()]
 
 
 @pytest.mark.parametrize("case", _cases())

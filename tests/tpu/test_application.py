@@ -123,9 +123,10 @@ COMPARISONS = {
 
 @pytest.mark.deadline(2 * DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(
-    # What is cut in space is compared with plain training in test_training.py too, without the application.
+    # What is cut in space, and a Transformer, are compared with plain training in test_training.py too, without the
+    # application.
     "name",
-    [pytest.param(name, marks=pytest.mark.soak if name == "spatial" else []) for name in COMPARISONS],
+    [pytest.param(name, marks=[] if name == "tensor_parallel" else pytest.mark.soak) for name in COMPARISONS],
 )
 def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path, name):
     comparison = COMPARISONS[name]
