@@ -234,10 +234,12 @@ def _live(connection: Connection[Any, Any], task: Task, secret: bytes, options: 
         # The endpoint is left open: the end of the interpreter has to see to it.
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """For what cannot be waited for: numbers in /proc."""
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    """For what cannot be waited for: numbers in /proc. ``what``: for the error, perhaps as it is by then."""
     until = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         if time.monotonic() > until:
-            raise TimeoutError(f"{what} did not come true within {PATIENCE_SECONDS:g} s")
+            raise TimeoutError(
+                f"{what if isinstance(what, str) else what()} did not come true within {PATIENCE_SECONDS:g} s"
+            )
         time.sleep(0.01)
