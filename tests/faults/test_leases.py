@@ -63,6 +63,7 @@ def test_workers_are_killed_in_every_phase_of_a_function(tmp_path: Path) -> None
         training.check_counts(2)
 
 
+@pytest.mark.soak  # tests/unit does this with a cluster of threads
 def test_an_epoch_that_was_saved_in_the_middle_goes_on_in_another_cluster(tmp_path: Path) -> None:
     """Workers are killed before and after the save, and before the end; functions run and wait while it saves."""
     plan = FaultPlan(tmp_path / "plan")

@@ -323,6 +323,7 @@ def test_one_that_does_not_end_is_killed(launch: Callable[..., Launched]) -> Non
 # ---- scripts/train.py ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak  # the same evaluator as beside the other runs here
 def test_a_run_on_parameter_servers_and_its_evaluator(tmp_path: Path) -> None:
     """Every checkpoint that the run keeps is evaluated once, by the same command in another role."""
     for module in ("hydra", "sklearn"):

@@ -87,6 +87,7 @@ def test_a_mistake_is_one_line(tmp_path, overrides, message):
 
 
 class TestParameterServer:
+    @pytest.mark.soak  # so does the run in which a worker is killed
     def test_it_starts_a_cluster_by_itself_and_learns_what_one_device_learns(self, in_process):
         settings = ["experiment=recsys", "strategy=parameter_server", "hydra.run.dir=servers"]
         finished = train(in_process, *settings)
