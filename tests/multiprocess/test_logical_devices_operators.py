@@ -15,7 +15,7 @@ from torchstrat.testing import Workers
 pytestmark = pytest.mark.multiprocess
 
 SEEDS, WAYS = 3, 6
-SEEDS_OVER_FOUR, WAYS_OVER_FOUR = 1, 4
+SEEDS_OVER_FOUR, WAYS_OVER_FOUR = 3, 4
 SEEDS_OF_SOAK, WAYS_OF_SOAK = 6, 24
 NAMES = [case.name for case in CASES]
 PARTS = [NAMES[start::6] for start in range(6)]
