@@ -117,6 +117,17 @@ def optimizers_without_compiler() -> Iterator[None]:
             delattr(plain, _DISABLED)
 
 
+def step_without_compiler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` of an optimizer's class without what torch puts around those of its own: profiling, hooks, and a word to
+    torch's compiler, which imports it.
+
+    What torch's wrapper also does is up to the caller: gradients are recorded only where ``differentiable`` is set.
+    """
+    while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == torch.optim.Optimizer.__module__:
+        step = step.__wrapped__
+    return step
+
+
 _DISABLED = "__dynamo_disable"
 
 

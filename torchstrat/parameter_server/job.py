@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
 from torchstrat.parameter_server.dispatch import Modes, Options, Report
@@ -246,10 +245,6 @@ class Job:
     def commit(self) -> None:
         """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
         self._structure.check(self._registry.modules())
-        with optimizers_without_compiler():  # trials of what an optimizer's class does; it never steps here
-            self._commit()
-
-    def _commit(self) -> None:
         self.variables.place_new()
         new = self.variables.to_create()
         if new:

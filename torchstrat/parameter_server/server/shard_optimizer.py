@@ -15,13 +15,13 @@ import collections
 import inspect
 import io
 import pickle
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import optimizers_without_compiler, step_without_compiler
 from torchstrat.errors import InvalidArgumentError, NotSendableError, UnsupportedError
 from torchstrat.parameter_server.messages import StateOfShard
 
@@ -44,7 +44,7 @@ class ShardOptimizer:
         self.attributes = dict(attributes)
         check_supported(cls, self.options)
         self._constructor_makes_state = self._find_whether_constructor_makes_state()
-        self._step = _without_compiler(cls.step)
+        self._step = step_without_compiler(cls.step)  # hooks run on the worker
         self.needs_sparse = self._find_whether_it_needs_sparse()
         """Whether it steps on sparse gradients alone, as SparseAdam does."""
 
@@ -135,25 +135,10 @@ class ShardOptimizer:
 
     def _construct(self, options: Options, parameter: torch.Tensor) -> Optimizer:
         """Built anew by the class's constructor, from what it keeps in ``defaults``."""
-        optimizer: Optimizer = object.__new__(self.cls)
-        if self.cls.add_param_group is Optimizer.add_param_group:
-            bare = inspect.unwrap(Optimizer.add_param_group)  # see `_without_compiler`
-            vars(optimizer)["add_param_group"] = types.MethodType(bare, optimizer)
         accepted = inspect.signature(self.cls.__init__).parameters
         defaults = {name: value for name, value in self.attributes.get("defaults", {}).items() if name in accepted}
-        self.cls.__init__(optimizer, [{**options, "params": [parameter]}], **defaults)
-        return optimizer
-
-
-def _without_compiler(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` without what torch puts around those of its own optimizers: profiling, hooks (which run on the worker),
-    and a word to torch's compiler, which imports it. A server never compiles, and that import takes 2.5 s and 70 MiB.
-
-    What torch's wrapper also does is up to the caller: gradients are recorded only where ``differentiable`` is set.
-    """
-    while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
-        step = step.__wrapped__
-    return step
+        with optimizers_without_compiler():
+            return self.cls([{**options, "params": [parameter]}], **defaults)
 
 
 def sparse_rows(ids: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Tensor:
