@@ -269,6 +269,18 @@ class VariableRegistry:
         """The number that `named_tensors` gives a module; -1 for one that is not recorded."""
         return self._modules.number_of(module)
 
+    def outermost_names(self) -> dict[int, str]:
+        """``id`` of each parameter → the name that it has in the outermost recorded module, which is what sharding rules
+        go by."""
+        modules = list(self.modules())
+        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        found: dict[int, str] = {}
+        for module in modules:
+            if id(module) not in inner:
+                for name, parameter in module.named_parameters(remove_duplicate=False):
+                    found.setdefault(id(parameter), name)
+        return found
+
     @property
     def counts(self) -> tuple[int, int, int]:
         """How many modules, tensors and helpers have ever been recorded: what the next ones' numbers follow from."""

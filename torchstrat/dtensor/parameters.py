@@ -98,7 +98,7 @@ class CutVariables:
         said = self._planned.get(id(tensor))
         if said is not None and said[0]() is tensor:
             return said[1]
-        name = self._names().get(id(tensor)) if self._sharding_of is not None else None
+        name = self._registry.outermost_names().get(id(tensor)) if self._sharding_of is not None else None
         if name is None or self._sharding_of is None or self._is_known(tensor):
             return Sharding.replicated(tensor.ndim, self._devices.axes.num_logical_devices)
         return self._sharding_of(name, tuple(tensor.shape))
@@ -117,17 +117,6 @@ class CutVariables:
     def _is_known(self, tensor: torch.Tensor) -> bool:
         found = self._known.get(id(tensor))
         return found is not None and found() is tensor
-
-    def _names(self) -> dict[int, str]:
-        """Parameters by the name they have in the outermost module that is known."""
-        modules = list(self._registry.modules())
-        inner = {id(child) for module in modules for child in module.modules() if child is not module}
-        found: dict[int, str] = {}
-        for module in modules:
-            if id(module) not in inner:
-                for name, parameter in module.named_parameters(remove_duplicate=False):
-                    found.setdefault(id(parameter), name)
-        return found
 
     # -- taking over ------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class DeviceVariables:
     def take(self) -> None:
         """Bring what is still on the host to the devices."""
         new = [tensor for tensor in self._registry.tensors() if not self._is_taken(tensor)]
-        names = self._names() if new and self._sharding_of is not None else {}
+        names = self._registry.outermost_names() if new and self._sharding_of is not None else {}
         for tensor in new:
             self._take_variable(tensor, names.get(id(tensor)))
         for slot in self._registry.buffer_slots():
@@ -104,17 +104,6 @@ class DeviceVariables:
                     if isinstance(value, torch.Tensor) and value.ndim and value.device != self._runtime.device:
                         state[key] = value.to(self._runtime.device)
 
-    def _names(self) -> dict[int, str]:
-        """Parameters by the name they have in the outermost module that is known."""
-        modules = list(self._registry.modules())
-        inner = {id(child) for module in modules for child in module.modules() if child is not module}
-        found: dict[int, str] = {}
-        for module in modules:
-            if id(module) not in inner:
-                for name, parameter in module.named_parameters(remove_duplicate=False):
-                    found.setdefault(id(parameter), name)
-        return found
-
     # -- how they are cut -------------------------------------------------------------------------------------------
 
     def _replicated(self, tensor: torch.Tensor) -> Sharding:
@@ -142,7 +131,7 @@ class DeviceVariables:
 
     def planned(self, tensor: torch.Tensor) -> Sharding:
         """How a variable is cut, or will be when its scope closes."""
-        name = self._names().get(id(tensor)) if self._sharding_of is not None else None
+        name = self._registry.outermost_names().get(id(tensor)) if self._sharding_of is not None else None
         if self.is_known(tensor) or name is None or self._sharding_of is None:
             return self.sharding(tensor)
         return self._sharding_of(name, tuple(tensor.shape))
