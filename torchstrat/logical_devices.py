@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -93,18 +95,51 @@ def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
     raise WrongTypeError(f"logical device annotations need a tensor; got {type(tensor).__name__}.")
 
 
+class Assignments:
+    """Which logical device tensors were meant for, on backends that keep none to one of them.
+
+    ``why``: the reason, for the warning.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+        self._assigned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._has_warned = False
+
+    def assign(self, tensor: torch.Tensor, logical_device: int) -> torch.Tensor:
+        """Remember that ``tensor`` was meant for one logical device; say once that nothing was moved."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"assign_to_logical_device: {self._why}; its values are right, nothing was moved. Use "
+                "split_to_logical_devices to spread work and memory.",
+                stacklevel=3,
+            )
+        key, assigned = id(tensor), self._assigned
+        assigned[key] = weakref.ref(tensor, lambda _: assigned.pop(key, None)), logical_device
+        return tensor
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """The logical device that ``tensor`` was assigned to."""
+        found = self._assigned.get(id(tensor))
+        return None if found is None or found[0]() is not tensor else found[1]
+
+
 class Annotator(Protocol):
     """What takes annotations where replicas have several logical devices."""
 
     @property
-    def traffic(self) -> Traffic: ...
+    def traffic(self) -> Traffic | None:
+        """None where nobody counts."""
+
+    @property
+    def assign(self) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """See `Assignments.assign`."""
 
     def cut(self, tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor: ...
 
-    def assign(self, tensor: torch.Tensor, logical_device: int) -> torch.Tensor: ...
-
-    def entry_of(self, tensor: torch.Tensor) -> ShardedEntry:
-        """How a tensor is cut."""
+    def entry_of(self, tensor: torch.Tensor) -> ShardedEntry | None:
+        """How a tensor is cut; None for one about which nothing was said."""
 
     def grid(self) -> tuple[DeviceGrid, list[str]]:
         """The replicas' devices, and the names of the devices by their numbers."""
@@ -121,9 +156,13 @@ class LogicalDeviceMethods:
         """Split ``tensor`` over the replica's logical devices, ``partition_dimensions[d]`` parts along dimension d.
 
         Parts are equal, and numbered row-major: part i is on logical device i. With one logical device every entry
-        must be 1. Returns the tensor. Raises `ValueError` if the number of entries is not the tensor's rank, a
-        dimension does not divide, or the product is not the number of logical devices; `TypeError` if the entries are
-        not integers, and for a tensor without dimensions.
+        must be 1. In a step, ``tensor`` is the replica's own, and its gradient is cut likewise. A variable is cut for
+        good, and its optimizer state with it; call it on variables in the scope, or before the first run. Returns the
+        tensor, whose values, shape and dtype are unchanged.
+
+        Raises `ValueError` if the number of entries is not the tensor's rank, a dimension does not divide, or the
+        product is not the number of logical devices; `TypeError` if the entries are not integers, and for a tensor
+        without dimensions.
         """
         dims = check_split(shape_of(tensor), partition_dimensions, self._num_logical_devices)
         return tensor if self._annotator is None else self._annotator.cut(_as_tensor(tensor), Sharding.split(dims))
@@ -136,7 +175,10 @@ class LogicalDeviceMethods:
         return self._annotator.cut(value, Sharding.replicated(value.ndim, self._num_logical_devices))
 
     def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Place ``tensor`` on one logical device, numbered from 0. Returns it.
+        """Say that ``tensor`` belongs on one logical device, numbered from 0. Returns it, unchanged.
+
+        All logical devices of a replica run the same program, so that none can keep a tensor to itself: the number is
+        checked and remembered, nothing is moved, and a warning says so once.
 
         Raises `ValueError` for an id out of range, `TypeError` for one that is no integer.
         """

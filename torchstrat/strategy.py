@@ -14,7 +14,7 @@ from torch import nn
 from torchstrat import context, data, nest
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
-from torchstrat.errors import ContextError
+from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.extended import StrategyExtended
 from torchstrat.logical_devices import LogicalDeviceMethods
 from torchstrat.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis
@@ -230,9 +230,16 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     def _sharded_entry(self, name: str, tensor: torch.Tensor) -> ShardedEntry:
         """How ``tensor`` is cut, for `explain_sharding`. Where replicas have one device, that has all of it."""
-        if self._annotator is not None:
-            return self._annotator.entry_of(tensor)
-        return ShardedEntry(tuple(tensor.shape), Sharding.replicated(tensor.ndim, 1), tensor.dtype)
+        if self._annotator is None:
+            return ShardedEntry(tuple(tensor.shape), Sharding.replicated(tensor.ndim, 1), tensor.dtype)
+        entry = self._annotator.entry_of(tensor)
+        if entry is None:
+            raise InvalidArgumentError(
+                f"nobody has said how {name}, of shape {tuple(tensor.shape)}, is cut: it is no variable of this "
+                "strategy, and no annotation returned it. Pass what split_to_logical_devices returned, or a model of "
+                "the scope."
+            )
+        return entry
 
     def _device_grid(self) -> tuple[DeviceGrid, list[str]]:
         """The replicas' devices, and the names of the devices by their numbers."""

@@ -270,7 +270,7 @@ class VariableRegistry:
         return self._modules.number_of(module)
 
     def outermost_names(self) -> dict[int, str]:
-        """``id`` of each parameter → the name that it has in the outermost recorded module, which is what sharding rules
+        """``id`` of each parameter → the name that it has in the outermost recorded module: what sharding rules
         go by."""
         modules = list(self.modules())
         inner = {id(child) for module in modules for child in module.modules() if child is not module}

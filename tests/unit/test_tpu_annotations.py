@@ -186,9 +186,9 @@ def test_assigning_warns_once_and_remembers(strategy: ts.TPUStrategy) -> None:
         strategy.assign_to_logical_device(x, 2)
         result = strategy.run(lambda y: strategy.assign_to_logical_device(y, 1) + 1, args=(own(1.0, 2.0),))
     assert [float(one) for one in result.values] == [2, 3]
-    annotations = strategy._engine.annotations
-    assert annotations.assigned_device(x) == 2
-    assert annotations.assigned_device(torch.ones(2)) is None
+    assignments = strategy._engine.annotations.assignments
+    assert assignments.device_of(x) == 2
+    assert assignments.device_of(torch.ones(2)) is None
     with pytest.raises(InvalidArgumentError, match="ids are 0 to 3"):
         strategy.assign_to_logical_device(x, 4)
 

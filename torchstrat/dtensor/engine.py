@@ -30,6 +30,7 @@ from torchstrat.dtensor.step import StepSurroundings, refuse_steps_outside
 from torchstrat.dtensor.traffic import Traffic
 from torchstrat.dtensor.whole_states import hook_modules, hook_optimizer
 from torchstrat.errors import ContextError, ReplicaDivergenceError
+from torchstrat.logical_devices import Assignments
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal, code, fingerprint
@@ -84,8 +85,9 @@ class LogicalReplicas:
         self._unchecked_rules = rules
         self._surroundings = StepSurroundings(self.registry, self.variables)
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._assigned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._has_warned = False
+        self.assign = Assignments(
+            "all logical devices of a replica run the same program, and a tensor cannot be kept to one of them"
+        ).assign
         self._drawn = 0.0  # tells where the replica's random numbers were when the last step ended
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -221,20 +223,6 @@ class LogicalReplicas:
                 "only parameters of the strategy can be; annotate it in the function that strategy.run calls."
             )
         self.variables.plan(tensor, sharding)
-        return tensor
-
-    def assign(self, tensor: torch.Tensor, logical_device: int) -> torch.Tensor:
-        """Remember that ``tensor`` was meant for one logical device; say once that nothing was moved."""
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "assign_to_logical_device: all logical devices of a replica run the same program, and a tensor cannot "
-                "be kept to one of them; its values are right, nothing was moved. Use split_to_logical_devices to "
-                "spread work and memory.",
-                stacklevel=3,
-            )
-        key, assigned = id(tensor), self._assigned
-        assigned[key] = weakref.ref(tensor, lambda _: assigned.pop(key, None)), logical_device
         return tensor
 
     def entry_of(self, tensor: torch.Tensor) -> ShardedEntry:

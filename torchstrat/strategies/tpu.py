@@ -10,12 +10,11 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.extended import StrategyExtended
-from torchstrat.logical_devices import check_logical_device_id, check_mesh_shape, check_split, shape_of
+from torchstrat.logical_devices import check_mesh_shape
 from torchstrat.reduction import ReduceOp
 from torchstrat.resolver_interface import ClusterResolver
 from torchstrat.run_options import RunOptions
-from torchstrat.sharding.grid import DeviceGrid, Sharding
-from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.sharding.grid import DeviceGrid
 from torchstrat.sharding.rules import ShardingRules
 from torchstrat.strategy import Strategy
 from torchstrat.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation
@@ -107,6 +106,7 @@ class TPUStrategy(Strategy):
             rules.sharding_for if rules is not None else None,
             max_different_graphs,
         )
+        self._annotator = _Annotator(self._engine, system, assignment)
         devices = tuple(assignment.tpu_device(replica, 0) for replica in range(assignment.num_replicas))
         self.extended = TpuExtended(self, devices, (self._engine.device_of_replica(0),), tpu_cluster_resolver)
 
@@ -139,53 +139,19 @@ class TPUStrategy(Strategy):
     def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:
         return Cell(initial, device, self._system.runtime.device)
 
-    # -- logical devices --------------------------------------------------------------------------------------------
 
-    def split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """Cut ``tensor`` over the replica's logical devices, ``partition_dimensions[d]`` equal parts along dimension d.
+class _Annotator:
+    """The annotations of a `TPUStrategy`. The compiled program does not tell what logical devices send each other."""
 
-        In a step, ``tensor`` is the replica's own; its gradient is cut likewise. A variable is cut for good, and its
-        optimizer state with it; call it on variables in the scope, or before the first run. Parts are numbered
-        row-major: part ``i`` is on logical device ``i``.
+    traffic = None
 
-        Returns:
-            The tensor: values, shape and dtype are unchanged. It is on the strategy's devices.
+    def __init__(self, engine: SpmdReplicas, system: TpuSystem, assignment: DeviceAssignment) -> None:
+        self._system, self._assignment = system, assignment
+        self.cut, self.entry_of = engine.cut, engine.annotations.entry_of
+        self.assign = engine.annotations.assignments.assign
 
-        Raises:
-            InvalidArgumentError: there is not one entry per dimension; a dimension does not divide; the product of the
-                entries is not the number of logical devices.
-        """
-        dims = check_split(shape_of(tensor), partition_dimensions, self._num_logical_devices)
-        return self._engine.cut(_as_tensor(tensor), Sharding.split(dims))
-
-    def replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Have ``tensor`` whole on each of the replica's logical devices. Returns it."""
-        value = _as_tensor(tensor)
-        return self._engine.cut(value, Sharding.replicated(value.ndim, self._num_logical_devices))
-
-    def assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Say that ``tensor`` belongs on one logical device, numbered from 0. Returns it, unchanged.
-
-        A compiled program of this kind runs on all devices at once and cannot keep a tensor to one of them: the number
-        is checked and remembered, nothing is moved, and a warning says so once.
-
-        Raises:
-            InvalidArgumentError: there is no such logical device.
-        """
-        device = check_logical_device_id(logical_device_id, self._num_logical_devices)
-        return self._engine.annotations.assign(_as_tensor(tensor), device)
-
-    def _sharded_entry(self, name: str, tensor: torch.Tensor) -> ShardedEntry:
-        entry = self._engine.annotations.entry_of(tensor)
-        if entry is None:
-            raise InvalidArgumentError(
-                f"nobody has said how {name}, of shape {tuple(tensor.shape)}, is cut: it is no variable of this "
-                "strategy, and no annotation returned it. Pass what split_to_logical_devices returned, or a model of "
-                "the scope."
-            )
-        return entry
-
-    def _device_grid(self) -> tuple[DeviceGrid, list[str]]:
+    def grid(self) -> tuple[DeviceGrid, list[str]]:
+        """Without the devices that no replica uses."""
         numbers = self._system.devices.numbers_of(self._assignment)
         grid = DeviceGrid(tuple(tuple(int(number) for number in replica) for replica in numbers))
         return grid, [str(one["name"]) for one in self._system.runtime.device_attributes()]
@@ -263,11 +229,3 @@ def _grid(system: TpuSystem, assignment: DeviceAssignment) -> DeviceGrid:
         )
     rest = np.setdiff1d(np.arange(total), used.reshape(-1)).reshape(-1, logical)
     return DeviceGrid(tuple(tuple(int(device) for device in row) for row in np.concatenate([used, rest])))
-
-
-def _as_tensor(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        return torch.as_tensor(value)
-    raise WrongTypeError(f"logical device annotations need a tensor; got {type(value).__name__} {value!r:.80}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.logical_devices import Assignments
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.tpu.lanes import Lanes
@@ -41,8 +41,9 @@ class Annotations:
     def __init__(self, runtime: SpmdRuntime, grid: DeviceGrid, variables: DeviceVariables) -> None:
         self._runtime, self._grid, self._variables = runtime, grid, variables
         self._entries: dict[int, tuple[weakref.ref[torch.Tensor], ShardedEntry]] = {}
-        self._assigned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._has_warned = False
+        self.assignments = Assignments(
+            "a compiled program runs on all logical devices at once and cannot keep a tensor to one of them"
+        )
 
     def cut(self, tensor: torch.Tensor, sharding: Sharding, lanes: Lanes | None) -> torch.Tensor:
         """``tensor`` cut like ``sharding``. ``lanes``: of the pass that is recorded, if one is."""
@@ -78,23 +79,4 @@ class Annotations:
         if self._variables.is_variable(tensor):
             return ShardedEntry(tuple(tensor.shape), self._variables.planned(tensor), tensor.dtype)
         found = self._entries.get(id(tensor))
-        return None if found is None or found[0]() is not tensor else found[1]
-
-    def assign(self, tensor: torch.Tensor, logical_device: int) -> torch.Tensor:
-        """Remember that ``tensor`` was meant for one logical device; say once that nothing was moved."""
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "assign_to_logical_device: a compiled program runs on all logical devices at once and cannot keep a "
-                "tensor to one of them; its values are right, nothing was moved. Use split_to_logical_devices to "
-                "spread work and memory.",
-                stacklevel=3,
-            )
-        key, assigned = id(tensor), self._assigned
-        assigned[key] = weakref.ref(tensor, lambda _: assigned.pop(key, None)), logical_device
-        return tensor
-
-    def assigned_device(self, tensor: torch.Tensor) -> int | None:
-        """The logical device that ``tensor`` was assigned to."""
-        found = self._assigned.get(id(tensor))
         return None if found is None or found[0]() is not tensor else found[1]
