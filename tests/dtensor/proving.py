@@ -44,7 +44,7 @@ def prove(
 
 def _proofs(names: Sequence[str], logical_devices: int, seeds: int, most_ways: int) -> list[Proof]:
     warnings.simplefilter("error")
-    strategy = ts.MirroredStrategy(logical_devices_per_replica=logical_devices, timeout=timedelta(seconds=60))
+    strategy = ts.MirroredStrategy(logical_devices_per_replica=logical_devices, timeout=timedelta(seconds=240))
     proofs: list[Proof] = []
 
     def step() -> None:
@@ -110,7 +110,7 @@ REFUSED: dict[str, Any] = {
 
 def refusals() -> dict[str, str]:
     """What each raised on a tensor that is cut."""
-    strategy = ts.MirroredStrategy(logical_devices_per_replica=2, timeout=timedelta(seconds=60))
+    strategy = ts.MirroredStrategy(logical_devices_per_replica=2, timeout=timedelta(seconds=240))
 
     def step() -> dict[str, str]:
         cut = strategy.split_to_logical_devices(torch.rand(4, 4, generator=torch.Generator().manual_seed(1)), [2, 1])

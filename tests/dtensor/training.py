@@ -20,7 +20,7 @@ STEPS = 10
 ROWS = 8
 """Of the global batch."""
 CLASSES = 4
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=240)
 
 State = dict[str, torch.Tensor]
 Build = Callable[[], nn.Module]

@@ -13,7 +13,7 @@ from torchstrat.testing import Workers
 @pytest.fixture(scope="session")
 def three_processes() -> Iterator[Workers]:
     """A group of three for `programs.play`. Functions must not start anything in the processes themselves."""
-    with Workers(3, timeout_seconds=120) as workers:
+    with Workers(3, timeout_seconds=300) as workers:
         workers.run(import_what_forks_need)
         yield workers
 

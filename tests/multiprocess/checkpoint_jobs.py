@@ -101,7 +101,7 @@ def on_servers(servers: int, partitioner: Any, seed: int) -> Iterator[Job]:
             for number in steps:
                 coordinator.schedule(lambda number=number: strategy.run(lambda: step_of(sent, number)))
                 objects["scheduler"].step()
-            coordinator.join(timeout=60)
+            coordinator.join(timeout=240)
 
         yield Job(objects, train)
 

@@ -15,7 +15,7 @@ _shared: list[Workers] = []
 def two_processes() -> Iterator[Workers]:
     """A group of two processes for functions that leave nothing behind; see `Workers.run`."""
     # Inductor's pool of compilers would outlive the functions that compile.
-    with Workers(2, timeout_seconds=60, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}) as workers:
+    with Workers(2, timeout_seconds=300, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}) as workers:
         _shared.append(workers)
         yield workers
         _shared.remove(workers)

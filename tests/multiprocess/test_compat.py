@@ -23,7 +23,7 @@ STRATEGIES: dict[str, Callable[..., ts.Strategy]] = {
 
 @contextmanager
 def running(name: str) -> Iterator[ts.Strategy]:
-    strategy = STRATEGIES[name](timeout=timedelta(seconds=60))
+    strategy = STRATEGIES[name](timeout=timedelta(seconds=240))
     try:
         yield strategy
     finally:

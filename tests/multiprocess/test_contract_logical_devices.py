@@ -41,7 +41,7 @@ PARTS = [[case.name for case in CASES[start::4]] for start in range(4)]
 
 @pytest.fixture(scope="module")
 def four_processes() -> Iterator[Workers]:
-    with Workers(4, timeout_seconds=180) as workers:
+    with Workers(4, timeout_seconds=300) as workers:
         yield workers
 
 

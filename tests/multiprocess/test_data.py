@@ -117,7 +117,7 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 def strategy() -> ts.Strategy:
-    return ts.MirroredStrategy(timeout=timedelta(seconds=60))
+    return ts.MirroredStrategy(timeout=timedelta(seconds=240))
 
 
 def epoch(dataset: Any) -> Epoch:
@@ -148,7 +148,7 @@ def read_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def three_processes() -> Iterator[Workers]:
-    with Workers(3, timeout_seconds=120) as workers:
+    with Workers(3, timeout_seconds=300) as workers:
         yield workers
 
 

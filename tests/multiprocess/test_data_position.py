@@ -80,7 +80,7 @@ def read(
     loaders: dict[str, Callable[[int], Any]], size: int, kept: dict[str, bytes], steps: int | None, passes: int = 1
 ) -> dict[str, Any]:
     """In a process: for each loader the rows of this process by step, and what a checkpoint keeps after ``steps``."""
-    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=60))
+    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
     try:
         found = {}
         for name, make in loaders.items():
@@ -127,7 +127,7 @@ def flat(steps: list[list[Any]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def three_processes() -> Iterator[Workers]:
-    with Workers(3, timeout_seconds=120) as workers:
+    with Workers(3, timeout_seconds=300) as workers:
         yield workers
 
 

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture(scope="module")
 def four_processes() -> Iterator[Workers]:
-    with Workers(4, timeout_seconds=120) as workers:
+    with Workers(4, timeout_seconds=300) as workers:
         yield workers
 
 
 def test_a_linear_too_large_for_one_process() -> None:
-    with Workers(2, timeout_seconds=120) as workers:  # fresh ones: what others have left free would be used first
+    with Workers(2, timeout_seconds=300) as workers:  # fresh ones: what others have left free would be used first
         for found in workers.run(jobs.large_linear, 2):
             assert found["too large"]
             assert found["made"] <= 1.15 * found["share"], found

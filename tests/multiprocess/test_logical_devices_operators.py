@@ -23,7 +23,7 @@ PARTS = [NAMES[start::6] for start in range(6)]
 
 @pytest.fixture(scope="module")
 def four_processes() -> Iterator[Workers]:
-    with Workers(4, timeout_seconds=180) as workers:
+    with Workers(4, timeout_seconds=300) as workers:
         yield workers
 
 

@@ -19,7 +19,7 @@ PARAMETERS = {"float32": 1e-5, "float64": 1e-9}
 
 @pytest.fixture(scope="module")
 def four_processes() -> Iterator[Workers]:
-    with Workers(4, timeout_seconds=180) as workers:
+    with Workers(4, timeout_seconds=300) as workers:
         yield workers
 
 
@@ -39,7 +39,7 @@ def check(outcomes: list[dict[tuple[str, str], training.Outcome]], replicas: int
 
 @pytest.mark.deadline(400)
 def test_two_logical_devices(two_processes: Workers) -> None:
-    outcomes = two_processes.run(training.train_all, [*training.KINDS], 2, DTYPES, timeout_seconds=180)
+    outcomes = two_processes.run(training.train_all, [*training.KINDS], 2, DTYPES, timeout_seconds=300)
     check(outcomes, replicas=1)
     kinds = outcomes[0]["mlp", "float32"].kinds
     assert {name for name, kind in kinds.items() if kind == "CutTensor"} == {

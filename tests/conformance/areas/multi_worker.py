@@ -27,7 +27,7 @@ ONE_TWO = torch.tensor([1.0, 2.0])
 def strategy(environ: dict[str, str]) -> Iterator[ts.Strategy]:
     """This process's strategy, from its ``TF_CONFIG``."""
     resolver = ts.cluster_resolver.TFConfigClusterResolver(environ=environ)
-    made = ts.MultiWorkerMirroredStrategy(resolver, timeout=timedelta(seconds=60), gradient_reduce_op="sum")
+    made = ts.MultiWorkerMirroredStrategy(resolver, timeout=timedelta(seconds=240), gradient_reduce_op="sum")
     try:
         yield made
     finally:
