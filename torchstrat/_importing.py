@@ -14,11 +14,17 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """A block of imports. The collector is afterwards as it was before."""
+    """A block of imports. The collector is afterwards as it was before; what exists then counts as old, without having
+    been walked over."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if gc.get_freeze_count() == 0:
+                # Both do no more than to hang lists into one another: from all generations to what is never looked at,
+                # and from there to the oldest one.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

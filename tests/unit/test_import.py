@@ -144,6 +144,16 @@ def test_collects_no_garbage_meanwhile_and_does_afterwards(imported):
     assert imported["collections"] <= 1  # before torchstrat/__init__.py has said so
 
 
+def test_what_was_made_meanwhile_counts_as_old_without_having_been_looked_at():
+    frozen, collections = gc.get_freeze_count(), sum(generation["collections"] for generation in gc.get_stats())
+    with without_collection():
+        made = [[] for _ in range(10_000)]
+    assert gc.get_freeze_count() == frozen == 0
+    assert sum(generation["collections"] for generation in gc.get_stats()) - collections <= 1
+    oldest = {id(one) for one in gc.get_objects(generation=2)}
+    assert all(id(one) in oldest for one in made)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_afterwards_as_it_was(enabled):
     try:
