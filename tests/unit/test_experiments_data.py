@@ -19,6 +19,15 @@ def test_digits_are_images_split_without_losing_a_row():
     assert 0.0 <= float(examples.train.tensors[0].min()) < float(examples.train.tensors[0].max()) <= 1.0
 
 
+def test_digits_are_those_of_scikit_learn(monkeypatch):
+    datasets = pytest.importorskip("sklearn.datasets")
+    bunch = datasets.load_digits()
+    expected = np.column_stack([bunch.data, bunch.target])
+    assert np.array_equal(data._digits_table(), expected)
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: None)  # a release that keeps its file elsewhere
+    assert np.array_equal(data._digits_table(), expected)
+
+
 def test_the_split_is_drawn_by_its_seed_alone(tmp_path):
     path = write_csv(tmp_path, rows=20)
     torch.manual_seed(1)

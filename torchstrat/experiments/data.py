@@ -7,10 +7,12 @@ or malformed is one `InvalidArgumentError` that names the file and the setting.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,11 +68,22 @@ def load(config: DataConfig) -> AnyExamples:
 
 
 def _load_digits(config: DigitsConfig) -> Examples:
-    from sklearn.datasets import load_digits  # optional, and slow to import
+    table = _digits_table()
+    images = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.float32) / 16.0  # a pixel counts 0 to 16 dots
+    return _split(images, table[:, -1].astype(np.int64), config, "the digits")
+
+
+def _digits_table() -> npt.NDArray[np.float64]:
+    """``(1797, 65)``: the pixels of an image, and its label, as scikit-learn carries them."""
+    package = importlib.util.find_spec("sklearn")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        file = Path(folder, "datasets", "data", "digits.csv.gz")
+        if file.is_file():  # to import it would bring SciPy, which takes each process two seconds
+            return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits  # optional
 
     bunch = load_digits()
-    images = bunch.images[:, None].astype(np.float32) / 16.0  # (1797, 1, 8, 8); a pixel counts 0 to 16 dots
-    return _split(images, bunch.target.astype(np.int64), config, "the digits")
+    return np.column_stack([bunch.data, bunch.target])
 
 
 def _load_csv(config: CsvConfig) -> Examples:
