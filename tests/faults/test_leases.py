@@ -36,6 +36,7 @@ def training_on(
             training.strategy.close()
 
 
+@pytest.mark.soak  # test_parameter_server.py kills in every phase; here rows are counted after other deaths
 def test_workers_are_killed_in_every_phase_of_a_function(tmp_path: Path) -> None:
     plan = FaultPlan(tmp_path / "plan")
     kills = [Fault(phase) for phase in IN_A_FUNCTION]

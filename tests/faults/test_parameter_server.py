@@ -370,6 +370,7 @@ def chaos(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.soak  # the same phases are forced one by one above, and the ledger is exact there too
 def test_a_small_chaos() -> None:
     drawn = (*phases.PHASES, phases.WRITING_GRADIENTS)
     ended = chaos("--kills", str(2 * len(drawn)), "--seed", "3", "--workers", "2")

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "ps_scheduling.py"
 
 
+@pytest.mark.soak  # a benchmark, started like the others
 def test_a_small_run_prints_both_tables() -> None:
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), "--small", "--rounds", "1"],

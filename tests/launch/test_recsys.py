@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from tests.launch.test_train import TRAIN, check, distance, environment, torchrun, train
+from tests.launch.test_train import TRAIN, check, distance, environment, in_forks, torchrun, train
 from torchstrat.experiments.report import read_metrics
 
 TRIVIAL_AUC = 0.5
@@ -66,24 +66,24 @@ def test_a_log_of_the_user(in_process, tmp_path):
     assert "synthetic" not in finished.stderr
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data=click_logs", "data.path=bad.tsv"], "bad.tsv, line 1: 2 field(s), and 40 with tabs between them"),
-        (["data=click_logs", "data.path=absent.tsv"], "data.path=absent.tsv does not exist"),
-        (["data=digits"], "model=wide_and_deep is for click logs"),
-        (["model=mlp"], "model=mlp is for inputs of one tensor"),
-        (["optimizer.weight_decay=0.1"], "optimizer.weight_decay=0.1 shrinks every row"),
-        (["data.rows=2", "strategy=parameter_server", "strategy.workers=9"], "training rows for 9 workers"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path, overrides, message):
+MISTAKES = {
+    "bad.tsv, line 1: 2 field(s), and 40 with tabs between them": ["data=click_logs", "data.path=bad.tsv"],
+    "data.path=absent.tsv does not exist": ["data=click_logs", "data.path=absent.tsv"],
+    "model=wide_and_deep is for click logs": ["data=digits"],
+    "model=mlp is for inputs of one tensor": ["model=mlp"],
+    "optimizer.weight_decay=0.1 shrinks every row": ["optimizer.weight_decay=0.1"],
+    "training rows for 9 workers": ["data.rows=2", "strategy=parameter_server", "strategy.workers=9"],
+}
+
+
+def test_a_mistake_is_one_line(tmp_path):
     (tmp_path / "bad.tsv").write_text("click\tuser\n")
-    finished = train(tmp_path, "experiment=recsys", *overrides)
-    assert finished.returncode != 0
-    (line,) = finished.stderr.splitlines()  # above all: no cluster was started
-    assert line.startswith("error: ")
-    assert message in line
+    ended = in_forks(tmp_path, [["experiment=recsys", *overrides] for overrides in MISTAKES.values()])
+    for message, (status, _, complained) in zip(MISTAKES, ended, strict=True):
+        assert status == 1
+        (line,) = complained.splitlines()  # above all: no cluster was started
+        assert line.startswith("error: ")
+        assert message in line
 
 
 class TestParameterServer:

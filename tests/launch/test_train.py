@@ -20,6 +20,7 @@ for module in ("hydra", "sklearn", "tensorboard", "matplotlib", "tqdm"):
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "scripts" / "train.py"
+FORKS = Path(__file__).with_name("train_in_forks.py")
 HELD_OUT_DIGITS = 359
 DEADLINE_SECONDS = 240  # below that of the test, so that what the processes said is shown
 
@@ -239,7 +240,7 @@ def test_sync_batch_gives_the_numbers_of_one_device_and_batch_does_not(tmp_path)
     assert per_replica > 1e-3
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.soak), "adamw"])
 def test_the_other_optimizers_and_the_mlp(tmp_path, optimizer):
     check(train(tmp_path, "model=mlp", f"optimizer={optimizer}", "strategy=mirrored", "epochs=5", "hydra.run.dir=run"))
     assert read_metrics(tmp_path / "run", "result")[0]["accuracy"] > 0.9
@@ -294,17 +295,36 @@ MISTAKES = {
 }
 
 
+def in_forks(folder: Path, runs: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of each run."""
+    finished = start([sys.executable, str(FORKS), json.dumps(runs)], folder)
+    check(finished)
+    return [tuple(one) for one in json.loads(finished.stdout)]
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "bad.csv").write_text("1,2\nthree,4\n")
+    (folder / "good.csv").write_text("1,0\n2,1\n" * 20)
+    return dict(zip(MISTAKES, in_forks(folder, [overrides for overrides, _ in MISTAKES.values()]), strict=True))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(tmp_path, mistake):
-    overrides, message = MISTAKES[mistake]
-    (tmp_path / "bad.csv").write_text("1,2\nthree,4\n")
-    (tmp_path / "good.csv").write_text("1,0\n2,1\n" * 20)
-    finished = train(tmp_path, *overrides)
-    assert finished.returncode != 0
-    assert finished.stdout == ""
-    (line,) = finished.stderr.splitlines()
+def test_a_mistake_is_one_line(mistaken, mistake):
+    status, said, complained = mistaken[mistake]
+    assert status == 1
+    assert said == ""
+    (line,) = complained.splitlines()
     assert line.startswith("error: ")
-    assert message in line
+    assert MISTAKES[mistake][1] in line
+
+
+def test_a_mistake_is_one_line_without_a_fork_too(tmp_path):
+    overrides, message = MISTAKES["unknown strategy"]
+    finished = train(tmp_path, *overrides)
+    assert (finished.returncode, finished.stdout, finished.stderr.count("\n")) == (1, "", 1)
+    assert message in finished.stderr
 
 
 def said(logs: Path) -> dict[int, list[str]]:

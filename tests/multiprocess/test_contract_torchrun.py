@@ -39,6 +39,7 @@ def observe(divergence_index: int, row_name: str) -> divergence.Observed:
 
 def _parameters() -> list[object]:
     compiler = [
+        pytest.mark.soak,  # "compiled" compiles as well, without inductor; and replicas of one process with it
         pytest.mark.deadline(300),
         pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler"),
     ]
@@ -51,8 +52,7 @@ def _parameters() -> list[object]:
 
 @pytest.mark.parametrize(("case", "row"), _parameters())
 def test_numbers_of_one_device(case: contract.Case, row: contract.Row, two_processes: Workers) -> None:
-    seconds = 240 if case.needs_compiler else 60
-    snapshots = two_processes.run(run_case, case.name, row.name, timeout_seconds=seconds)
+    snapshots = two_processes.run(run_case, case.name, row.name, timeout_seconds=240)
     contract.check_agreement(case, snapshots)
     expected = contract.reference(case, PROCESSES)
     for snapshot in snapshots:

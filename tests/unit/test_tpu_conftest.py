@@ -93,6 +93,7 @@ def test_every_test_is_reported_as_its_own(suite, tmp_path):
     assert len(set(processes)) == 2  # one for each file, and none of them this suite's
 
 
+@pytest.mark.soak  # of the tests themselves; the other tests here show how they run
 def test_a_chosen_test_runs_alone(suite):
     status, output = suite({"test_outcomes.py": OUTCOMES}, "test_outcomes.py::test_numbers[1]")
     assert (status, "1 passed" in output) == (0, True), output
@@ -109,6 +110,7 @@ def test_a_crash_is_told_with_the_output_of_the_process(suite):
     assert "PASSED test_dumps.py::test_dumps" in output
 
 
+@pytest.mark.soak  # of the tests themselves; the other tests here show how they run
 def test_a_hang_is_ended(suite):
     status, output = suite(
         {"test_hangs.py": HANGS}, change=("FILE_DEADLINE_SECONDS = 900", "FILE_DEADLINE_SECONDS = 3")
@@ -117,6 +119,7 @@ def test_a_hang_is_ended(suite):
     assert "test_hangs.py was ended at its deadline of 3 s before this test did." in output
 
 
+@pytest.mark.soak  # of the tests themselves; the other tests here show how they run
 def test_stops_at_the_first_failure_when_told(suite):
     status, output = suite({"test_crashes.py": CRASHES, "test_dumps.py": DUMPS}, "-x")
     assert (status, "1 failed, 1 passed" in output) == (1, True), output
