@@ -77,6 +77,7 @@ class Handlers:
             "push_in_place": Handler(
                 self._push_in_place, self._executor, takes_memory=True, borrows=True, may_hold_up_its_caller=True
             ),
+            "write_two": Handler(self._write_two, self._executor, takes_memory=True, borrows=True),
             "keep": Handler(self._keep),
             "kept": Handler(lambda _sender, _payload: self._kept),
             "count": Handler(self._counted, self._executor),
@@ -113,6 +114,15 @@ class Handlers:
         with self._lock:
             self._sum += gradient
             return memory.empty(0, tuple(self._sum.shape), self._sum.dtype).copy_(self._sum)
+
+    def _write_two(self, _sender: Peer, _payload: Any, memory: AnswerMemory) -> list[torch.Tensor]:
+        """Tells of the first at once; the second comes when it is told to go on."""
+        memory.written(0)
+        first, second = (memory.empty(place, tuple(self._sum.shape), self._sum.dtype) for place in range(2))
+        first.fill_(1)
+        memory.written(1)
+        self._released.wait(PATIENCE_SECONDS)
+        return [first, second.fill_(2)]
 
     def _keep(self, _sender: Peer, tensor: torch.Tensor) -> None:
         self._kept = tensor

@@ -6,6 +6,7 @@ only file to change.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,9 @@ count_dispatch_modes: Callable[[], int] = look_up("_C._len_torch_dispatch_stack"
 DisableTorchFunction: Callable[[], Any] = look_up("_C.DisableTorchFunction")
 """``with DisableTorchFunction():`` neither modes nor tensor subclasses see what is done in the block."""
 
+DisableTorchFunctionSubclass: Callable[[], Any] = look_up("_C.DisableTorchFunctionSubclass")
+"""The same for tensor subclasses alone."""
+
 set_grad_enabled: Callable[[bool], None] = look_up("_C._set_grad_enabled")
 """`torch.set_grad_enabled` as a plain function: without the object that a ``with`` block needs."""
 
@@ -76,6 +80,56 @@ set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = 
 
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._swap_tensor_impl")
 """Exchanges what two tensor objects stand for, on whichever devices; whoever holds the objects sees it."""
+
+_DisableFuncTorch = look_up("_C._DisableFuncTorch")
+
+
+@contextmanager
+def untouched_by_surroundings() -> Iterator[None]:
+    """In this block tensors are what they are, whatever modes and transforms of torch.func the calling code is in."""
+    with DisableTorchFunction(), _DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+_storage_use_count = look_up("_C._storage_Use_Count")
+
+
+def tensors_in_storage(tensor: torch.Tensor) -> int:
+    """How many tensors share the memory of ``tensor``, itself among them; those that autograd has saved count too."""
+    storage = tensor.untyped_storage()
+    others: int = _storage_use_count(storage._cdata) - 1  # ``storage`` is one
+    return others
+
+
+_TRANSFORMS_TAKE = (
+    ("torch._functorch.eager_transforms", ("_wrap_for_grad", "_wrap_functional_tensor")),
+    ("torch._functorch.vmap", ("_add_batch_dim",)),
+)
+_transforms = {
+    (path, name): look_up(name, importlib.import_module(path)) for path, names in _TRANSFORMS_TAKE for name in names
+}
+
+
+def before_transforms_take(callback: Callable[[Any], None]) -> None:
+    """From now on call ``callback(tensor)`` before a transform of torch.func wraps a tensor. It does so without asking
+    the tensor's class (``__torch_function__``). For good, in the whole process."""
+
+    def asking(take: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(take)
+        def asked(tensor: Any, *args: Any) -> Any:
+            callback(tensor)
+            return take(tensor, *args)
+
+        return asked
+
+    for (path, name), take in _transforms.items():
+        setattr(importlib.import_module(path), name, asking(take))
+
+
+def before_compilations(callback: Callable[[], None]) -> None:
+    """From now on call ``callback()`` before PyTorch's compiler traces anything. Imports the compiler."""
+    look_up("on_compile_start", importlib.import_module("torch._dynamo.callback"))(lambda _: callback())
+
 
 # Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all
 # the rest of entering and leaving an empty run.

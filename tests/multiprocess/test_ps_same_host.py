@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 from collections.abc import Iterator
@@ -85,6 +86,32 @@ def test_an_answer_is_written_where_the_caller_wants_it(me: RpcEndpoint, other: 
         answer = ask(me, other, "push_in_place", torch.ones(SUM), into=[into])
         assert answer is into
         assert bool((into == number).all())
+
+
+def test_the_caller_is_told_what_is_written_before_there_is_an_answer(me: RpcEndpoint, other: Node) -> None:
+    into = [me.empty((SUM,), torch.float32).zero_() for _ in range(2)]
+    told: queue.Queue[int] = queue.Queue()
+    future = me.call(other.peer, "write_two", into=into, on_written=told.put)
+    assert told.get(timeout=PATIENCE_SECONDS) == 0
+    assert told.get(timeout=PATIENCE_SECONDS) == 1
+    assert bool((into[0] == 1).all())
+    assert not future.done()
+    ask(me, other, "release")
+    assert [answer is place for answer, place in zip(future.result(PATIENCE_SECONDS), into, strict=True)] == [True] * 2
+    assert bool((into[1] == 2).all())
+    assert told.empty()
+
+
+def test_the_caller_is_not_told_of_what_could_not_be_written_where_it_is_wanted(me: RpcEndpoint, other: Node) -> None:
+    told: queue.Queue[int] = queue.Queue()
+    wrong = [me.empty((SUM // 2,), torch.float32), me.empty((SUM,), torch.float32)]
+    future = me.call(other.peer, "write_two", into=wrong, on_written=told.put)
+    assert told.get(timeout=PATIENCE_SECONDS) == 0
+    ask(me, other, "release")
+    first, second = future.result(PATIENCE_SECONDS)
+    assert bool((first == 1).all())
+    assert second is wrong[1]
+    assert told.empty()
 
 
 def test_memory_that_does_not_fit_is_not_written_to(me: RpcEndpoint, other: Node) -> None:

@@ -22,12 +22,19 @@ class AnswerMemory(Protocol):
     def empty(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor, values arbitrary, for number ``index`` of the tensors in the answer."""
 
+    def written(self, count: int) -> None:
+        """What the call was to do is done, and the first ``count`` tensors of the answer have their values: whoever
+        asked may be told, where that is possible, while the others are written."""
+
 
 class FreshMemory:
     """An `AnswerMemory` of the process itself."""
 
     def empty(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def written(self, count: int) -> None:
+        """Nobody can be told."""
 
 
 FRESH = FreshMemory()
@@ -85,6 +92,7 @@ class Endpoint(Protocol):
         *,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
+        on_written: Callable[[int], None] | None = None,
     ) -> Future[Any]:
         """Ask ``to``; the future has its answer.
 
@@ -92,6 +100,10 @@ class Endpoint(Protocol):
         written into ``into[i]``, and is this very tensor; so its values are arbitrary until the call is answered. If it
         fails, somebody may go on writing to them: they must not be used any more. None says that calls like this one
         are rare, so that memory for its tensors is not worth keeping.
+
+        ``on_written``: called with a number, where the way and the handler allow it, before there is an answer: the
+        handler has done what it was asked to do, and the first so many of ``into`` have their values already. Called
+        again with larger ones. It runs on the transport's threads and must be short.
 
         The future fails with `PeerUnavailableError` when the process is gone or was removed, with `PeerTimeoutError`
         after ``timeout_seconds`` (None: the endpoint's default), with what the handler raised otherwise. Callbacks of

@@ -229,6 +229,7 @@ class RpcEndpoint:
         *,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
+        on_written: Callable[[int], None] | None = None,
     ) -> Future[Any]:
         seconds = self._timeout_seconds if timeout_seconds is None else _positive("timeout_seconds", timeout_seconds)
         future = self._waiting.add(to.incarnation)
@@ -250,7 +251,7 @@ class RpcEndpoint:
                 if self._waiting.claim(to.incarnation, future):
                     future.set_result(result)
 
-        if not self._send_on_this_host(link, method, packed, seconds, arrived, into):
+        if not self._send_on_this_host(link, method, packed, seconds, arrived, into, on_written):
             self._send(link, method, packed, seconds, arrived)
         return future
 
@@ -299,6 +300,7 @@ class RpcEndpoint:
         seconds: float,
         arrived: _Arrived,
         into: Sequence[torch.Tensor] | None,
+        on_written: Callable[[int], None] | None,
     ) -> bool:
         """Send one request through memory; False if it has to go another way."""
         if self._neighbours is None:
@@ -308,7 +310,11 @@ class RpcEndpoint:
             return False
         if not link.has_lifeline:
             self._hold_on(link)
-        if not caller.call(method, packed, seconds, lambda answer: arrived(lambda: result_of(answer())), into):
+
+        def answered(answer: Callable[[], Packed]) -> None:
+            arrived(lambda: result_of(answer()))
+
+        if not caller.call(method, packed, seconds, answered, into, on_written):
             return False
         self._neighbours.will_wait(seconds)
         return True

@@ -288,6 +288,7 @@ class FakeEndpoint:
         *,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
+        on_written: Callable[[int], None] | None = None,
     ) -> Future[Any]:
         seconds = self._network.timeout_seconds if timeout_seconds is None else timeout_seconds
         if not seconds > 0:

@@ -170,7 +170,8 @@ class _Follower:
             self._done += 1
             self._counted = 0
             _append(self._folder, self._task, "fault", fault)
-            os.kill(os.getpid(), signal.Signals[fault.signal_name])
+            # Through this thread, which then goes no further; another one would have to be woken up first.
+            signal.pthread_kill(threading.get_ident(), signal.Signals[fault.signal_name])
 
     def _next(self) -> Fault | None:
         stat = (self._folder / _PLAN).stat()

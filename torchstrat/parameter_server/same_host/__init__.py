@@ -17,6 +17,9 @@ So a process that is killed takes its memory with it, whatever the others were d
 could be left behind. A caller that gives up waiting keeps the memory of that call untouched until the answer comes
 after all, or the other process has ended: one that was only stopped goes on where it was.
 
+**Early news.** An answer's tensors are written one after the other, and the handler may say how far it is
+(`AnswerMemory.written`): a short message, after which the caller may read those although the call goes on.
+
 **What is trusted.** Both ends of a connection have proved that they know the cluster's secret, and the kernel says that
 they belong to one user. Nobody can put anything into a unix socket from outside, so what comes after the greeting is
 not sealed again.

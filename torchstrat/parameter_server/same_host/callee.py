@@ -21,6 +21,7 @@ from torchstrat.parameter_server.same_host.message import (
     Part,
     Request,
     Room,
+    Written,
     from_inline,
 )
 from torchstrat.parameter_server.same_host.placing import bytes_for, put, split_inline
@@ -81,8 +82,9 @@ class Callee:
         data = request.data
         text = data if isinstance(data, bytes) else self._tensor(data).numpy().tobytes()
         payload = Packed(text, [self._tensor(part) for part in request.parts])
-        room = _Room([None if part is None else self._tensor(part) for part in request.into])
         number = request.call
+        given = [None if part is None else self._tensor(part) for part in request.into]
+        room = _Room(given, lambda count: self._tell(Written(number, count)))
         self._serve(
             Incoming(self._sender, request.method, payload, room, is_borrowed=True),
             lambda answer: self._reply(number, answer, room),
@@ -135,7 +137,7 @@ class Callee:
                 parts[index] = part
         self._tell(Answer(call, data, tuple(part for part in parts if part is not None)))
 
-    def _tell(self, message: Answer | NeedsRoom) -> None:
+    def _tell(self, message: Answer | Written | NeedsRoom) -> None:
         try:
             self._channel.send(message)
         except (OSError, TooLongError):
@@ -145,8 +147,8 @@ class Callee:
 class _Room:
     """The memory that a caller gave for the answer's tensors; see `AnswerMemory`."""
 
-    def __init__(self, given: list[torch.Tensor | None]) -> None:
-        self._given = given
+    def __init__(self, given: list[torch.Tensor | None], tell: Callable[[int], None]) -> None:
+        self._given, self._tell = given, tell
         self._taken: dict[int, int] = {}  # address → place
 
     def empty(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -155,6 +157,10 @@ class _Room:
             return torch.empty(shape, dtype=dtype)
         self._taken[given.data_ptr()] = index
         return given
+
+    def written(self, count: int) -> None:
+        if all(index in self._taken.values() for index in range(count)):  # otherwise the answer carries some of them
+            self._tell(count)
 
     def part_of(self, tensor: torch.Tensor) -> Part | None:
         index = self._taken.get(tensor.data_ptr()) if math.prod(tensor.shape) else None

@@ -26,6 +26,7 @@ from torchstrat.parameter_server.same_host.message import (
     Part,
     Request,
     Room,
+    Written,
     from_inline,
 )
 from torchstrat.parameter_server.same_host.placing import bytes_for, put, split_inline
@@ -46,7 +47,7 @@ of its open calls."""
 @dataclass
 class _Call:
     """``due``: on the monotonic clock. ``kept``: memory that the other end may use until it has answered. ``arrived``:
-    None once the caller was told that it took too long."""
+    None once the caller was told that it took too long. ``on_written``: see `Endpoint.call`."""
 
     method: str
     arrived: Arrived | None
@@ -54,6 +55,7 @@ class _Call:
     due: float
     into: Sequence[torch.Tensor]
     kept: list[torch.Tensor]
+    on_written: Callable[[int], None] | None
 
 
 class Caller:
@@ -88,6 +90,7 @@ class Caller:
         seconds: float,
         arrived: Arrived,
         into: Sequence[torch.Tensor] | None = None,
+        on_written: Callable[[int], None] | None = None,
     ) -> bool:
         """Send a request; False if it cannot go this way (nothing was sent, and ``arrived`` is not called).
 
@@ -95,6 +98,7 @@ class Caller:
             seconds: how long to wait; infinite is fine.
             into: memory for the answer's tensors, in their order; where it is this process's shared memory, and fits,
                 they are these very tensors. None: a rare call, for which no memory is kept.
+            on_written: see `Endpoint.call`.
         """
         try:
             request, kept, segments = self._prepared(next(self._numbers), method, packed, into or (), into is not None)
@@ -104,7 +108,7 @@ class Caller:
         with self._lock:
             if self._calls is None:
                 return False
-            self._calls[request.call] = _Call(method, arrived, seconds, due, into or (), kept)
+            self._calls[request.call] = _Call(method, arrived, seconds, due, into or (), kept, on_written)
         try:
             self._channel.send(request, segments)
         except (TooLongError, OSError):
@@ -181,6 +185,8 @@ class Caller:
                 self._answered(message)
                 if self._channel.has_news:  # that the other end need not keep mapped what this call was given
                     self._send(Dropped(message.call))
+            elif isinstance(message, Written):
+                self._was_written(message)
             elif isinstance(message, NeedsRoom):
                 self._make_room(message)
         with self._lock:
@@ -204,6 +210,12 @@ class Caller:
         call.arrived(
             lambda: Packed(self._text(answer.data, kept), [self._tensor(part, into, kept) for part in answer.parts])
         )
+
+    def _was_written(self, news: Written) -> None:
+        with self._lock:
+            call = None if self._calls is None else self._calls.get(news.call)
+        if call is not None and call.arrived is not None and call.on_written is not None:
+            call.on_written(news.tensors)
 
     def _text(self, data: bytes | Part, kept: list[torch.Tensor]) -> bytes:
         return data if isinstance(data, bytes) else self._tensor(data, (), kept).numpy().tobytes()

@@ -54,6 +54,13 @@ class Answer(NamedTuple):
     parts: tuple[Part, ...]
 
 
+class Written(NamedTuple):
+    """What was asked is done, and the first so many tensors of the answer to come lie where the caller wanted them."""
+
+    call: int
+    tensors: int
+
+
 class NeedsRoom(NamedTuple):
     """The answer has ``size`` bytes that the caller has given no memory for."""
 
@@ -75,9 +82,9 @@ class Dropped(NamedTuple):
     call: int
 
 
-Message: TypeAlias = Request | Answer | NeedsRoom | Room | Dropped
+Message: TypeAlias = Request | Answer | Written | NeedsRoom | Room | Dropped
 
-_KINDS: tuple[type[Any], ...] = (Request, Answer, NeedsRoom, Room, Dropped)
+_KINDS: tuple[type[Any], ...] = (Request, Answer, Written, NeedsRoom, Room, Dropped)
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 
 

@@ -98,8 +98,10 @@ class ServerGroup:
         payload: Any,
         timeout_seconds: float | None = None,
         into: Sequence[torch.Tensor] | None = None,
+        on_written: Callable[[int], None] | None = None,
     ) -> Future[Any]:
-        """Send one server its payload, without waiting. `answers` waits, and says which server is gone."""
+        """Send one server its payload, without waiting. `answers` waits, and says which server is gone. ``into`` and
+        ``on_written``: as `Endpoint.call`."""
         with self._lock:
             peer, lost = self._peers.get(index), self._lost.get(index)
         if peer is None or lost is not None:
@@ -107,7 +109,7 @@ class ServerGroup:
             failed.set_exception(PeerUnavailableError(lost or "it has not joined yet", peer))
             return failed
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        return self._endpoint.call(peer, method, payload, timeout_seconds=seconds, into=into)
+        return self._endpoint.call(peer, method, payload, timeout_seconds=seconds, into=into, on_written=on_written)
 
     def _result(self, index: int, method: str, future: Future[Any]) -> Any:
         try:

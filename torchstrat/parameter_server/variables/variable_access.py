@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.server_group import ServerGroup
+from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.worker import phases
 
 _READ_ROWS = "ps.read_rows"
@@ -79,16 +81,20 @@ class VariableAccess:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def read(self, specs: Sequence[VariableSpec], into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """The values of whole variables, on the CPU, each read without tearing; one call per server.
-
-        ``into``: a contiguous tensor per variable that it may be written to, and then is the one returned; see
-        `Endpoint.call`, also for what holds when this raises.
-        """
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
+        """The values of whole variables, on the CPU, each read without tearing; one call per server."""
         wanted = shard_keys(specs)
-        answers = self.servers.ask("ps.read", wanted, into=None if into is None else places_by_server(specs, into))
+        answers = self.servers.ask("ps.read", wanted)
         values = {key: value for index, keys in wanted.items() for key, value in zip(keys, answers[index], strict=True)}
-        return [assemble(spec, values, None if into is None else into[n]) for n, spec in enumerate(specs)]
+        return [assemble(spec, values) for spec in specs]
+
+    def start_reading(self, specs: Sequence[VariableSpec], into: Sequence[torch.Tensor]) -> ValuesToCome:
+        """Ask for what `read` returns, without waiting. ``into``: a contiguous tensor per variable, where its value is
+        wanted; see `Endpoint.call`, also for what holds when it does not come."""
+        wanted = shard_keys(specs)
+        values = ValuesToCome(self.servers, "ps.read", wanted, places_by_server(specs, into), list)
+        values.ask(wanted)
+        return values
 
     def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``(n, …)`` of one variable. ``ids`` ``(n,)`` int64 on the CPU, sorted, unique and in range."""
@@ -122,20 +128,34 @@ class VariableAccess:
         self.send_push({server: {"edits": tuple(of_server)} for server, of_server in by_server.items()})
 
     def send_push(
-        self, parts: dict[int, dict[str, Any]], into: Mapping[int, Sequence[torch.Tensor]] | None = None
-    ) -> dict[int, PushReply]:
-        """One push in parts, one for each server, under one name. ``into``: for the values that it wants."""
-        if not parts:
-            return {}
-        function, index, incarnation = self._sender().next_push()
-        pushes = {server: Push(function, index, incarnation, **part) for server, part in parts.items()}
-        on_answer = _one_has_answered if phases.is_observed() else None
-        replies = self.servers.ask("ps.push", pushes, on_answer, into=into)
-        phases.reached(phases.PUSHED)
-        return replies
+        self,
+        parts: Mapping[int, Mapping[str, Any]],
+        wanted: Mapping[int, Sequence[ShardKey]] = MappingProxyType({}),
+        places: Mapping[int, Sequence[torch.Tensor]] | None = None,
+    ) -> ValuesToCome:
+        """One push in parts, one for each server, under one name. It is applied when this returns.
+
+        ``wanted``: shards whose values it is to bring, by server; ``places``: where to, see `start_reading`; None: such
+        a push is rare.
+        """
+        values = ValuesToCome(self.servers, "ps.push", wanted, places, _values_of)
+        if parts:
+            function, index, incarnation = self._sender().next_push()
+            pushes = {
+                server: Push(function, index, incarnation, wants=tuple(wanted.get(server, ())), **part)
+                for server, part in parts.items()
+            }
+            values.ask(pushes, _one_has_applied if phases.is_observed() else None)
+            values.wait_until_done()
+            phases.reached(phases.PUSHED)
+        return values
 
 
-def _one_has_answered() -> None:
+def _values_of(reply: PushReply) -> Sequence[torch.Tensor]:
+    return reply.values
+
+
+def _one_has_applied() -> None:
     phases.reached(phases.PUSHED_TO_ONE)
 
 
@@ -157,15 +177,9 @@ def places_by_server(specs: Sequence[VariableSpec], into: Sequence[torch.Tensor]
     return places
 
 
-def assemble(
-    spec: VariableSpec, values: Mapping[ShardKey, torch.Tensor], into: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The whole variable from its shards' values; ``into`` itself, if all of them lie where they belong in it."""
+def assemble(spec: VariableSpec, values: Mapping[ShardKey, torch.Tensor]) -> torch.Tensor:
+    """The whole variable from its shards' values."""
     parts = [values[spec.number, number] for number in range(len(spec.shards))]
-    if into is not None and all(
-        part.data_ptr() == place.data_ptr() for part, place in zip(parts, pieces(spec, into), strict=True)
-    ):
-        return into
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

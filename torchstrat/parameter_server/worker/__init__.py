@@ -5,6 +5,7 @@
     service.py    what it answers: one function at a time, from dispatch to outcome
     run.py        one execution of a function: its name for the servers, its pushes, what it reached
     copies.py     this worker's copies of dense variables, and when they are brought up to date
+    arrivals.py   parameters whose fresh values are on their way, and who has to wait for them
     tables.py     embedding tables: rows are looked up on the servers, gradients are sparse
     table_rows.py the rows for lookups, also those that were asked for ahead of them
     steps.py      ``optimizer.step()``: one push to each server, which brings fresh values back

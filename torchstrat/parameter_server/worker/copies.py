@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from torchstrat._torch_private import DisableTorchFunction
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
+from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
 Edit = tuple[VariableSpec, EditName, torch.Tensor, None]
@@ -31,6 +33,8 @@ class Copies:
         self._by_rows: set[int] = set()
         self._staging: dict[int, torch.Tensor] = {}
         self._fresh: set[int] = set()
+        self._can_wait: set[int] = set()
+        self._arrivals = Arrivals(self._settled)
 
     # -- made from a skeleton ---------------------------------------------------------------------------------------
 
@@ -56,8 +60,12 @@ class Copies:
             return self.access.servers.empty(spec.shape, spec.dtype)
         return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
-    def note_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Remember where the buffers are: modules may replace the tensor by assignment."""
+    def note_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Remember where buffers are, since modules may replace the tensor by assignment; and what may arrive late."""
+        modules = list(modules)
+        with DisableTorchFunction():
+            large = worth_waiting_for(modules)
+        self._can_wait = {number for one, number in self._numbers.items() if one in large}
         for module in modules:
             for name, tensor in module._buffers.items():
                 number = None if tensor is None else self._numbers.get(id(tensor))
@@ -85,35 +93,58 @@ class Copies:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def dense(self, numbers: Iterable[int]) -> list[VariableSpec]:
-        """Those of the variables that this worker holds whole."""
-        return [self._specs[number] for number in numbers if number in self._specs and number not in self._by_rows]
+        """Those of the variables that this worker holds whole; last those that may arrive late, first layers first."""
+        found = [number for number in numbers if number in self._specs and number not in self._by_rows]
+        if not self._can_wait.isdisjoint(found):
+            found.sort(key=lambda number: (number in self._can_wait, number))
+        return [self._specs[number] for number in found]
 
     def expire(self) -> None:
         """Whatever is here may be out of date."""
+        self._arrivals.settle()
         self._fresh.clear()
 
     def refresh(self, numbers: Iterable[int]) -> None:
         """Pull what is not known to be up to date; one call per server."""
         stale = [spec for spec in self.dense(numbers) if spec.number not in self._fresh]
         if stale:
-            with self.landing(stale) as places:
-                for spec, value in zip(stale, self.access.read(stale, places), strict=True):
-                    self.store(spec, value)
+            self.fill(stale, lambda places: self.access.start_reading(stale, places))
 
-    @contextmanager
-    def landing(self, specs: Sequence[VariableSpec]) -> Iterator[list[torch.Tensor]]:
-        """Where the servers may write the values of these variables while the block lasts, whole and on the CPU: the
-        parameters themselves, or something that is then stored.
+    def fill(self, specs: Sequence[VariableSpec], ask: Callable[[list[torch.Tensor]], ValuesToCome]) -> None:
+        """Bring the values of these variables, by one call of each server. Some may arrive late: see `arrivals`.
 
-        If the block raises, a server that is slow, or was stopped, may write there at any later time. Then everything
-        moves elsewhere.
+        ``ask(places)`` asks for them. ``places``: where the servers may write them, whole and on the CPU: the
+        parameters themselves, or something that is then stored. If this raises, a server that is slow, or was stopped,
+        may write there at any later time. Then everything moves elsewhere.
         """
+        self._arrivals.settle()
+        may_be_late = {spec.number for spec in specs if self._may_be_late(spec)}
         try:
-            yield [self._landing(spec) for spec in specs]
+            places = [self._landing(spec) for spec in specs]
+            values = ask(places)
+            values.wait_until_done()
+            for spec, place in zip(specs, places, strict=True):
+                keys = [(spec.number, shard) for shard in range(len(spec.shards))]
+                if spec.number in may_be_late and not values.is_written(keys):
+                    self._arrivals.add(spec.number, self._parameter(spec.number), values, keys)
+                    self._fresh.add(spec.number)
+                else:
+                    values.fetch(keys)
+                    self.store(spec, place)
         except BaseException:
+            self._arrivals.settle()
             for spec in specs:
                 self._move(spec)
             raise
+
+    def _may_be_late(self, spec: VariableSpec) -> bool:
+        return spec.number in self._can_wait and self._arrivals.may_be_late(self._parameter(spec.number))
+
+    def _settled(self, number: int, is_here: bool) -> None:
+        if is_here:
+            self._parameter(number).settle()
+        else:
+            self._move(self._specs[number])
 
     def _landing(self, spec: VariableSpec) -> torch.Tensor:
         if spec.kind == "parameter" and self._device.type == "cpu":
@@ -179,8 +210,10 @@ class Copies:
 
     def _parameter_edits(self, numbers: Iterable[int]) -> Iterator[Edit]:
         for spec in self.dense(numbers):
-            if spec.kind == "parameter" and spec.number in self._fresh and self._parameter(spec.number).is_written():
-                parameter = self._parameter(spec.number)
+            if spec.kind != "parameter" or spec.number not in self._fresh or spec.number in self._arrivals:
+                continue
+            parameter = self._parameter(spec.number)
+            if parameter.is_written():
                 if parameter.shape != torch.Size(spec.shape):
                     raise InvalidArgumentError(
                         f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(parameter.shape)}. "

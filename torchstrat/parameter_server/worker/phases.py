@@ -9,9 +9,9 @@ UNPICKLING = "while unpickling"
 BUILDING = "while building a dataset"
 INSIDE = "inside a function"
 PUSHED_TO_ONE = "between two answers"
-"""One of several servers has applied a push and answered; the others may have or not."""
+"""One of several servers has applied a push and said so; the others may have or not."""
 PUSHED = "between push and answer"
-"""All servers have applied a push; their answers are here and nothing is done with them yet."""
+"""All servers have applied a push and said so; nothing is done with fresh values yet."""
 PHASES = (IDLE, UNPICKLING, BUILDING, INSIDE, PUSHED_TO_ONE, PUSHED)
 
 WRITING_GRADIENTS = "while writing gradients"

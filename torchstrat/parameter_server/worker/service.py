@@ -250,7 +250,7 @@ class _Session:
         for increment in batch.increments:
             self._world.load(increment)
         if batch.increments:
-            self._copies.note_buffers(module for _, module in self._world.modules())
+            self._copies.note_modules(module for _, module in self._world.modules())
 
     def set_up_to(self, place: int) -> None:
         """Bring into force what the function at this place of the batch was scheduled with."""

@@ -1,4 +1,5 @@
-"""``optimizer.step()`` in a function: gradients go to the servers, which step, and fresh values come back.
+"""``optimizer.step()`` in a function: gradients go to the servers, which step, and fresh values come back, some of them
+while the next function runs.
 
 The user's call goes through PyTorch's global step hook, so gradient scalers, clipping and user hooks around it work as
 they do anywhere; the optimizer itself steps a stand-in without parameters.
@@ -22,7 +23,6 @@ from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, Variab
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import (
     VariableAccess,
-    assemble,
     places_by_server,
     shard_edits,
     shard_keys,
@@ -89,7 +89,7 @@ class RemoteSteps:
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
         self.stepped = False
-        """Whether a step has brought fresh values."""
+        """Whether a step has brought fresh values, or let them come."""
 
     def __enter__(self) -> RemoteSteps:
         if self._uncompiled is None:
@@ -144,17 +144,9 @@ class RemoteSteps:
                 parts[server]["edits"] = (*parts[server].get("edits", ()), edit)
         dense = self._copies.dense(reached)
         wanted = shard_keys(dense)
-        for server, keys in wanted.items():
-            parts[server]["wants"] = tuple(keys)
-        with self._copies.landing(dense) as places:
-            replies = self._access.send_push(dict(parts), places_by_server(dense, places))
-            values = {
-                key: value
-                for server, keys in wanted.items()
-                for key, value in zip(keys, replies[server].values, strict=True)
-            }
-            for spec, place in zip(dense, places, strict=True):
-                self._copies.store(spec, assemble(spec, values, place))
+        for server in wanted:
+            parts.setdefault(server, {})  # one that steps nothing is asked for values all the same
+        self._copies.fill(dense, lambda places: self._access.send_push(parts, wanted, places_by_server(dense, places)))
         self.stepped = True
 
 

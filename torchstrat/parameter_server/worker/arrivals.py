@@ -1,0 +1,212 @@
+"""Parameters whose fresh values servers are still writing while the next function computes with the first layers.
+
+A parameter that is on its way has a class of its own, `ArrivingParameter`, which PyTorch asks before it does anything
+with the parameter's values: the first use waits, and turns it into an ordinary one again. So layers wait one by one, at
+no cost for those that are there.
+
+What is let arrive late is what nobody can get at past that question: parameters of PyTorch's own modules, on the CPU,
+whose memory no other tensor shows. Everything else is waited for before the function goes on; and when a transform of
+`torch.func` or PyTorch's compiler takes hold of tensors itself, everything is waited for before that, and from the
+compiler's first compilation on nothing is late any more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from torchstrat import _torch_private
+from torchstrat.errors import CommunicationError
+from torchstrat.parameter_server.messages import ShardKey
+from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+
+SWITCH = "TORCHSTRAT_OVERLAP_PULLS"
+"""``off`` in the environment: a function goes on when all of its values are here."""
+
+_LARGE_BYTES = 1 << 20
+"""Smaller parameters are here before anybody could use the time."""
+
+
+class Arrivals:
+    """The parameters of one worker that are on their way.
+
+    Args:
+        settled: called with the number of a variable when its value is here, or is not going to be
+            (``settled(number, False)``): then its memory may still be written to, and must not be used.
+    """
+
+    _all: ClassVar[weakref.WeakSet[Arrivals]] = weakref.WeakSet()
+    _compiles = False
+
+    def __init__(self, settled: Callable[[int, bool], None]) -> None:
+        self._settled = settled
+        self._lock = threading.RLock()
+        self._coming: dict[int, tuple[WatchedParameter, ValuesToCome, Sequence[ShardKey]]] = {}
+        self._is_on = os.environ.get(SWITCH, "").lower() not in ("off", "0", "false", "no")
+        _watch_what_passes_by()
+        self._all.add(self)
+
+    def may_be_late(self, parameter: WatchedParameter) -> bool:
+        """Whether nobody reads the memory of this parameter but through itself; see the module."""
+        memory = parameter.memory
+        return (
+            self._is_on
+            and _hears_of_compilations()
+            and not Arrivals._compiles
+            and memory.device.type == "cpu"
+            and memory.is_contiguous()
+            and _torch_private.tensors_in_storage(memory) == 2  # the parameter, and what was just made to look at it
+        )
+
+    def add(self, number: int, parameter: WatchedParameter, values: ValuesToCome, keys: Sequence[ShardKey]) -> None:
+        """Variable ``number`` has its value when ``values`` has written ``keys``."""
+        with self._lock:
+            self._coming[number] = parameter, values, keys
+            _on_their_way[id(parameter)] = self, number
+            parameter.__class__ = ArrivingParameter
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._coming
+
+    def wait(self, number: int) -> None:
+        """Until it is here, on any thread. Raises `ParameterServerUnavailable`."""
+        with self._lock, _torch_private.untouched_by_surroundings():
+            found = self._coming.get(number)
+            if found is None:
+                return
+            parameter, values, keys = found
+            is_here = False
+            try:
+                values.fetch(keys)
+                is_here = True
+            finally:
+                parameter.__class__ = WatchedParameter
+                del self._coming[number], _on_their_way[id(parameter)]
+                self._settled(number, is_here)
+
+    def settle(self) -> None:
+        """Wait for all. What cannot come is forgotten: whoever needs it will ask for it again."""
+        for number in list(self._coming):
+            try:
+                self.wait(number)
+            except CommunicationError:
+                continue
+
+    @classmethod
+    def settle_all(cls) -> None:
+        """Of every worker in this process."""
+        for arrivals in list(cls._all):
+            arrivals.settle()
+
+    @classmethod
+    def stop(cls) -> None:
+        """From now on nothing is late."""
+        cls._compiles = True
+        cls.settle_all()
+
+
+class ArrivingParameter(WatchedParameter):
+    """Whatever needs its values waits for them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEEDS_NO_VALUES:
+            with _torch_private.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for parameter in _arriving((*args, *kwargs.values())):
+            wait_for(parameter)
+        return func(*args, **kwargs)
+
+
+_on_their_way: dict[int, tuple[Arrivals, int]] = {}
+"""By the ``id`` of the parameter, which `Arrivals` keeps alive: whose it is, and the number of its variable."""
+
+
+def wait_for(tensor: Any) -> None:
+    """Until the values of ``tensor`` are here; returns at once for anything that is not on its way."""
+    if isinstance(tensor, ArrivingParameter):
+        found = _on_their_way.get(id(tensor))
+        if found is not None:  # else another thread has just waited
+            arrivals, number = found
+            arrivals.wait(number)
+
+
+def worth_waiting_for(modules: Iterable[nn.Module]) -> set[int]:
+    """The ``id`` of each large parameter that belongs to PyTorch's own modules alone. All that these do with it is to
+    call PyTorch's functions; modules of others may hand it to code of their own, which does not ask."""
+    by_torch: set[int] = set()
+    by_others: set[int] = set()
+    for module in modules:
+        owned = by_torch if type(module).__module__.startswith("torch.nn.modules.") else by_others
+        owned.update(id(one) for one in module._parameters.values() if one is not None and one.nbytes >= _LARGE_BYTES)
+    return by_torch - by_others
+
+
+def _arriving(values: Any) -> Iterator[ArrivingParameter]:
+    for value in values:
+        if isinstance(value, ArrivingParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _arriving(value)
+        elif isinstance(value, dict):
+            yield from _arriving(value.values())
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name) for name in names}
+
+
+def _properties(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+_GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_NEEDS_NO_VALUES = frozenset(
+    {
+        *_properties("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
+        *_properties("nbytes", "itemsize", "is_cpu", "is_cuda", "is_sparse", "is_meta", "_version"),
+        *_methods("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
+        *_methods("is_contiguous", "is_floating_point", "is_complex", "get_device", "__hash__", "__len__"),
+        *_methods("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
+    }
+)
+"""What may be asked of a parameter that is on its way."""
+
+_watching = threading.Lock()
+_is_watching = False
+_is_hearing = False
+
+
+def _watch_what_passes_by() -> None:
+    """What takes tensors without asking their class. Once per process, by whoever first has a worker in it."""
+    global _is_watching
+    with _watching:
+        if not _is_watching:
+            _is_watching = True
+            _torch_private.before_transforms_take(wait_for)
+            os.register_at_fork(before=Arrivals.settle_all)
+
+
+def _hears_of_compilations() -> bool:
+    """Not before the compiler is imported, which workers do when they start (see `warm_up`)."""
+    global _is_hearing
+    if not _is_hearing and "torch._dynamo" in sys.modules:
+        with _watching:
+            if not _is_hearing:
+                _torch_private.before_compilations(Arrivals.stop)
+                _is_hearing = True
+    return _is_hearing
