@@ -219,6 +219,12 @@ def test_only_large_parameters_of_torchs_own_modules() -> None:
     assert worth_waiting_for(model.modules()) == {id(linear.weight)}
 
 
+def test_modules_that_choose_another_algorithm_by_the_class_of_their_parameters() -> None:
+    layer = nn.TransformerEncoderLayer(SIDE, 2, SIDE, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 1), nn.MultiheadAttention(SIDE, 2), nn.LSTM(SIDE, SIDE))
+    assert worth_waiting_for(model.modules()) == {id(model[2].weight_ih_l0), id(model[2].weight_hh_l0)}
+
+
 @pytest.mark.deadline(180)
 def test_before_the_compiler_looks_everything_is_here_and_nothing_is_late_afterwards(late: Late) -> None:
     torch.compiler.disable(print)

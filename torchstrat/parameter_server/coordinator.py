@@ -182,7 +182,7 @@ class ClusterCoordinator:
         )
 
     def _came_too_late(self, fn: Callable[..., Any]) -> RemoteValue:
-        value = RemoteValue(self._dispatcher.next_function, _name_of(fn), self._dispatcher.where)
+        value = RemoteValue(self._dispatcher.next_function, _name_of(fn), self._where)
         value._set_error(
             CancelledByServerLossError(
                 f"{_name_of(fn)} was not queued: when it was scheduled, a parameter server had been lost, and all "

@@ -34,6 +34,9 @@ SWITCH = "TORCHSTRAT_OVERLAP_PULLS"
 _LARGE_BYTES = 1 << 20
 """Smaller parameters are here before anybody could use the time."""
 
+_CHOOSE_BY_CLASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""They take another algorithm where a parameter has a class that asks: rounding would depend on who came first."""
+
 
 class Arrivals:
     """The parameters of one worker that are on their way.
@@ -148,9 +151,16 @@ def worth_waiting_for(modules: Iterable[nn.Module]) -> set[int]:
     by_torch: set[int] = set()
     by_others: set[int] = set()
     for module in modules:
-        owned = by_torch if type(module).__module__.startswith("torch.nn.modules.") else by_others
-        owned.update(id(one) for one in module._parameters.values() if one is not None and one.nbytes >= _LARGE_BYTES)
+        if isinstance(module, _CHOOSE_BY_CLASS):
+            by_others.update(map(id, module.parameters()))
+        else:
+            owned = by_torch if type(module).__module__.startswith("torch.nn.modules.") else by_others
+            owned.update(id(one) for one in module._parameters.values() if _is_large(one))
     return by_torch - by_others
+
+
+def _is_large(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.nbytes >= _LARGE_BYTES
 
 
 def _arriving(values: Any) -> Iterator[ArrivingParameter]:
