@@ -202,7 +202,9 @@ def test_workers_join_and_are_removed_while_training(plan: FaultPlan, tmp_path: 
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["join", "schedule", "fetch"])
+@pytest.mark.parametrize(
+    "call", ["join", *(pytest.param(one, marks=pytest.mark.soak) for one in ("schedule", "fetch"))]
+)
 def test_a_killed_server_is_named_and_a_checkpoint_brings_the_job_back(
     plan: FaultPlan, tmp_path: Path, call: str
 ) -> None:

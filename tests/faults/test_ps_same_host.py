@@ -54,7 +54,11 @@ def test_a_worker_is_killed_while_it_writes_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "with_a_worker"),
-    [(phases.APPLIED, False), (phases.WRITING_VALUES, False), (phases.WRITING_VALUES, True)],
+    [
+        pytest.param(phases.APPLIED, False, marks=pytest.mark.soak),
+        pytest.param(phases.WRITING_VALUES, False, marks=pytest.mark.soak),
+        (phases.WRITING_VALUES, True),
+    ],
     ids=["applied", "half written", "half written, and a worker"],
 )
 def test_a_server_is_killed_while_a_worker_waits_for_values(tmp_path: Path, phase: str, with_a_worker: bool) -> None:

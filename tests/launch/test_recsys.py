@@ -51,6 +51,7 @@ def test_two_replicas_equal_one_device(in_process, job):
     assert distance(in_process / "sweep" / job, in_process / "sweep" / "0-one_device") <= 1e-5
 
 
+@pytest.mark.soak  # as test_train.py does with another model
 def test_torchrun_equals_one_device(in_process):
     check(torchrun(in_process, "experiment=recsys", "debug=steps", "strategy=mirrored", "hydra.run.dir=torchrun"))
     assert distance(in_process / "torchrun", in_process / "sweep" / "0-one_device") <= 1e-5

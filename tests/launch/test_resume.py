@@ -139,6 +139,7 @@ def test_the_launcher_starts_a_coordinator_again_that_asks_for_it(tmp_path: Path
     assert_the_same_run(the_run(tmp_path), undisturbed_on_servers)
 
 
+@pytest.mark.soak  # torchrun hands the same signal on above; servers keep and restore in tests/multiprocess
 def test_the_launcher_is_told_to_end_and_the_run_goes_on_on_other_servers(
     tmp_path: Path, undisturbed_on_servers: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_a_sweep_under_torchrun_makes_one_folder_per_job(per_process):
     assert reports == ["mirrored ×2", "multi_worker_mirrored ×2", "central_storage ×2"], "not only rank 0 reported"
 
 
+@pytest.mark.soak  # the sweep with it is above
 def test_a_sweep_without_torchruns_agent(tmp_path):
     """The variables set by hand, as schedulers do: rank 0 keeps the store, for the hand-over and for each group."""
     with socket.socket() as probe:
@@ -258,7 +259,10 @@ def write_digits(folder: Path) -> None:
     "overrides",
     [
         ["data=csv", "data.path=digits.csv", "model=mlp", "strategy=central_storage"],
-        ["data=csv", "data.path=digits.csv", "data.image_shape=[1,8,8]", "strategy=mirrored"],
+        pytest.param(
+            ["data=csv", "data.path=digits.csv", "data.image_shape=[1,8,8]", "strategy=mirrored"],
+            marks=pytest.mark.soak,
+        ),
         ["data=npz", "data.path=digits.npz", "data.workers=1"],
     ],
     ids=["csv-mlp", "csv-convnet", "npz-convnet"],

@@ -153,7 +153,7 @@ def test_each_rank_steps_a_share_and_sees_all(kind: str, two_processes: Workers)
     assert all(state_lies)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_more_than_two(ranks: int) -> None:
     alone = Job(plain=True)
     alone.train(4)

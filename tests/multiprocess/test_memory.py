@@ -82,7 +82,12 @@ def _measure_on(name, collectives):
 
 
 @pytest.mark.parametrize(
-    ("name", "collectives"), [("mirrored", "auto"), ("central_storage", "auto"), ("mirrored", "process_group")]
+    ("name", "collectives"),
+    [
+        ("mirrored", "auto"),
+        ("central_storage", "auto"),
+        pytest.param("mirrored", "process_group", marks=pytest.mark.soak),
+    ],
 )
 def test_processes_hold_what_was_estimated(name, collectives):
     results = spawn(_measure_on, 2, (name, collectives), timeout_seconds=300)

@@ -196,6 +196,7 @@ def test_mistakes_are_one_line(tmp_path, overrides, variables, message):
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.soak  # the same error as one line in one process
 def test_several_processes_are_an_error_on_all_of_them(tmp_path):
     """Before any of them starts the runtime: two would fight for the devices."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -245,27 +244,6 @@ def test_the_digest_tells_functions_apart(job):
         job.model.weight += 1
     state["data"] = state["data"].reshape(3)
     assert pack(step, job.catalog).digest == third  # the model's values are no part of the function
-
-
-def test_packing_a_typical_step_is_fast(job):
-    model, optimizer, loss_fn = job.model, job.optimizer, nn.functional.mse_loss
-
-    def step(batch: Any) -> Any:
-        def replica_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        return replica_step(*batch)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        pack(step, job.catalog).digest
-        return time.perf_counter() - start
-
-    assert min(seconds() for _ in range(20)) < 1e-3
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
