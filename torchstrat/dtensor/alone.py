@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
+from torchstrat.collectives.process_group import Done
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
 
 
 class Alone:
@@ -25,8 +21,8 @@ class Alone:
         self.ranks = (rank_of_job,)
         self.timeout = timeout
 
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> _Done:
-        return _Done()
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Done:
+        return Done()
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None: ...
 

@@ -11,7 +11,8 @@ import torch
 from torchstrat.dtensor._torch_dtensor import local_of
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.operators.reductions import axes_within, cut_after
-from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of, wide
+from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
+from torchstrat.half_precision import widen
 
 
 @rule(torch.linalg.vector_norm)
@@ -22,7 +23,7 @@ def vector_norm(
     axes, cut, local = axes_within(call, x, dims), cut_after(call, x, dims, keepdim), call.open(x)
     if not axes:
         return call.leave(torch.linalg.vector_norm(local, ord, dims, keepdim, dtype=dtype), cut)
-    kind, local = dtype or local.dtype, wide(local if dtype is None else local.to(dtype))
+    kind, local = dtype or local.dtype, widen(local if dtype is None else local.to(dtype))
     if ord == math.inf and not local.requires_grad:
         return call.leave(call.largest(local.abs().amax(dims, keepdim=keepdim), axes).to(kind), cut)
     if abs(ord) == math.inf or ord == 0:

@@ -10,7 +10,8 @@ from torch.nn import functional
 from torchstrat.dtensor.operators.contraction import agree_on_labels, cut_by_labels
 from torchstrat.dtensor.operators.elementwise import over_elements
 from torchstrat.dtensor.operators.reductions import mean, total
-from torchstrat.dtensor.operators.rules import Call, rule, shape_of, wide
+from torchstrat.dtensor.operators.rules import Call, rule, shape_of
+from torchstrat.half_precision import widen
 
 CLASSES = "classes"
 
@@ -42,7 +43,7 @@ def cross_entropy(
     class_axes = [axis for axis in varying if chosen[axis] == CLASSES]
     logits = call.enter(input, cut_by_labels(chosen, of_input), varying)
     kind = _loss_kind(logits)
-    logits = wide(logits)
+    logits = widen(logits)
     wanted = call.enter(target, cut_by_labels(chosen, of_target), varying)
     weights = torch.ones(shape[class_dim], dtype=logits.dtype, device=logits.device) if weight is None else weight
     own_weights = call.devices.own_part(weights, class_axes, 0) if class_axes else weights

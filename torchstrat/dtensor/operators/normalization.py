@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from torchstrat.dtensor.axes import Cut
-from torchstrat.dtensor.operators.rules import Call, cut_axes, rule, shape_of, wide
+from torchstrat.dtensor.operators.rules import Call, cut_axes, rule, shape_of
+from torchstrat.half_precision import widen
 
 
 def _of_last_dims(call: Call, input: torch.Tensor, count: int) -> Cut:
@@ -41,7 +42,7 @@ def layer_norm(
     if not axes:
         return call.leave(functional.layer_norm(local, list(normalized_shape), weights[0], weights[1], eps), cut)
     kind = functional.layer_norm(local.new_zeros(1), [1]).dtype  # as autocast has it
-    dims, size, local = tuple(range(-count, 0)), torch.Size(normalized_shape).numel(), wide(local)
+    dims, size, local = tuple(range(-count, 0)), torch.Size(normalized_shape).numel(), widen(local)
     center = local - call.total(local.sum(dims, keepdim=True), axes) / size
     variance = call.total(center.square().sum(dims, keepdim=True), axes) / size
     return call.leave(_scaled(center * (variance + eps).rsqrt(), *weights).to(kind), cut)
@@ -64,7 +65,7 @@ def rms_norm(
     if not axes:
         return call.leave(functional.rms_norm(local, list(normalized_shape), own, eps), cut)
     kind = functional.rms_norm(local.new_zeros(1), [1]).dtype
-    dims, size, local = tuple(range(-count, 0)), torch.Size(normalized_shape).numel(), wide(local)
+    dims, size, local = tuple(range(-count, 0)), torch.Size(normalized_shape).numel(), widen(local)
     mean = call.total(local.square().sum(dims, keepdim=True), axes) / size
     least = torch.finfo(local.dtype).eps if eps is None else eps
     return call.leave(_scaled(local * (mean + least).rsqrt(), own, None).to(kind), cut)
@@ -92,7 +93,7 @@ def group_norm(
     if not axes:
         return call.leave(functional.group_norm(local, groups, weights[0], weights[1], eps), cut)
     kind = functional.group_norm(local.new_zeros(1, 1, 2), 1).dtype
-    size, local = channels // num_groups * shape_of(input)[2:].numel(), wide(local)
+    size, local = channels // num_groups * shape_of(input)[2:].numel(), widen(local)
     grouped = local.reshape(local.shape[0], groups, -1)
     center = grouped - call.total(grouped.sum(-1, keepdim=True), axes) / size
     variance = call.total(center.square().sum(-1, keepdim=True), axes) / size
@@ -126,7 +127,7 @@ def batch_norm(
             functional.batch_norm(local, running_mean, running_var, weights[0], weights[1], False, momentum, eps), cut
         )
     dims, shape = (0, *range(2, local.ndim)), (1, -1, *[1] * (local.ndim - 2))
-    size, kind, local = shape_of(input).numel() // shape_of(input)[1], local.dtype, wide(local)
+    size, kind, local = shape_of(input).numel() // shape_of(input)[1], local.dtype, widen(local)
     if size <= 1:
         raise ValueError(f"batch_norm needs more than one value per channel in training; got {tuple(shape_of(input))}.")
     mean = call.total(local.sum(dims), varying) / size

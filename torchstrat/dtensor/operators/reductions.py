@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from torchstrat.dtensor.axes import Cut
-from torchstrat.dtensor.operators.rules import HALF, Call, dims_of, rule, shape_of, wide
+from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
+from torchstrat.half_precision import HALF, widen
 
 
 def axes_within(call: Call, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
@@ -104,7 +105,7 @@ def variance(
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
         return call.leave(call.function(local, dims, correction=correction, keepdim=keepdim), cut)
-    size, kind, local = size_over(input, dims), local.dtype, wide(local)
+    size, kind, local = size_over(input, dims), local.dtype, widen(local)
     center = call.total(local.sum(dims, keepdim=True), axes) / size
     squares = call.added_up(torch.sum((local - center).square(), dims, keepdim), axes)
     found = squares / max(0.0, size - correction)

@@ -126,14 +126,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
 
 
-HALF = (torch.float16, torch.bfloat16)
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In single precision at least: PyTorch adds up half precision in single, where sums of squares do not overflow."""
-    return tensor.float() if tensor.dtype in HALF else tensor
-
-
 def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
     """Dimensions as PyTorch takes them, from 0; None and ``()`` are all of them."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
@@ -279,7 +271,6 @@ def _as_piece(tensor: CutTensor, gradient: Any) -> Any:
 
 
 __all__ = [
-    "HALF",
     "Call",
     "apply",
     "cut_axes",
@@ -291,6 +282,5 @@ __all__ = [
     "rule",
     "shape_of",
     "tensors_in",
-    "wide",
     "with_stand_ins",
 ]

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from torchstrat.dtensor.operators.rules import Call, dims_of, one_dim, rule, shape_of, wide
+from torchstrat.dtensor.operators.rules import Call, dims_of, one_dim, rule, shape_of
+from torchstrat.half_precision import widen
 
 
 @rule("softmax", "log_softmax")
@@ -25,7 +26,7 @@ def softmax(
     if not axes:
         plain = torch.log_softmax(local, place) if is_log else torch.softmax(local, place)
         return call.leave(plain, call.cut(input))
-    kind, local = torch.softmax(local.new_zeros(1), 0).dtype, wide(local)  # as autocast has it
+    kind, local = torch.softmax(local.new_zeros(1), 0).dtype, widen(local)  # as autocast has it
     shifted = local - call.largest(local.detach().amax(place, keepdim=True), axes)
     powers = shifted.exp()
     sums = call.total(powers.sum(place, keepdim=True), axes)
@@ -40,7 +41,7 @@ def logsumexp(call: Call, input: torch.Tensor, dim: Any, keepdim: bool = False) 
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
         return call.leave(torch.logsumexp(local, dims, keepdim), cut)
-    kind, local = local.dtype, wide(local)
+    kind, local = local.dtype, widen(local)
     highest = call.largest(local.detach().amax(dims, keepdim=True), axes)
     highest = torch.where(highest.isinf(), 0, highest)
     sums = call.added_up((local - highest).exp().sum(dims, keepdim=True), axes)

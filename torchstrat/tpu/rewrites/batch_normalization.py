@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.errors import ContextError, InvalidArgumentError
-from torchstrat.tpu.rewrites.normalization import per_channel, scale_and_shift, standardize, widen
+from torchstrat.half_precision import widen
+from torchstrat.tpu.rewrites.normalization import per_channel, scale_and_shift, standardize
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 

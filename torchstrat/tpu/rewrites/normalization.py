@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from torchstrat.half_precision import widen
+
 
 def layer_norm(
     input: torch.Tensor,  # noqa: A002 - torch's name
@@ -62,11 +64,6 @@ def group_norm(
     grouped = widen(input).unflatten(1, (num_groups, input.shape[1] // num_groups))
     y = standardize(grouped, list(range(2, grouped.dim())), eps).flatten(1, 2)
     return scale_and_shift(y, per_channel(weight, y.dim()), per_channel(bias, y.dim())).to(input.dtype)
-
-
-def widen(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in the type that PyTorch's normalisations compute in: single precision at least."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def standardize(x: torch.Tensor, dims: list[int], eps: float) -> torch.Tensor:
