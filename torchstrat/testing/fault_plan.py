@@ -133,6 +133,14 @@ def draw_kills(
     return {worker: faults[worker::workers] for worker in range(workers)}
 
 
+def _send_to_itself(number: signal.Signals) -> None:
+    if number is signal.SIGSTOP:
+        # Through this thread, which then goes no further; another one would have to be woken up before all are stopped.
+        signal.pthread_kill(threading.get_ident(), number)
+    else:  # Python runs handlers in its main thread, which only a signal to the process wakes up
+        os.kill(os.getpid(), number)
+
+
 def follow_plan(folder: str, task: Task) -> None:
     """Have this process, which is ``task``, follow the plan in a folder from now on."""
     path = Path(folder)
@@ -170,8 +178,7 @@ class _Follower:
             self._done += 1
             self._counted = 0
             _append(self._folder, self._task, "fault", fault)
-            # Through this thread, which then goes no further; another one would have to be woken up first.
-            signal.pthread_kill(threading.get_ident(), signal.Signals[fault.signal_name])
+            _send_to_itself(signal.Signals[fault.signal_name])
 
     def _next(self) -> Fault | None:
         stat = (self._folder / _PLAN).stat()
