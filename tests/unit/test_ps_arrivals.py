@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import threading
@@ -160,6 +161,15 @@ def test_once_they_are_here_nobody_asks(late: Late) -> None:
     late.arrivals.wait(7)
     assert late.values.fetched == 1
     assert not arrivals._on_their_way
+
+
+def test_what_a_coordinator_has_sent_goes_as_a_whole() -> None:
+    late = Late()
+    parameter = late.parameter
+    del late
+    gc.collect()
+    assert not arrivals._on_their_way
+    assert (parameter * 0).sum() == 0, "nobody is waited for who is not there"
 
 
 def test_gradients_are_those_of_the_values(late: Late) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -73,7 +73,8 @@ class Arrivals:
         """Variable ``number`` has its value when ``values`` has written ``keys``."""
         with self._lock:
             self._coming[number] = parameter, values, keys
-            _on_their_way[id(parameter)] = self, number
+            key = id(parameter)
+            _on_their_way[key] = weakref.ref(self, lambda _: _on_their_way.pop(key, None)), number
             parameter.__class__ = ArrivingParameter
 
     def __contains__(self, number: int) -> bool:
@@ -91,9 +92,10 @@ class Arrivals:
                 values.fetch(keys)
                 is_here = True
             finally:
+                # In this order: until all is as it should be, others who use it come here, too.
+                self._settled(number, is_here)
                 parameter.__class__ = WatchedParameter
                 del self._coming[number], _on_their_way[id(parameter)]
-                self._settled(number, is_here)
 
     def settle(self) -> None:
         """Wait for all. What cannot come is forgotten: whoever needs it will ask for it again."""
@@ -132,17 +134,20 @@ class ArrivingParameter(WatchedParameter):
         return func(*args, **kwargs)
 
 
-_on_their_way: dict[int, tuple[Arrivals, int]] = {}
-"""By the ``id`` of the parameter, which `Arrivals` keeps alive: whose it is, and the number of its variable."""
+_on_their_way: dict[int, tuple[weakref.ref[Arrivals], int]] = {}
+"""By the ``id`` of the parameter: whose it is, and the number of its variable. `Arrivals` keeps it alive, and goes with
+what a coordinator has sent, when another one comes."""
 
 
 def wait_for(tensor: Any) -> None:
     """Until the values of ``tensor`` are here; returns at once for anything that is not on its way."""
-    if isinstance(tensor, ArrivingParameter):
+    if type(tensor) is ArrivingParameter:
         found = _on_their_way.get(id(tensor))
-        if found is not None:  # else another thread has just waited
-            arrivals, number = found
-            arrivals.wait(number)
+        arrivals = None if found is None else found[0]()
+        if found is not None and arrivals is not None:
+            arrivals.wait(found[1])
+        else:  # another thread has just waited, or nobody is left who knows where it comes from
+            cast(Any, tensor).__class__ = WatchedParameter
 
 
 def worth_waiting_for(modules: Iterable[nn.Module]) -> set[int]:
