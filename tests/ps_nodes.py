@@ -6,6 +6,7 @@ seconds; PyTorch's RPC starts in the fork, as it would in any process.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -183,8 +184,10 @@ class Node:
         if self._ended:
             return
         self._ended = True
-        if self.process.exitcode is None:
-            self.kill()
+        with contextlib.suppress(ProcessLookupError):  # killed, and not yet known to have ended
+            if self.process.exitcode is None:
+                self.signal(signal.SIGKILL)
+        self.process.join(PATIENCE_SECONDS)
         self.process.close()
         self._connection.close()
 

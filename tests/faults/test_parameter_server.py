@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from torchstrat.checkpoint import Checkpoint
 from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, new_secret
+from torchstrat.parameter_server.wire.sockets import address_of
 from torchstrat.parameter_server.worker import phases
 from torchstrat.testing.fault_plan import Fault, FaultPlan
 
@@ -101,6 +103,18 @@ def test_the_only_worker_dies_and_its_function_waits_for_the_next(plan: FaultPla
         place, worker, row = result.get(PATIENCE_SECONDS)
         assert (place, worker, int(row)) == (3, 0, 0)  # its data from the start
         assert cluster.process("worker", 0).pid != killed
+        training.check_values()
+
+
+def test_who_dies_as_he_connects_keeps_nobody_from_connecting(plan: FaultPlan) -> None:
+    """PyTorch's agents close their listeners at a connection that ends before its hello."""
+    with cluster_with(plan, workers=1, ps=2) as cluster, training_on(cluster) as training:
+        training.run(3)
+        job = training.strategy._job
+        for peer in (*job._in_use.values(), job.membership.endpoint.peer):
+            socket.create_connection(address_of(peer.url), timeout=PATIENCE_SECONDS).close()
+        cluster.kill("worker", 0)
+        assert {row for _, _, row in training.run(3)} == {0, 1, 2}  # another process
         training.check_values()
 
 

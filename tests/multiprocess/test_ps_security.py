@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ps_nodes import PATIENCE_SECONDS, Node, Nodes, fork_server
+from tests.ps_nodes import PATIENCE_SECONDS, Node, Nodes, fork_server, wait_until
 from torchstrat.errors import AuthenticationError, PeerUnavailableError
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.parameter_server.wire import sockets
 from torchstrat.parameter_server.wire.sealing import Kind, Sealer
 
 MESSAGES = 10_000
@@ -264,28 +265,90 @@ def test_garbage_on_the_port_ends_the_process_and_runs_nothing(server: Node, wor
         worker.run(_count, server.peer, 1)
 
 
-def test_a_process_that_was_made_deaf_is_given_up(server: Node, worker: Node, nodes: Nodes) -> None:
-    """A connection that ends before it has said hello: TensorPipe closes its listener, and newcomers are refused."""
-    assert worker.run(_watch_and_count, server.peer) == 1
-    host, port = server.peer.url.removeprefix("uv://").split(":")
+@pytest.mark.parametrize("same_host", [True, False], ids=["memory", "rpc"])
+def test_who_hangs_up_without_a_word_keeps_nobody_out(nodes: Nodes, same_host: bool) -> None:
+    """TensorPipe closes its listener for good at a connection that ends before its hello."""
+    server = nodes.start("ps", 0, same_host=same_host)
+    old, *later = (nodes.start("worker", index, same_host=same_host) for index in range(4))
+    assert old.run(_watch_and_count, server.peer) == 1
+    assert server.run(_ask_back, old.peer) == "asked"
+    _hang_up_on(server)
+    wait_until(lambda: not server.run(_agent_listens), "PyTorch has closed its listener: it")
+    for number, node in enumerate(later):
+        assert node.run(_watch_and_count, server.peer) == number + 2
+        assert node.run(_is_echoed, server.peer)
+        assert server.run(_ask_back, node.peer) == "asked"
+        _hang_up_on(server)
+    assert old.run(_count, server.peer, 1) == len(later) + 2
+    assert server.run(_ask_back, old.peer) == "asked"
+    assert server.run(_listening_sockets) == 2, "there was no need of another agent"
+    server.run(_watch, later[0].peer)
+    later[0].kill()
+    assert server.run(_wait_for_loss).startswith("its connection broke")
+    assert not old.run(_has_lost_somebody)
+    server.kill()
+    for node in (old, later[1]):
+        assert node.run(_wait_for_loss).startswith("its connection broke")
+
+
+def test_agents_are_started_as_often_as_they_are_made_deaf(server: Node, nodes: Nodes) -> None:
+    for index in range(3):
+        for address in server.run(_addresses_of_agents):
+            socket.create_connection(address, timeout=PATIENCE_SECONDS).close()
+        wait_until(lambda: not server.run(_agent_listens), "PyTorch has closed its listener: it")
+        assert nodes.start("worker", index).run(_count, server.peer, 1) == index + 1
+
+
+def _hang_up_on(node: Node) -> None:
+    host, port = node.peer.url.removeprefix("uv://").split(":")
     socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS).close()
-    reason = worker.run(_wait_for_loss)
-    assert reason.startswith(f"{server.peer} can no longer be connected to")
-    with pytest.raises(PeerUnavailableError):
-        nodes.start("worker", 1).run(_count, server.peer, 1)
+
+
+def _agent_listens(endpoint: RpcEndpoint) -> bool:
+    return endpoint._agent._listener.is_open
+
+
+def _addresses_of_agents(_endpoint: RpcEndpoint) -> list[tuple[str, int]]:
+    return [each.getsockname() for _, each in sockets._sockets() if _listens(each)]
+
+
+def _listening_sockets(_endpoint: RpcEndpoint) -> int:
+    return len({os.fstat(descriptor).st_ino for descriptor, each in sockets._sockets() if _listens(each)})
+
+
+def _listens(each: socket.socket) -> bool:
+    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _is_echoed(endpoint: RpcEndpoint, peer: Peer) -> bool:
+    tensor = torch.arange(2.0**20)
+    return torch.equal(endpoint.call(peer, "echo", tensor).result(PATIENCE_SECONDS), tensor)
+
+
+def _ask_back(endpoint: RpcEndpoint, peer: Peer) -> str:
+    endpoint.add_peer(peer)
+    return endpoint.call(peer, "echo", "asked").result(PATIENCE_SECONDS)
 
 
 _lost: queue.SimpleQueue[str] = queue.SimpleQueue()
 
 
+def _watch(endpoint: RpcEndpoint, peer: Peer) -> None:
+    endpoint.watch(peer, lambda _peer, reason: _lost.put(reason))
+
+
 def _watch_and_count(endpoint: RpcEndpoint, peer: Peer) -> int:
     endpoint.add_peer(peer)
-    endpoint.watch(peer, lambda _peer, reason: _lost.put(reason))
+    _watch(endpoint, peer)
     return _count(endpoint, peer, 1)
 
 
 def _wait_for_loss(_endpoint: RpcEndpoint) -> str:
     return _lost.get(timeout=PATIENCE_SECONDS)
+
+
+def _has_lost_somebody(_endpoint: RpcEndpoint) -> bool:
+    return not _lost.empty()
 
 
 def test_builtin_operators_do_run_for_strangers(server: Node, tmp_path: Path) -> None:

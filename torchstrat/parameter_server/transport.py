@@ -10,9 +10,9 @@ process that does not know the cluster's secret cannot run Python code here, nor
 agent itself, in C++, also answers calls of PyTorch's *builtin operators and TorchScript functions*, which never reach
 Python and cannot be refused here: whoever can open a connection to the port can run ``aten`` operators in this process,
 allocate memory, and read or create files through operators such as ``aten::from_file``. It is also easily broken: a few
-bytes that are not its protocol, such as an HTTP request, end the process, and a connection that ends without a word, as
-of a port scanner or a health check, closes its listener; those who watch this process are then told that it is lost,
-for only a restart helps. And nothing on the wire is encrypted.
+bytes that are not its protocol, such as an HTTP request, end the process. (A connection that ends without a word does
+no harm, be it a port scanner's, a health check's or that of a peer that is killed; see `door`.) And nothing on the wire
+is encrypted.
 
 Agents therefore listen on loopback unless the cluster's description gives another address, and then the port (an
 ephemeral one, so the whole range ``net.ipv4.ip_local_port_range``) must be reachable by the machines of the cluster
@@ -26,6 +26,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import secrets
 import socket
@@ -52,11 +53,11 @@ from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.wire.answers import (
     Answerer,
     Incoming,
-    pack_failure,
     pack_request,
     pack_result,
     result_of,
 )
+from torchstrat.parameter_server.wire.door import Door
 from torchstrat.parameter_server.wire.envelopes import REFUSAL, SELF_TEST, Envelopes, Received, Request
 from torchstrat.parameter_server.wire.interfaces import interface_of
 from torchstrat.parameter_server.wire.payloads import Packed
@@ -107,6 +108,8 @@ _SELF_TEST_SECONDS = 30.0
 _INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
 _LARGEST_ID = 2**15 - 1
 _SHUTDOWN_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
 
 _retired: list[TensorPipeAgent] = []
 """Agents that were shut down. Handlers that are still at work would answer through memory that is no longer there."""
@@ -206,6 +209,7 @@ class RpcEndpoint:
             link = self._links.pop(peer.incarnation, None)
         if link is not None:
             link.removed = True
+            self._agent.forget(peer)
             self._disconnect(link)
         if self._neighbours is not None:
             self._neighbours.remove(peer)
@@ -387,7 +391,7 @@ class RpcEndpoint:
                 answer()
             except PeerUnavailableError:
                 pass  # the lifeline tells
-            except CommunicationError as error:  # it refuses this process, or nobody else can reach it
+            except CommunicationError as error:  # it refuses this process
                 self._watching.lost(peer.incarnation, str(error))
 
         self._send(link, _PING, Packed(b""), _NEVER, answered)
@@ -418,14 +422,8 @@ class RpcEndpoint:
         elif (refusal := self._answerer.refusal(request.sender, request.method)) is not None:
             self._reply(future, request, refusal)
         elif request.method == _PING:
-            self._reply(future, request, _PONG if self._agent.is_listening else self._deaf())
+            self._reply(future, request, _PONG)
         return future
-
-    def _deaf(self) -> Packed:
-        text = (
-            f"{self._peer} can no longer be connected to: something that is not a peer spoke to its port. Restart it."
-        )
-        return pack_failure(CommunicationError(text), f"{self._peer}, answering a heartbeat")
 
     def _reply(self, future: torch.futures.Future[Any], request: Request, answer: Packed) -> None:
         if not self._closed:
@@ -463,7 +461,8 @@ class _Reply:
 
 
 class _Agent:
-    """A TensorPipe agent that knows nobody but itself, listening on ``host``.
+    """TensorPipe agents that know nobody but themselves, listening on ``host``: one, and another for newcomers as soon
+    as something has made that one deaf (see `door`).
 
     ``hooks`` take the place of the functions by which RPC unpickles, runs and pickles, from before it listens.
     """
@@ -475,39 +474,32 @@ class _Agent:
                 "this process uses torch.distributed.rpc already; a process is one task of a cluster, and torchstrat "
                 "needs RPC for itself. Close the other endpoint, or shut RPC down, first."
             )
-        self._store = HashStore()
+        self._name, self._timeout_seconds = name, timeout_seconds
         self._ids = iter(range(1, _LARGEST_ID + 1))
-        options = TensorPipeRpcBackendOptions(
-            num_worker_threads=_RPC_THREADS,
-            rpc_timeout=timeout_seconds,
-            # Shared memory would be faster, but polls: half a core per idle process. Reading from another process's
-            # memory (cma) is chosen by itself where both ends are on one host.
-            _transports=["uv"],
-            _channels=["cma", "basic"] if sys.platform == "linux" else ["basic"],
-        )
+        self._peers: dict[str, tuple[WorkerInfo, str]] = {}
+        self._lock = threading.Lock()
+        """For who adds a peer, and who puts another agent in the place of the one by which peers are called."""
+        self._earlier: list[TensorPipeAgent] = []
+        self._closed = False
         _init_autograd(0)
-        # world_size=0 makes a group that may grow, and waits for nobody.
-        self._agent = TensorPipeAgent(self._store, name, 0, 0, options, {}, [])
+        self._agent, self._store = self._made()
+        self._door: Door | None = None
         try:
             with _hooked(hooks):
                 with _listening_on(interface):
                     _set_and_start_rpc_agent(self._agent)
                 self._check_hooks()
-            self.url: str = self._store.get(f"addrs/{name}").decode()
+            self.url = self._url_of(self._store)
             self._listener = Listener(address_of(self.url))
-            if address_of(self.url)[0] != address:
+            if self._listener.address[0] != address:
                 raise InvalidArgumentError(
                     f"asked to listen on {host} ({address}), PyTorch listens on {self.url}: it chooses an address once "
                     "per process, or the interface has several. Use its main address, from the start of the process."
                 )
+            self._door = Door(self._listener, self._that_listens)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def is_listening(self) -> bool:
-        """False once a stranger has made the agent deaf: it closes its listener at the first error on it."""
-        return self._listener.is_open
 
     def add(self, peer: Peer, *, is_self: bool) -> WorkerInfo:
         if is_self:
@@ -518,9 +510,15 @@ class _Agent:
                 f"this process has known {_LARGEST_ID} peers, which is all RPC can count; restart it."
             )
         worker = WorkerInfo(peer.name, number)
-        self._store.set(f"addrs/{peer.name}", peer.url)
-        _update_group_membership(self._agent, worker, [], {}, True)
+        with self._lock:
+            self._peers[peer.name] = worker, peer.url
+            _introduce(worker, peer.url, self._agent, self._store)
         return worker
+
+    def forget(self, peer: Peer) -> None:
+        """Another agent need not know it."""
+        with self._lock:
+            self._peers.pop(peer.name, None)
 
     def send(self, to: WorkerInfo, sealed: bytes, tensors: list[torch.Tensor], seconds: float) -> Any:
         """A torch future; 0 seconds: it may take for ever."""
@@ -528,17 +526,71 @@ class _Agent:
             seconds = _NEVER
         if seconds != _NEVER:
             seconds = max(seconds, 0.001)  # RPC counts in milliseconds, and takes 0 for no limit
-        return _invoke_rpc_python_udf(to, sealed, tensors, seconds, True)  # type: ignore[arg-type]
+        while True:
+            agent = self._agent
+            try:
+                return _invoke_rpc_python_udf(to, sealed, tensors, seconds, True)  # type: ignore[arg-type]
+            except RuntimeError:
+                with self._lock:
+                    if agent is self._agent:
+                        raise  # else it came between two agents
 
     def close(self) -> None:
         """Shut down without asking anybody. A handler that blocks one of RPC's threads is left to itself."""
-        _retired.append(self._agent)
-        shutdown = threading.Thread(target=self._agent.shutdown, name="torchstrat-rpc-shutdown", daemon=True)
-        shutdown.start()
-        shutdown.join(_SHUTDOWN_SECONDS)
-        if not shutdown.is_alive() and _is_current_rpc_agent_set():
+        if self._door is not None:
+            self._door.close()
+        with self._lock:
+            self._closed = True
+            agents = [*self._earlier, self._agent]
+        _retired.extend(agents)
+        shutdowns = [
+            threading.Thread(target=agent.shutdown, name="torchstrat-rpc-shutdown", daemon=True) for agent in agents
+        ]
+        for shutdown in shutdowns:
+            shutdown.start()
+        for shutdown in shutdowns:
+            shutdown.join(_SHUTDOWN_SECONDS)
+        if not any(shutdown.is_alive() for shutdown in shutdowns) and _is_current_rpc_agent_set():
             _cleanup_python_rpc_handler()  # so that the next agent, ours or not, looks its functions up again
             _reset_current_rpc_agent()
+
+    def _made(self) -> tuple[TensorPipeAgent, HashStore]:
+        """An agent, not started, and the store in which it looks for addresses."""
+        store = HashStore()
+        options = TensorPipeRpcBackendOptions(
+            num_worker_threads=_RPC_THREADS,
+            rpc_timeout=self._timeout_seconds,
+            # Shared memory would be faster, but polls: half a core per idle process. Reading from another process's
+            # memory (cma) is chosen by itself where both ends are on one host.
+            _transports=["uv"],
+            _channels=["cma", "basic"] if sys.platform == "linux" else ["basic"],
+        )
+        # world_size=0 makes a group that may grow, and waits for nobody.
+        return TensorPipeAgent(store, self._name, 0, 0, options, {}, []), store
+
+    def _url_of(self, store: HashStore) -> str:
+        return store.get(f"addrs/{self._name}").decode()
+
+    def _that_listens(self) -> tuple[str, int]:
+        """The address of an agent that is not deaf; starts one if there is none.
+
+        The one before goes on for those that are connected to it, and with what it has been asked to send. Whoever is
+        called from now on is called by the new one, for RPC knows one agent at a time.
+        """
+        with self._lock:
+            if self._closed:
+                raise CommunicationError(f"{self._name} is closed.")
+            if not self._listener.is_open:
+                agent, store = self._made()
+                for worker, url in self._peers.values():
+                    _introduce(worker, url, agent, store)
+                _reset_current_rpc_agent()
+                _set_and_start_rpc_agent(agent)
+                self._earlier.append(self._agent)
+                self._agent, self._store = agent, store
+                self._listener = Listener(address_of(self._url_of(store)))
+                _log.warning("a connection to %s ended before it had begun; it listens anew", self._name)
+            return self._listener.address
 
     def _check_hooks(self) -> None:
         """Send a message that is not sealed to this very process: were the hooks not in force, anybody's would run."""
@@ -548,6 +600,11 @@ class _Agent:
                 f"torch {torch.__version__} does not let messages be authenticated before they are unpickled; the "
                 "process would run what anybody sends to it. Please report this version."
             )
+
+
+def _introduce(worker: WorkerInfo, url: str, to: TensorPipeAgent, store: HashStore) -> None:
+    store.set(f"addrs/{worker.name}", url)
+    _update_group_membership(to, worker, [], {}, True)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ class Listener:
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
         self._descriptor, self._identity = -1, (0, 0)
         for descriptor, candidate in _sockets():
             with contextlib.suppress(OSError):
@@ -34,6 +35,10 @@ class Listener:
             return _identity(self._descriptor) == self._identity
         except OSError:
             return False
+
+    def duplicate(self) -> socket.socket | None:
+        """The same socket by another descriptor: it listens as long as one of the two is open. None if not found."""
+        return socket.socket(fileno=os.dup(self._descriptor)) if self._descriptor >= 0 else None
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
