@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.faults.counting import PATIENCE_SECONDS
+from tests.faults.counting import PATIENCE_SECONDS, wait_until
 from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.parameter_server.worker import phases
@@ -98,10 +97,7 @@ def training_with(plan: FaultPlan, folder: Path, overlap: str = "on") -> Iterato
 
 def wait_until_it_happened(plan: FaultPlan) -> int:
     """The server's process."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not plan.fired("ps", 0):
-        assert time.monotonic() < until, "the server has not come to it"
-        time.sleep(0.01)
+    wait_until(lambda: bool(plan.fired("ps", 0)), "what the server was to do")
     return plan.fired("ps", 0)[0].pid
 
 
@@ -114,10 +110,11 @@ def test_the_next_function_computes_with_the_first_layers(tmp_path: Path, overla
         results = [training.schedule(step) for step in range(STEPS)]
         server = wait_until_it_happened(plan)
         try:
-            until = time.monotonic() + (PATIENCE_SECONDS if overlap == "on" else 3.0)
-            while not training.has_computed_its_first_layer(1) and time.monotonic() < until:
-                time.sleep(0.01)
-            assert training.has_computed_its_first_layer(1) == (overlap == "on")
+            if overlap == "on":
+                wait_until(lambda: training.has_computed_its_first_layer(1), "the use of the first layer")
+            else:
+                with pytest.raises(TimeoutError):
+                    wait_until(lambda: training.has_computed_its_first_layer(1), "what it must not do", seconds=3.0)
         finally:
             os.kill(server, signal.SIGCONT)
         found = training.coordinator.fetch(results)
@@ -137,10 +134,7 @@ def test_a_server_is_killed_while_the_next_function_waits_for_a_layer(tmp_path: 
         plan.add("ps", 0, Fault(phases.WRITING_VALUES, VALUES_BEFORE_THE_SECOND_LAYER, "SIGSTOP"))
         results = [training.schedule(step) for step in (1, 2, 3)]
         server = wait_until_it_happened(plan)
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not training.has_computed_its_first_layer(2):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: training.has_computed_its_first_layer(2), "the use of the first layer")
         os.kill(server, signal.SIGKILL)
         with pytest.raises(ts.errors.ParameterServerUnavailable, match="parameter server 0"):
             results[1].get(PATIENCE_SECONDS)

@@ -14,6 +14,7 @@ import torch
 
 from torchstrat.dtensor._torch_dtensor import WithoutSubclasses
 from torchstrat.errors import ContextError
+from torchstrat.operands import tensors_in
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,14 +32,14 @@ def _class_of(kind: type) -> type:
         cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         with WithoutSubclasses():
-            if not all(one.is_meta for one in _tensors_in((args, kwargs))):
+            if not all(one.is_meta for one in tensors_in((args, kwargs))):
                 raise ContextError(
                     f"{getattr(func, '__name__', func)} was called outside of run with a variable that is cut over "
                     "logical devices, where it has no values (it is on meta). Call it in the function that "
                     "strategy.run calls, or use what state_dict() returns."
                 )
             result = func(*args, **(kwargs or {}))
-            for one in _tensors_in(result):
+            for one in tensors_in(result):
                 without_values(one)
             return result
 
@@ -49,13 +50,3 @@ def _class_of(kind: type) -> type:
     }
     made: type = type(kind)(kind.__name__, (kind,), members)
     return made
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [one for each in value for one in _tensors_in(each)]
-    return []

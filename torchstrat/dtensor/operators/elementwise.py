@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from torchstrat.dtensor.axes import Cut
-from torchstrat.dtensor.operators.rules import Call, cut_axes, functions_called, rule, shape_of, tensors_in
+from torchstrat.dtensor.operators.rules import Call, cut_axes, functions_called, rule, shape_of
+from torchstrat.operands import tensors_in
 
 _UNARY = (
     *("abs", "ceil", "clamp", "clip", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "log"),

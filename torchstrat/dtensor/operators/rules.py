@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torchstrat.dtensor.axes import Cut, cut_axes
 from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor, cut_tensor, refused, shape_of
 from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.errors import UnsupportedError
+from torchstrat.operands import tensors_in
 
 Rule = Callable[..., Any]
 
@@ -113,17 +114,6 @@ def name_of(function: Any) -> str:
     name: str = getattr(function, "__name__", str(function))
     owner = getattr(function, "__self__", None)
     return f"Tensor.{getattr(owner, '__name__', '')}" if name in ("__get__", "__set__") else name
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_in(one)
 
 
 def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
@@ -281,6 +271,5 @@ __all__ = [
     "operators",
     "rule",
     "shape_of",
-    "tensors_in",
     "with_stand_ins",
 ]

@@ -62,24 +62,15 @@ class ServerGroup:
         self,
         method: str,
         payloads: Mapping[int, Any],
-        on_answer: Callable[[], None] | None = None,
         *,
         timeout_seconds: float | None = None,
-        into: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> dict[int, Any]:
-        """Send each server its payload, and wait for all answers. ``on_answer`` is called for each that comes.
-        ``timeout_seconds``: None for the group's. ``into``: as `Endpoint.call`, for each server.
+        """Send each server its payload, and wait for all answers. ``timeout_seconds``: None for the group's.
 
         Raises `ParameterServerUnavailable` naming the server that is gone or did not answer in time. What a handler
         raised is raised here. All answers have arrived, or failed, when this returns or raises.
         """
-        futures = {
-            index: self.send(index, method, payload, timeout_seconds, None if into is None else into.get(index, ()))
-            for index, payload in payloads.items()
-        }
-        if on_answer is not None:
-            for future in futures.values():
-                future.add_done_callback(lambda _: on_answer())
+        futures = {index: self.send(index, method, payload, timeout_seconds) for index, payload in payloads.items()}
         return self.answers(method, futures)
 
     def answers(self, method: str, futures: Mapping[int, Future[Any]]) -> dict[int, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,8 +22,6 @@ from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.worker import phases
-
-_READ_ROWS = "ps.read_rows"
 
 EditName = Literal["assign", "add", "sub", "mul", "div", "min", "max"]
 
@@ -48,16 +44,10 @@ class CoordinatorSender:
 
 
 class RowsToCome:
-    """Rows that were asked for. ``places``: the parts of ``rows`` that each server's answer goes to."""
+    """Rows that were asked for: ``values`` come to ``rows``."""
 
-    def __init__(
-        self,
-        servers: ServerGroup,
-        rows: torch.Tensor,
-        futures: Mapping[int, Future[Any]],
-        places: Mapping[int, Sequence[torch.Tensor]],
-    ) -> None:
-        self._servers, self._rows, self._futures, self._places = servers, rows, futures, places
+    def __init__(self, rows: torch.Tensor, values: ValuesToCome) -> None:
+        self._rows, self._values = rows, values
 
     def wait(self) -> torch.Tensor:
         """The rows ``(n, …)``, on the CPU.
@@ -65,10 +55,7 @@ class RowsToCome:
         Raises:
             ParameterServerUnavailable: a server that was asked is gone, or did not answer in time.
         """
-        for index, found in self._servers.answers(_READ_ROWS, self._futures).items():
-            for place, part in zip(self._places[index], found, strict=True):
-                if part is not place:
-                    place.copy_(part)
+        self._values.fetch_all()
         return self._rows
 
 
@@ -92,7 +79,7 @@ class VariableAccess:
         """Ask for what `read` returns, without waiting. ``into``: a contiguous tensor per variable, where its value is
         wanted; see `Endpoint.call`, also for what holds when it does not come."""
         wanted = shard_keys(specs)
-        values = ValuesToCome(self.servers, "ps.read", wanted, places_by_server(specs, into), list)
+        values = ValuesToCome(self.servers, "ps.read", wanted, places_by_server(specs, into))
         values.ask(wanted)
         return values
 
@@ -104,15 +91,16 @@ class VariableAccess:
         """Ask for what `read_rows` returns, without waiting."""
         parts = split_rows(spec, ids)
         rows = self.servers.empty((len(ids), *spec.shape[1:]), spec.dtype)
+        keys: dict[int, list[ShardKey]] = defaultdict(list)
         requests: dict[int, list[RowsRequest]] = defaultdict(list)
         places: dict[int, list[torch.Tensor]] = defaultdict(list)
         for number, shard, where in parts:
+            keys[shard.server].append((spec.number, number))
             requests[shard.server].append(RowsRequest((spec.number, number), ids[where] - shard.start))
             places[shard.server].append(rows[where])
-        futures = {
-            index: self.servers.send(index, _READ_ROWS, asked, into=places[index]) for index, asked in requests.items()
-        }
-        return RowsToCome(self.servers, rows, futures, places)
+        values = ValuesToCome(self.servers, "ps.read_rows", keys, places)
+        values.ask(requests)
+        return RowsToCome(rows, values)
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -130,20 +118,23 @@ class VariableAccess:
     def send_push(
         self,
         parts: Mapping[int, Mapping[str, Any]],
-        wanted: Mapping[int, Sequence[ShardKey]] = MappingProxyType({}),
-        places: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        specs: Sequence[VariableSpec] = (),
+        into: Sequence[torch.Tensor] | None = None,
     ) -> ValuesToCome:
         """One push in parts, one for each server, under one name. It is applied when this returns.
 
-        ``wanted``: shards whose values it is to bring, by server; ``places``: where to, see `start_reading`; None: such
-        a push is rare.
+        ``specs``: variables whose values it is to bring; ``into``: where to, see `start_reading`; None: such a push is
+        rare, and brings nothing.
         """
+        wanted = shard_keys(specs)
+        places = None if into is None else places_by_server(specs, into)
         values = ValuesToCome(self.servers, "ps.push", wanted, places, _values_of)
-        if parts:
+        # One that steps nothing is asked for values all the same.
+        if servers := parts.keys() | wanted.keys():
             function, index, incarnation = self._sender().next_push()
             pushes = {
-                server: Push(function, index, incarnation, wants=tuple(wanted.get(server, ())), **part)
-                for server, part in parts.items()
+                server: Push(function, index, incarnation, wants=tuple(wanted.get(server, ())), **parts.get(server, {}))
+                for server in servers
             }
             values.ask(pushes, _one_has_applied if phases.is_observed() else None)
             values.wait_until_done()

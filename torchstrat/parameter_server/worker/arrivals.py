@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 
 from torchstrat import _torch_private
 from torchstrat.errors import CommunicationError
+from torchstrat.operands import tensors_in
 from torchstrat.parameter_server.messages import ShardKey
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
@@ -53,7 +54,7 @@ class Arrivals:
         self._settled = settled
         self._lock = threading.RLock()
         self._coming: dict[int, tuple[WatchedParameter, ValuesToCome, Sequence[ShardKey]]] = {}
-        self._is_on = os.environ.get(SWITCH, "").lower() not in ("off", "0", "false", "no")
+        self._is_on = os.environ.get(SWITCH, "").lower() != "off"
         _watch_what_passes_by()
         self._all.add(self)
 
@@ -129,8 +130,8 @@ class ArrivingParameter(WatchedParameter):
         if func in _NEEDS_NO_VALUES:
             with _torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for parameter in _arriving((*args, *kwargs.values())):
-            wait_for(parameter)
+        for tensor in tensors_in((args, kwargs)):
+            wait_for(tensor)
         return func(*args, **kwargs)
 
 
@@ -166,16 +167,6 @@ def worth_waiting_for(modules: Iterable[nn.Module]) -> set[int]:
 
 def _is_large(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and parameter.nbytes >= _LARGE_BYTES
-
-
-def _arriving(values: Any) -> Iterator[ArrivingParameter]:
-    for value in values:
-        if isinstance(value, ArrivingParameter):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _arriving(value)
-        elif isinstance(value, dict):
-            yield from _arriving(value.values())
 
 
 def _methods(*names: str) -> set[Any]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from torchstrat._torch_private import DisableTorchFunction
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
@@ -63,8 +62,7 @@ class Copies:
     def note_modules(self, modules: Iterable[nn.Module]) -> None:
         """Remember where buffers are, since modules may replace the tensor by assignment; and what may arrive late."""
         modules = list(modules)
-        with DisableTorchFunction():
-            large = worth_waiting_for(modules)
+        large = worth_waiting_for(modules)
         self._can_wait = {number for one, number in self._numbers.items() if one in large}
         for module in modules:
             for name, tensor in module._buffers.items():
@@ -93,11 +91,8 @@ class Copies:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def dense(self, numbers: Iterable[int]) -> list[VariableSpec]:
-        """Those of the variables that this worker holds whole; last those that may arrive late, first layers first."""
-        found = [number for number in numbers if number in self._specs and number not in self._by_rows]
-        if not self._can_wait.isdisjoint(found):
-            found.sort(key=lambda number: (number in self._can_wait, number))
-        return [self._specs[number] for number in found]
+        """Those of the variables that this worker holds whole."""
+        return [self._specs[number] for number in numbers if number in self._specs and number not in self._by_rows]
 
     def expire(self) -> None:
         """Whatever is here may be out of date."""
@@ -108,20 +103,26 @@ class Copies:
         """Pull what is not known to be up to date; one call per server."""
         stale = [spec for spec in self.dense(numbers) if spec.number not in self._fresh]
         if stale:
-            self.fill(stale, lambda places: self.access.start_reading(stale, places))
+            self.fill(stale, self.access.start_reading)
 
-    def fill(self, specs: Sequence[VariableSpec], ask: Callable[[list[torch.Tensor]], ValuesToCome]) -> None:
+    def fill(
+        self,
+        specs: Sequence[VariableSpec],
+        ask: Callable[[Sequence[VariableSpec], Sequence[torch.Tensor]], ValuesToCome],
+    ) -> None:
         """Bring the values of these variables, by one call of each server. Some may arrive late: see `arrivals`.
 
-        ``ask(places)`` asks for them. ``places``: where the servers may write them, whole and on the CPU: the
-        parameters themselves, or something that is then stored. If this raises, a server that is slow, or was stopped,
-        may write there at any later time. Then everything moves elsewhere.
+        ``ask(specs, places)`` asks for them, in the order in which they are to come. ``places``: where the servers may
+        write them, whole and on the CPU: the parameters themselves, or something that is then stored. If this raises, a
+        server that is slow, or was stopped, may write there at any later time. Then everything moves elsewhere.
         """
         self._arrivals.settle()
+        if self._can_wait:  # last those that may arrive late, first layers first
+            specs = sorted(specs, key=lambda spec: (spec.number in self._can_wait, spec.number))
         may_be_late = {spec.number for spec in specs if self._may_be_late(spec)}
         try:
             places = [self._landing(spec) for spec in specs]
-            values = ask(places)
+            values = ask(specs, places)
             values.wait_until_done()
             for spec, place in zip(specs, places, strict=True):
                 keys = [(spec.number, shard) for shard in range(len(spec.shards))]

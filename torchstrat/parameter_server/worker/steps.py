@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,7 @@ from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
 from torchstrat.parameter_server.variables.placement import pieces
-from torchstrat.parameter_server.variables.variable_access import (
-    VariableAccess,
-    places_by_server,
-    shard_edits,
-    shard_keys,
-)
+from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.central_step import closure_of, make_stand_in
 
@@ -142,11 +138,7 @@ class RemoteSteps:
         for spec, op, value, _ in self._copies.take_edits(reached):
             for server, edit in shard_edits(spec, op, value, None):
                 parts[server]["edits"] = (*parts[server].get("edits", ()), edit)
-        dense = self._copies.dense(reached)
-        wanted = shard_keys(dense)
-        for server in wanted:
-            parts.setdefault(server, {})  # one that steps nothing is asked for values all the same
-        self._copies.fill(dense, lambda places: self._access.send_push(parts, wanted, places_by_server(dense, places)))
+        self._copies.fill(self._copies.dense(reached), partial(self._access.send_push, parts))
         self.stepped = True
 
 
