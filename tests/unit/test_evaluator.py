@@ -28,7 +28,7 @@ from torchstrat.evaluation import journal as journal_module
 from torchstrat.evaluation.request import FinishRequest
 
 ROWS = 21
-INPUTS = torch.arange(ROWS * 3, dtype=torch.float32).reshape(ROWS, 3) / 7
+INPUTS = torch.arange(ROWS * 3, dtype=torch.float32).reshape(ROWS, 3) / 8  # exact in float32, in any order
 TARGETS = INPUTS.sum(1, keepdim=True)
 LOADER = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=8)
 
