@@ -185,14 +185,14 @@ def test_another_word_is_an_error() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
-    """The environment of each task that a `LocalCluster` starts, instead of its process."""
+    """The environment of each task that a `LocalCluster` starts, and of what it forks them from, instead of those."""
     environments: dict[str, dict[str, str]] = {}
 
     class Noted:
         alive = False
 
-        def __init__(self, name: str, _command: Any, environment: dict[str, str], *_others: Any) -> None:
-            environments[name] = environment
+        def __init__(self, name: str, starter: Any, *_others: Any) -> None:
+            environments[name] = starter._environment
 
         def request_stop(self) -> None: ...
 
@@ -202,8 +202,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     class Idle:
         def close(self) -> None: ...
 
+    class NotedForkServer(Idle):
+        def __init__(self, environment: dict[str, str], _reaper: Any) -> None:
+            environments["fork server"] = environment
+
+        def start_no_more(self) -> None: ...
+
     monkeypatch.setattr(local_cluster, "SupervisedProcess", Noted)
     monkeypatch.setattr(local_cluster, "Reaper", Idle)
+    monkeypatch.setattr(local_cluster, "ForkServer", NotedForkServer)
+    monkeypatch.setattr(local_cluster, "why_not", lambda: None)
     monkeypatch.setattr(local_cluster, "glibc_version", lambda: NEW)
     for name in (*VARIABLES, "TORCHSTRAT_KEEP_PAGES"):
         monkeypatch.delenv(name, raising=False)
@@ -218,6 +226,7 @@ def test_workers_and_servers_start_with_these_variables_and_this_process_goes_wi
     with LocalCluster(workers=1, ps=1):
         assert of_malloc(dict(os.environ)) == {}
     assert {name: of_malloc(environment) for name, environment in started.items()} == {
+        "fork server": {**VARIABLES, "TORCHSTRAT_KEEP_PAGES": "1"},
         "ps 0": {**VARIABLES, "TORCHSTRAT_KEEP_PAGES": "1"},
         "worker 0": {**VARIABLES, "TORCHSTRAT_KEEP_PAGES": "1"},
     }

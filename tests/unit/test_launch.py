@@ -21,7 +21,7 @@ from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
 from torchstrat.launch.output import Console, PrefixedOutput
 from torchstrat.launch.restarts import Restarts
-from torchstrat.launch.supervised import SupervisedProcess, describe_end, ordinal
+from torchstrat.launch.supervised import Program, SupervisedProcess, describe_end, ordinal
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
@@ -56,6 +56,8 @@ def test_options(script: str) -> None:
     assert options.keep_pages is None
     assert parse([*words, "--no-keep-pages", script], "launch").keep_pages is False
     assert parse([*words, "--keep-pages", script], "launch").keep_pages is True
+    assert options.start_method is None
+    assert parse([*words, "--start-method", "spawn", script], "launch").start_method == "spawn"
 
 
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ class LateReaper:
 def test_signals_for_a_process_whose_status_somebody_else_has_collected(knows: bool) -> None:
     reaper: Any = LateReaper()
     supervised = SupervisedProcess(
-        "worker 0", [sys.executable, "-c", ""], dict(os.environ), RestartPolicy(limit=0), reaper, Console()
+        "worker 0", Program([sys.executable, "-c", ""], os.environ, reaper), RestartPolicy(limit=0), Console()
     )
     process = supervised.process()
     assert process.wait(60) == 0  # its number may be another process's by now
@@ -248,6 +250,8 @@ def _pipe() -> tuple[io.FileIO, io.FileIO]:
         ({"workers": True}, "workers=True"),
         ({"workers": "2"}, "workers='2'"),
         ({"env": {"A": 1}}, "'A': 1"),
+        ({"start_method": "fork"}, "start_method='fork' is neither"),
+        ({"start_method": "forkserver", "server_command": ("serve",)}, r"not possible: server_command is \('serve',\)"),
     ],
 )
 def test_a_cluster_needs_workers_servers_and_strings(arguments: dict[str, object], message: str) -> None:

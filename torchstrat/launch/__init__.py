@@ -7,6 +7,7 @@
     local_cluster.py  the servers and workers of one cluster
     evaluator.py      the evaluator beside it
     supervised.py     one of them: started, watched, started again
+    fork_server.py    how workers and servers start in milliseconds; _fork_server.py is what they are forked from
     restarts.py       when it is started again: pure
     ports.py          addresses that stay the cluster's over restarts
     output.py         lines with the name of the task before them

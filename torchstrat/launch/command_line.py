@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchstrat.launch.fork_server import START_METHODS, StartMethod
+
 USAGE_ERROR = 2
 """The exit status for a command line that cannot be carried out, as argparse has it."""
 
@@ -30,7 +32,8 @@ class LaunchOptions:
     restart_ps: bool
     grace_seconds: float
     keep_pages: bool | None = None
-    """See `LocalCluster`."""
+    start_method: StartMethod | None = None
+    """These two: see `LocalCluster`."""
     evaluator: bool = False
     evaluator_seconds: float = 120.0
     """What the evaluator has for the checkpoints that are left when the coordinator has ended."""
@@ -56,6 +59,7 @@ def parse(arguments: Sequence[str], program: str) -> LaunchOptions:
         restart_ps=parsed.restart_ps,
         grace_seconds=parsed.grace_seconds,
         keep_pages=parsed.keep_pages,
+        start_method=parsed.start_method,
         evaluator=parsed.evaluator,
         evaluator_seconds=parsed.evaluator_seconds,
     )
@@ -135,6 +139,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default=None,
         help="workers and servers keep the pages of memory that they have freed: steps are faster, their resident size "
         "stays at its peak (TORCHSTRAT_KEEP_PAGES; they do)",
+    )
+    parser.add_argument(
+        "--start-method",
+        choices=START_METHODS,
+        default=None,
+        help="forkserver: workers and servers are forks of one process, which start in milliseconds; spawn: each is a "
+        "program of its own (forkserver, where it can be)",
     )
     parser.add_argument(
         "--evaluator",

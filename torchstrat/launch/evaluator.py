@@ -13,7 +13,7 @@ from torchstrat.cluster_spec import EVALUATOR
 from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy
-from torchstrat.launch.supervised import SupervisedProcess
+from torchstrat.launch.supervised import Program, SupervisedProcess
 from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from torchstrat.parameter_server.tasks import Task
 
@@ -51,7 +51,11 @@ class EvaluatorProcess:
     def __enter__(self) -> EvaluatorProcess:
         self._reaper = Reaper()
         self._process = SupervisedProcess(
-            str(_TASK), self._command, self._environment, self._policy, self._reaper, self._console, done_status=_DONE
+            str(_TASK),
+            Program(self._command, self._environment, self._reaper),
+            self._policy,
+            self._console,
+            done_status=_DONE,
         )
         return self
 

@@ -55,6 +55,7 @@ def launch(options: LaunchOptions, server_command: Sequence[str] = SERVER_COMMAN
         env=options.env,
         restart={WORKER: policy, PARAMETER_SERVER: policy if options.restart_ps else RestartPolicy(0)},
         server_command=server_command,
+        start_method=options.start_method,
         grace_seconds=options.grace_seconds,
         keep_pages=options.keep_pages,
     )

@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from torchstrat.cluster_resolver import SimpleClusterResolver
 from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
 from torchstrat.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version, is_wanted
+from torchstrat.launch.fork_server import (
+    START_METHODS,
+    ForkedProcess,
+    ForkRefusedError,
+    ForkServer,
+    StartMethod,
+    why_not,
+)
 from torchstrat.launch.output import Console
 from torchstrat.launch.ports import ReservedPort, is_listening
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy
-from torchstrat.launch.supervised import SupervisedProcess
+from torchstrat.launch.supervised import Process, Program, Starter, SupervisedProcess
 from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.parameter_server.tasks import Task
 
@@ -49,6 +56,11 @@ class LocalCluster:
             TORCH_CPP_LOG_LEVEL is ERROR, since RPC warns of every connection that ends.
         restart: Whether, or when, processes that ended are started again: one answer for all, or one per job.
         server_command: The program of workers and servers. ``--cluster JSON --job ps --index 0`` follows it.
+        start_method: ``"forkserver"``: workers and servers are forks of one process that has imported PyTorch and
+            torchstrat, so that one which was killed is back in a fraction of a second, and all share the memory of what
+            was imported. ``"spawn"``: each is a program of its own. None: the first, where there can be one (Linux 5.3,
+            the usual ``server_command``, an OMP_NUM_THREADS that starts no threads at import). Libraries read their
+            variables when the first process starts, those that a worker imports itself when it does.
         grace_seconds: From SIGTERM to SIGKILL, at the end.
         keep_pages: Whether workers and servers keep the pages of memory that they have freed, which spares them the
             page faults of every step's gradients; their resident size then stays at its peak. They are started with
@@ -56,7 +68,8 @@ class LocalCluster:
             ``TORCHSTRAT_KEEP_PAGES`` (0 or 1) says, else they do.
 
     Raises:
-        InvalidArgumentError: there would be no worker or no server, or a variable is no string.
+        InvalidArgumentError: there would be no worker or no server, a variable is no string, or the method does not
+            exist, or not here.
     """
 
     def __init__(
@@ -67,6 +80,7 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         restart: bool | RestartPolicy | Mapping[str, RestartPolicy] = True,
         server_command: Sequence[str] = SERVER_COMMAND,
+        start_method: StartMethod | None = None,
         grace_seconds: float = GRACE_SECONDS,
         keep_pages: bool | None = None,
     ) -> None:
@@ -84,12 +98,14 @@ class LocalCluster:
             restart = dict.fromkeys(self._numbers, restart)
         self._policies = {**dict.fromkeys(self._numbers, RestartPolicy()), **restart}
         self._server_command = tuple(server_command)
+        self._forks_tasks = self._check_start_method(start_method)
         self._grace_seconds = grace_seconds
         self._keep_pages = keep_pages
         self._console = Console()
         self._ports: dict[Task, ReservedPort] = {}
         self._tasks: dict[Task, SupervisedProcess] = {}
         self._reaper: Reaper | None = None
+        self._fork_server: ForkServer | None = None
         self._secret = ""
         self._environment_before: dict[str, str | None] = {}
         self._hurried = threading.Event()
@@ -135,7 +151,7 @@ class LocalCluster:
         tf_config = {"cluster": self.cluster_spec.as_dict(), "task": {"type": job, "index": index}}
         return {"TF_CONFIG": json.dumps(tf_config), SECRET_VARIABLE: self._secret}
 
-    def process(self, job: str, index: int) -> subprocess.Popen[bytes]:
+    def process(self, job: str, index: int) -> Process:
         """A task's process: the one that runs, or the last one that did. For its ``pid``; use `kill` to end it."""
         return self._task(job, index).process()
 
@@ -159,6 +175,8 @@ class LocalCluster:
             ):
                 self._ports[task] = ReservedPort()
             self._set_environment()
+            if self._forks_tasks:
+                self._fork_server = ForkServer(self._environment(), self._reaper)
             for task in self._ports:
                 if task.job != CHIEF:
                     self._start(task)
@@ -169,12 +187,16 @@ class LocalCluster:
     def stop(self) -> None:
         """End all processes: SIGTERM, then SIGKILL for those that are still there. May be called again."""
         try:
+            if self._fork_server is not None:
+                self._fork_server.start_no_more()
             self._let_them_end()
         except BaseException:  # Ctrl-C: once more, and faster
             self._hurried.set()
             raise
         finally:
             self._kill_the_rest()
+            if self._fork_server is not None:
+                self._fork_server.close()
             if self._reaper is not None:
                 self._reaper.close()
                 self._reaper = None
@@ -200,7 +222,7 @@ class LocalCluster:
             supervised.wait_for_end(pid, _LAST_SECONDS)
         return pid
 
-    def restart(self, job: str, index: int) -> subprocess.Popen[bytes]:
+    def restart(self, job: str, index: int) -> Process:
         """Start a task's process again, now: kills the one that runs. Returns the new one."""
         return self._task(job, index).restart()
 
@@ -218,9 +240,7 @@ class LocalCluster:
         self._start(task)
         return task.index
 
-    def wait_until_restarted(
-        self, job: str, index: int, pid: int, timeout_seconds: float = 30.0
-    ) -> subprocess.Popen[bytes]:
+    def wait_until_restarted(self, job: str, index: int, pid: int, timeout_seconds: float = 30.0) -> Process:
         """Wait until a task has another process than the one with this pid, and return it.
 
         Raises:
@@ -256,7 +276,16 @@ class LocalCluster:
     def _start(self, task: Task) -> None:
         assert self._reaper is not None
         cluster = json.dumps(self.cluster_spec.as_dict())
-        command = [*self._server_command, "--cluster", cluster, "--job", task.job, "--index", str(task.index)]
+        arguments = ["--cluster", cluster, "--job", task.job, "--index", str(task.index)]
+        environment = {**self._environment(), **self.environment_of(task.job, task.index)}
+        program = Program([*self._server_command, *arguments], environment, self._reaper)
+        starter: Starter = program
+        if self._fork_server is not None:
+            starter = _Fork(str(task), arguments, environment, self._fork_server, program, self._console)
+        self._tasks[task] = SupervisedProcess(str(task), starter, self._policies[task.job], self._console)
+
+    def _environment(self) -> dict[str, str]:
+        """Of all workers and servers, but for what says who they are."""
         environment = {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -265,11 +294,20 @@ class LocalCluster:
             **os.environ,
             **self._env,
             KEEP_PAGES_VARIABLE: "1" if self._keep_pages else "0",
-            **self.environment_of(task.job, task.index),
         }
         environment.pop(SECRET_FILE_VARIABLE, None)
-        policy = self._policies[task.job]
-        self._tasks[task] = SupervisedProcess(str(task), command, environment, policy, self._reaper, self._console)
+        return environment
+
+    def _check_start_method(self, method: StartMethod | None) -> bool:
+        """Whether tasks are to be forked."""
+        if method is not None and method not in START_METHODS:
+            raise InvalidArgumentError(f'start_method={method!r} is neither "forkserver" nor "spawn", nor None.')
+        reason = why_not()
+        if self._server_command != SERVER_COMMAND:
+            reason = f"server_command is {self._server_command}, a program of its own"
+        if method == "forkserver" and reason is not None:
+            raise InvalidArgumentError(f'start_method="forkserver" is not possible: {reason}. Use "spawn", or None.')
+        return method != "spawn" and reason is None
 
     def _let_them_end(self) -> None:
         for supervised in self._tasks.values():
@@ -301,6 +339,34 @@ class LocalCluster:
             else:
                 os.environ[name] = value
         self._environment_before = {}
+
+
+class _Fork:
+    """A task's processes as forks; as programs, where the fork server says that it cannot."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        server: ForkServer,
+        program: Program,
+        console: Console,
+    ) -> None:
+        self._name, self._arguments, self._environment = name, arguments, environment
+        self._server, self._program, self._console = server, program, console
+
+    def start(self) -> Process:
+        try:
+            return self._server.start(self._name, self._arguments, self._environment)
+        except ForkRefusedError as error:
+            self._console.report(f"{self._name} is a program of its own and not a fork: {error}")
+            return self._program.start()
+
+    def collect(self, process: Process, *, before_status: Callable[[], None]) -> int:
+        if isinstance(process, ForkedProcess):
+            return self._server.collect(process, before_status=before_status)
+        return self._program.collect(process, before_status=before_status)
 
 
 def _secret_of(environ: Mapping[str, str]) -> str:

@@ -52,7 +52,7 @@ class Reaper:
             **options,
         )
         if own_group:
-            self._tell(f"+{process.pid}\n")
+            self.watch(process.pid)
         return process
 
     def collect(
@@ -68,8 +68,15 @@ class Reaper:
             # Before the status is collected: until then nobody else can be given this number.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            self._tell(f"-{process.pid}\n")
+            self.forget(process.pid)
         return process.wait()
+
+    def watch(self, group: int) -> None:
+        """This group of processes ends with this one, whoever has started it."""
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        self._tell(f"-{group}\n")
 
     def close(self) -> None:
         """Let it go. May be called twice."""

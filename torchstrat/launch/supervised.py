@@ -7,7 +7,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Protocol
 
 from torchstrat.errors import CommunicationTimeoutError, ContextError
 from torchstrat.launch.output import Console, PrefixedOutput
@@ -15,17 +16,60 @@ from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy, Restarts
 
 
+class Process(Protocol):
+    """What `subprocess.Popen` is of a process that was started, and others can be."""
+
+    pid: int
+    returncode: int | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Starter(Protocol):
+    """How the processes of one task are started, each in a group of its own, with its output in pipes. Called on the
+    supervisor's thread, which lives as long as they do."""
+
+    def start(self) -> Process:
+        """Raises OSError where it cannot be, for the moment."""
+
+    def collect(self, process: Process, *, before_status: Callable[[], None]) -> int:
+        """As `Reaper.collect`."""
+
+
+class Program:
+    """A program and its arguments, with the whole environment that it gets."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], reaper: Reaper) -> None:
+        self._command, self._environment, self._reaper = list(command), dict(environment), reaper
+
+    def start(self) -> subprocess.Popen[bytes]:
+        return self._reaper.start(
+            self._command,
+            own_group=True,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def collect(self, process: Process, *, before_status: Callable[[], None]) -> int:
+        assert isinstance(process, subprocess.Popen)
+        return self._reaper.collect(process, own_group=True, before_status=before_status)
+
+
 class SupervisedProcess:
     """A task's processes, one after the other, until `stop` is asked for. Any thread may call.
 
-    A thread of its own starts them all and lives as long as they do, which the reaper requires.
+    A thread of its own starts them all and lives as long as they do.
 
     Args:
         name: Of the task, such as ``worker 1``.
-        command: The program and its arguments.
-        environment: The whole environment of the program.
+        starter: Starts them.
         policy: When it is started again.
-        reaper: Ends it with this process.
         console: Where its output goes, and what happens to it.
         done_status: The exit status by which it says that it has nothing more to do; no other one is started then.
             None: there is no such status.
@@ -34,10 +78,8 @@ class SupervisedProcess:
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        starter: Starter,
         policy: RestartPolicy,
-        reaper: Reaper,
         console: Console,
         *,
         done_status: int | None = None,
@@ -45,11 +87,10 @@ class SupervisedProcess:
         self.name = name
         self._done_status = done_status
         self._is_done = False
-        self._command, self._environment = list(command), dict(environment)
         self._restarts = Restarts(policy)
-        self._reaper, self._console = reaper, console
+        self._starter, self._console = starter, console
         self._changed = threading.Condition()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._runs = False  # and its number is its own: signals are sent while this holds, under the lock
         self._stopping = False
         self._start_asked = False
@@ -69,13 +110,13 @@ class SupervisedProcess:
         """How its last process ended, if no other is going to be started; None otherwise."""
         return self._given_up
 
-    def process(self, timeout_seconds: float = 30.0) -> subprocess.Popen[bytes]:
+    def process(self, timeout_seconds: float = 30.0) -> Process:
         """The process that runs, or the last one that did; waits for the first."""
         self.wait_for_another(None, timeout_seconds)
         assert self._process is not None
         return self._process
 
-    def wait_for_another(self, pid: int | None, timeout_seconds: float) -> subprocess.Popen[bytes]:
+    def wait_for_another(self, pid: int | None, timeout_seconds: float) -> Process:
         """Wait until the task has had a process after the one with this number (None: any), and return it.
 
         Raises:
@@ -110,7 +151,7 @@ class SupervisedProcess:
                 lambda: not self._runs or self._process is None or self._process.pid != pid, timeout_seconds
             )
 
-    def restart(self, timeout_seconds: float = 30.0) -> subprocess.Popen[bytes]:
+    def restart(self, timeout_seconds: float = 30.0) -> Process:
         """Kill its process, if there is one, and start another at once, whatever the policy says; return that."""
         with self._changed:
             if self._stopping:
@@ -146,14 +187,7 @@ class SupervisedProcess:
     def _run(self) -> str:
         """One process, from start to end; returns how it ended."""
         try:
-            process = self._reaper.start(
-                self._command,
-                own_group=True,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+            process = self._starter.start()
         except OSError as error:  # no more processes, memory or descriptors; there may be some again later
             return f"could not be started ({error})"
         assert process.stdout is not None
@@ -165,7 +199,7 @@ class SupervisedProcess:
             late = self._stopping
         if late:  # it was asked for while this one was being started
             self.send_signal(signal.SIGTERM)
-        status = self._reaper.collect(process, own_group=True, before_status=self._ended)
+        status = self._starter.collect(process, before_status=self._ended)
         output.finish()
         self._is_done = status == self._done_status
         return f"(pid {process.pid}) {describe_end(status)}"

@@ -1,0 +1,241 @@
+"""Workers and servers that start in milliseconds: forks of a process that has imported PyTorch and torchstrat.
+
+On Linux only: elsewhere a process with that many libraries in it cannot be forked safely, nor can its end be seen by
+one that is not its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, Literal, get_args
+
+from torchstrat.launch.reaper import Reaper
+
+StartMethod = Literal["forkserver", "spawn"]
+"""What Python's multiprocessing calls the ways to start a process."""
+
+START_METHODS: tuple[StartMethod, ...] = get_args(StartMethod)
+
+LENGTH = struct.Struct("!I")
+"""Before each message to the fork server and from it, which is JSON."""
+
+UNKNOWN_STATUS = 255
+"""Of a fork that ended after its fork server: nobody was told how."""
+
+_PROGRAM = (sys.executable, "-m", "torchstrat.launch._fork_server")
+
+
+class ForkRefusedError(Exception):
+    """The fork server has something in it that a fork would not survive; the message says what."""
+
+
+def why_not() -> str | None:
+    """Why there can be no fork server on this machine; None if there can."""
+    if sys.platform != "linux":
+        return f"it needs Linux, and this is {sys.platform}"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"it needs Linux 5.3: {error}"
+    return None
+
+
+class ForkedProcess:
+    """As `subprocess.Popen` of a process that somebody else waits for."""
+
+    def __init__(self, pid: int, server: _Server, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb")
+        self.stderr: IO[bytes] | None = os.fdopen(stderr, "rb")
+        self.server = server
+        self._is_collected = threading.Event()
+        self._descriptor = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended and its supervisor has seen it."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended in time.
+        """
+        if not self._is_collected.wait(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def wait_until_ended(self) -> None:
+        """Its number stays taken."""
+        ended = select.poll()
+        ended.register(self._descriptor, select.POLLIN)
+        ended.poll()
+
+    def end_with(self, status: int) -> None:
+        """Told by who collected its status; once."""
+        self.returncode = status
+        os.close(self._descriptor)
+        self._is_collected.set()
+
+
+class ForkServer:
+    """Starts processes of one environment, on any thread. One that was killed is started anew; its forks go on.
+
+    Args:
+        environment: The whole environment of the fork server, read by the libraries that it imports. Each fork is given
+            its own on top of that.
+        reaper: Ends everything with this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str], reaper: Reaper) -> None:
+        self._environment, self._reaper = dict(environment), reaper
+        self._lock = threading.Lock()
+        self._servers = [_Server(self._environment, reaper)]
+        self._is_closing = False
+
+    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
+        """``python -m torchstrat.server ARGUMENTS…``, with its output in pipes, in a group of its own. The first one
+        waits for the imports.
+
+        Raises:
+            OSError: it could not be started, or nothing is to be started any more.
+            ForkRefusedError: not in this way.
+        """
+        with self._lock:
+            if self._is_closing:
+                raise OSError("the cluster is being stopped")
+            if self._servers[-1].has_ended:
+                self._servers.append(_Server(self._environment, self._reaper))
+            server = self._servers[-1]
+        return server.fork(name, arguments, environment)
+
+    def collect(self, process: ForkedProcess, *, before_status: Callable[[], None]) -> int:
+        """As `Reaper.collect`."""
+        process.wait_until_ended()
+        before_status()
+        status = process.server.collect(process.pid)
+        process.end_with(status)
+        return status
+
+    def start_no_more(self) -> None:
+        """Who waits for the imports does so no longer."""
+        with self._lock:
+            self._is_closing = True
+            if not self._servers[-1].has_forked:
+                self._servers[-1].kill()
+
+    def close(self) -> None:
+        """After the forks have ended; those that have not are killed."""
+        self.start_no_more()
+        for server in self._servers:
+            server.close()
+
+
+class _Server:
+    """One process."""
+
+    def __init__(self, environment: Mapping[str, str], reaper: Reaper) -> None:
+        self._reaper = reaper
+        self._environment = environment
+        self._lock = threading.Lock()
+        """One question at a time."""
+        self._connection, theirs = socket.socketpair()
+        life, self._life = os.pipe()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_started = threading.Event()
+        self._is_closed = False
+        self.has_ended = False
+        self.has_forked = False
+        # A thread of its own, since it dies with the thread that started it.
+        self._thread = threading.Thread(target=self._live, args=(theirs, life), name="fork server", daemon=True)
+        self._thread.start()
+        self._is_started.wait()
+
+    def fork(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
+        request = {"name": name, "arguments": list(arguments), "environment": dict(environment)}
+        (out, out_writer), (err, err_writer) = os.pipe(), os.pipe()
+        try:
+            answer = self._ask(request, [out_writer, err_writer])
+            if "refused" in answer:
+                raise ForkRefusedError(answer["refused"])
+            self.has_forked = True
+            self._reaper.watch(answer["pid"])
+            return ForkedProcess(answer["pid"], self, out, err)
+        except BaseException:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            os.close(out_writer)
+            os.close(err_writer)
+
+    def collect(self, pid: int) -> int:
+        try:
+            status: int = self._ask({"collect": pid})["status"]
+        except OSError:  # the kernel has given it to another parent, which has collected it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            status = UNKNOWN_STATUS
+        self._reaper.forget(pid)
+        return status
+
+    def kill(self) -> None:
+        if self._process is not None and not self.has_ended:
+            self._process.kill()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.kill()
+            self._thread.join()
+            self._connection.close()
+            os.close(self._life)
+
+    def _live(self, theirs: socket.socket, life: int) -> None:
+        try:
+            with theirs:
+                self._process = self._reaper.start(
+                    [*_PROGRAM, str(theirs.fileno()), str(life)],
+                    own_group=True,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), life),
+                )
+        except OSError:  # no more processes or memory; there may be some again later
+            self.has_ended = True
+            return
+        finally:
+            os.close(life)
+            self._is_started.set()
+        self._reaper.collect(self._process, own_group=True, before_status=self._ended)
+
+    def _ended(self) -> None:
+        self.has_ended = True
+
+    def _ask(self, question: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        body = json.dumps(question).encode()
+        with self._lock:
+            socket.send_fds(self._connection, [LENGTH.pack(len(body))], list(descriptors))
+            self._connection.sendall(body)
+            (length,) = LENGTH.unpack(self._received(LENGTH.size))
+            answer: dict[str, Any] = json.loads(self._received(length))
+            return answer
+
+    def _received(self, length: int) -> bytes:
+        data = self._connection.recv(length, socket.MSG_WAITALL)
+        if len(data) < length:
+            raise ConnectionError("the process that forks workers and servers has ended")
+        return data
