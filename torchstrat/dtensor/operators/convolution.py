@@ -145,13 +145,12 @@ def average_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> torch.Tensor:
-    local, rest = _pooled(call, input, kernel_size, stride, padding, ceil_mode, 0.0)
-    sizes, steps = _windows(call, kernel_size, stride)
-    padded = any(side for sides in _padding(call, padding, sizes_of(sizes, steps)) for side in sides)
-    if padded and not count_include_pad:
+    windows = _Windows(call, kernel_size, stride, padding)
+    local, rest = _pooled(call, input, windows, ceil_mode, 0.0)
+    if any(side for sides in windows.sides for side in sides) and not count_include_pad:
         raise call.refused("with padding and count_include_pad=False")
     options = {} if call.name == "avg_pool1d" else {"divisor_override": divisor_override}
-    pooled = call.function(local, sizes, steps, [left for left, _ in rest], **options)
+    pooled = call.function(local, windows.sizes, windows.steps, rest, **options)
     return call.leave(pooled, call.cut(input))
 
 
@@ -170,31 +169,33 @@ def max_pool(
         raise call.refused("with return_indices")
     if _each(dilation, 1) != [1] * len(_each(dilation, 1)):
         raise call.refused("with dilation")
-    local, rest = _pooled(call, input, kernel_size, stride, padding, ceil_mode, -math.inf)
-    sizes, steps = _windows(call, kernel_size, stride)
-    pooled = getattr(torch, call.name)(local, sizes, steps, [left for left, _ in rest])
+    windows = _Windows(call, kernel_size, stride, padding)
+    local, rest = _pooled(call, input, windows, ceil_mode, -math.inf)
+    pooled = getattr(torch, call.name)(local, windows.sizes, windows.steps, rest)
     return call.leave(pooled, call.cut(input))
 
 
-def _windows(call: Call, kernel_size: Any, stride: Any) -> tuple[list[int], list[int]]:
-    spatial = int(call.name[-2])
-    sizes = _each(kernel_size, spatial)
-    return sizes, sizes if stride is None or stride == [] else _each(stride, spatial)
+class _Windows:
+    """Of a pooling: size, stride and padding in each spatial dimension."""
 
-
-def sizes_of(sizes: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(sizes, steps, strict=True))
+    def __init__(self, call: Call, kernel_size: Any, stride: Any, padding: Any) -> None:
+        spatial = int(call.name[-2])
+        self.sizes = _each(kernel_size, spatial)
+        self.steps = self.sizes if stride is None or stride == [] else _each(stride, spatial)
+        self.sides = _padding(call, padding, list(zip(self.sizes, self.steps, strict=True)))
 
 
 def _pooled(
-    call: Call, input: torch.Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, fill: float
-) -> tuple[torch.Tensor, list[Sides]]:
+    call: Call, input: torch.Tensor, windows: _Windows, ceil_mode: bool, fill: float
+) -> tuple[torch.Tensor, list[int]]:
+    """The band with what its windows need of others, and the padding that is left to do, the same on both sides."""
     if ceil_mode:
         raise call.refused("with ceil_mode")
-    sizes, steps = _windows(call, kernel_size, stride)
-    sides = _padding(call, padding, sizes_of(sizes, steps))
-    windows = list(zip(sizes, steps, sides, strict=True))
-    return with_neighbours(call, call.open(input), shape_of(input), lambda dim: call.axes_of(input, dim), windows, fill)
+    of_each = list(zip(windows.sizes, windows.steps, windows.sides, strict=True))
+    local, rest = with_neighbours(
+        call, call.open(input), shape_of(input), lambda dim: call.axes_of(input, dim), of_each, fill
+    )
+    return local, [left for left, _ in rest]
 
 
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
