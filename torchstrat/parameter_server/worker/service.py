@@ -294,7 +294,7 @@ class _Session:
             code.function, code.captured = unpack(code.packed, self._world), self._captured(code.packed.tokens)
             code.is_loaded = True
         if isinstance(arguments, bytes):
-            (args, kwargs), captured = self._world.unpickle(arguments, (), 0, "args"), code.captured
+            (args, kwargs), captured = self._world.unpickle_plain(arguments, "args"), code.captured
         else:
             blob, tensors, buffers, tokens = arguments
             args, kwargs = self._world.unpickle(blob, tensors, buffers, "args")
