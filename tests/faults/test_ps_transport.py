@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.ps_nodes import PATIENCE_SECONDS, SECRET, Node, Nodes, fork_server, wait_until
+from tests.ps_nodes import PATIENCE_SECONDS, SECRET, Node, Nodes, wait_until
 from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
@@ -28,12 +28,6 @@ NOTICE_SECONDS = 2.0
 """A death takes 20 to 80 ms to be seen; the rest is for a busy machine."""
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    with fork_server():
-        yield
-
-
 @pytest.fixture(params=[False, True], ids=["rpc", "memory"])
 def same_host(request: pytest.FixtureRequest) -> bool:
     """How calls travel."""
@@ -41,7 +35,7 @@ def same_host(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def nodes(forks: None, same_host: bool) -> Iterator[Nodes]:
+def nodes(same_host: bool) -> Iterator[Nodes]:
     nodes = Nodes(same_host=same_host)
     yield nodes
     nodes.end()
@@ -291,6 +285,19 @@ def test_removing_a_living_peer_closes_the_connection(me: RpcEndpoint, nodes: No
         me.call(node.peer, "echo", torch.ones(ELEMENTS)).result(PATIENCE_SECONDS)
         me.remove_peer(node.peer)
         assert node.run(_echo_of_itself) == 1
+    wait_until(lambda: resources().connections == before, "the connections to removed peers are closed")
+
+
+def test_who_is_removed_while_he_is_connected_to_is_let_go_as_well(me: RpcEndpoint, nodes: Nodes) -> None:
+    before = resources().connections
+    links = []
+    for index in range(5):
+        node = nodes.start("worker", index)
+        meet(me, node)
+        links.append(me._links[node.peer.incarnation])
+        me.watch(node.peer, print)
+        me.remove_peer(node.peer)
+    wait_until(lambda: not any(link.is_held for link in links), "the connections to removed peers were closed")
     wait_until(lambda: resources().connections == before, "the connections to removed peers are closed")
 
 

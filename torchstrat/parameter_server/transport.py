@@ -108,6 +108,7 @@ _SELF_TEST_SECONDS = 30.0
 _INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
 _LARGEST_ID = 2**15 - 1
 _SHUTDOWN_SECONDS = 2.0
+_LOOK_AGAIN_SECONDS, _LOOK_SELDOM_SECONDS = 0.05, 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -360,9 +361,10 @@ class RpcEndpoint:
         with self._lock:
             if link.has_lifeline:
                 return
-            link.has_lifeline = True
+            link.has_lifeline = link.is_held = True
 
         def ended(answer: Callable[[], Any]) -> None:
+            link.is_held = False
             try:
                 answer()
             except PeerUnavailableError:
@@ -396,11 +398,16 @@ class RpcEndpoint:
 
         self._send(link, _PING, Packed(b""), _NEVER, answered)
 
-    def _disconnect(self, link: _Link) -> None:
+    def _disconnect(self, link: _Link, again_after: float = _LOOK_AGAIN_SECONDS) -> None:
         # Nothing in RPC closes a connection to a peer that lives. One that broke is closed already, and another process
-        # may have its address by now.
-        if link.has_lifeline and link.broken is None:
-            shut_down_connections(link.peer.url)
+        # may have its address by now. One that RPC is about to make cannot be seen yet: hence again, until its end.
+        if not link.has_lifeline or link.broken is not None or self._closed:
+            return
+        shut_down_connections(link.peer.url)
+        if link.is_held:
+            again = threading.Timer(again_after, self._disconnect, (link, min(2 * again_after, _LOOK_SELDOM_SECONDS)))
+            again.daemon = True
+            again.start()
 
     # Receiving. RPC's threads call these, and none of them raises: what they raise would be told to the sender.
 
@@ -444,11 +451,12 @@ _PONG = pack_result(None)
 
 @dataclass
 class _Link:
-    """A peer that can be called. ``broken``: why it cannot be any more."""
+    """A peer that can be called. ``broken``: why it cannot be any more; ``is_held``: its lifeline has not ended."""
 
     peer: Peer
     worker: WorkerInfo
     has_lifeline: bool = False
+    is_held: bool = False
     is_asked: bool = False
     removed: bool = False
     broken: str | None = None
