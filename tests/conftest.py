@@ -137,8 +137,9 @@ def child_processes() -> dict[int, str]:
         except OSError:  # it ended in between
             continue
         state, parent = stat.rpartition(")")[2].split()[:2]
-        # One tracker per process, started by multiprocessing at first use and kept on purpose.
-        if int(parent) == os.getpid() and state != "Z" and "resource_tracker" not in command:
+        # One tracker and one fork server per process, started by multiprocessing at first use and kept on purpose.
+        is_kept = "resource_tracker" in command or "multiprocessing.forkserver" in command
+        if int(parent) == os.getpid() and state != "Z" and not is_kept:
             children[int(folder.name)] = command
     return children
 

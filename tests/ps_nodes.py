@@ -7,15 +7,12 @@ seconds; PyTorch's RPC starts in the fork, as it would in any process.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import torch
 from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.testing._process import forking
 
 SECRET = b"the secret of the clusters in these tests"
 PATIENCE_SECONDS = 60.0
@@ -138,7 +136,7 @@ class Node:
     """One process with an endpoint that answers `Handlers`, seen from outside."""
 
     def __init__(self, task: Task, *, secret: bytes = SECRET, **options: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = forking()
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_live, args=(theirs, task, secret, options))
         self._ended = False
@@ -215,14 +213,6 @@ class Nodes:
     def end(self) -> None:
         for node in self._nodes:
             node.end()
-
-
-@contextmanager
-def fork_server() -> Iterator[None]:
-    multiprocessing.set_forkserver_preload(["torchstrat.parameter_server.transport"])
-    forkserver.ensure_running()
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _live(connection: Connection[Any, Any], task: Task, secret: bytes, options: Mapping[str, Any]) -> None:

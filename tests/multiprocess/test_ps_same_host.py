@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ps_nodes import PATIENCE_SECONDS, SECRET, Node, Nodes, fork_server, wait_until
+from tests.ps_nodes import PATIENCE_SECONDS, SECRET, Node, Nodes, wait_until
 from torchstrat.collectives.shared_memory.segment import NoRoomError, Segment
 from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
 from torchstrat.parameter_server.same_host.greeting import name_of
@@ -22,20 +21,15 @@ from torchstrat.parameter_server.same_host.message import DTYPES
 from torchstrat.parameter_server.same_host.neighbours import SWITCH
 from torchstrat.parameter_server.tasks import Task
 from torchstrat.parameter_server.transport import RpcEndpoint
+from torchstrat.testing._process import forking
 
 SUM = 4 * 2**20 // 4  # elements that `Handlers` adds up
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name is Linux's")
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    with fork_server():
-        yield
-
-
 @pytest.fixture
-def nodes(forks: None) -> Iterator[Nodes]:
+def nodes() -> Iterator[Nodes]:
     nodes = Nodes()
     yield nodes
     nodes.end()
@@ -245,7 +239,7 @@ class RpcOutsider:
     """A process that knows another secret; in a process of its own, for there is one endpoint in each."""
 
     def __init__(self, other: Node) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = forking()
         mine, theirs = context.Pipe()
         process = context.Process(target=_meet_as_outsider, args=(theirs, other.peer))
         process.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import queue
@@ -16,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ps_nodes import PATIENCE_SECONDS, Node, Nodes, fork_server, wait_until
+from tests.ps_nodes import PATIENCE_SECONDS, Node, Nodes, wait_until
 from torchstrat.errors import AuthenticationError, PeerUnavailableError
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
 from torchstrat.parameter_server.wire import sockets
 from torchstrat.parameter_server.wire.sealing import Kind, Sealer
+from torchstrat.testing._process import forking
 
 MESSAGES = 10_000
 REPLAYED = 1_000
@@ -38,14 +38,8 @@ class Canary:
         return Path.touch, (Path(self._path),)
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    with fork_server():
-        yield
-
-
 @pytest.fixture
-def nodes(forks: None) -> Iterator[Nodes]:
+def nodes() -> Iterator[Nodes]:
     nodes = Nodes(same_host=False)  # what is said here is said of RPC
     yield nodes
     nodes.end()
@@ -63,7 +57,7 @@ def worker(nodes: Nodes) -> Node:
 
 def as_a_stranger(act: Callable[..., Any], *args: Any) -> Any:
     """Run ``act(stock, *args)`` in a process with the RPC that PyTorch ships, and return its result."""
-    context = multiprocessing.get_context("forkserver")
+    context = forking()
     mine, theirs = context.Pipe()
     process = context.Process(target=_be_a_stranger, args=(theirs, act, args))
     process.start()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from tests.ps_nodes import PATIENCE_SECONDS, SECRET, Handlers, Nodes, Telling, fork_server
+from tests.ps_nodes import PATIENCE_SECONDS, SECRET, Handlers, Nodes, Telling
 from torchstrat.errors import (
     CommunicationError,
     FencedError,
@@ -130,14 +130,8 @@ def _remove(endpoint: RpcEndpoint, peer: Peer) -> None:
     endpoint.remove_peer(peer)
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    with fork_server():
-        yield
-
-
 @pytest.fixture(params=[RpcPair, MemoryPair, FakePair])
-def pair(request: pytest.FixtureRequest, forks: None) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = request.param()
     yield made
     made.end()
@@ -409,7 +403,7 @@ def test_times_that_are_none(pair: Pair) -> None:
 
 
 @pytest.fixture
-def nodes(forks: None) -> Iterator[Nodes]:
+def nodes() -> Iterator[Nodes]:
     nodes = Nodes()
     yield nodes
     nodes.end()
@@ -428,7 +422,7 @@ def test_it_listens_on_loopback_unless_told(me: RpcEndpoint) -> None:
     assert me.peer.url.startswith("uv://127.0.0.1:")
 
 
-def test_a_host_that_is_not_here(forks: None) -> None:
+def test_a_host_that_is_not_here() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"host '192\.0\.2\.1' .* is no address of this machine. Use one of .*127\.0\.0\.1"
     ):

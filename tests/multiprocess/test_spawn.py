@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,3 +184,31 @@ def test_processes_may_have_children() -> None:
 def test_zero_processes() -> None:
     with pytest.raises(InvalidArgumentError, match="num_processes=0"):
         Workers(num_processes=0)
+
+
+def how_it_was_started() -> tuple[int, list[int], str]:
+    """Who started it, NumPy's random state, and what it was told."""
+    return os.getppid(), np.random.get_state()[1][:8].tolist(), os.environ["GREETING"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are Linux's")
+def test_forks_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GREETING", "hello")
+    (parent, numbers, greeting), (also, others, _) = spawn(how_it_was_started, num_processes=2)
+    assert parent == also != os.getpid()
+    assert numbers != others
+    assert greeting == "hello"
+    monkeypatch.setenv("GREETING", "good day")  # since the fork server was started
+    ((_, _, greeting),) = spawn(how_it_was_started, num_processes=1)
+    assert greeting == "good day"
+
+
+@pytest.mark.parametrize("chosen", [{"start_method": "spawn"}, {"env": {"GREETING": "hello"}}])
+def test_new_interpreters(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GREETING", "hello")
+    assert spawn(how_it_was_started, num_processes=1, **chosen)[0][0] == os.getpid()
+
+
+def test_a_start_method_that_does_not_exist() -> None:
+    with pytest.raises(InvalidArgumentError, match="start_method='exec'"):
+        Workers(num_processes=1, start_method="exec")  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 
@@ -39,8 +41,9 @@ def stacks_path(folder: Path, rank: int) -> Path:
     return folder / f"stacks-of-rank-{rank}.txt"
 
 
-def serve(connection: Connection[Any, Any], folder: str, rank: int) -> None:
-    """Answer requests until the other end of ``connection`` is closed."""
+def serve(connection: Connection[Any, Any], folder: str, rank: int, environment: Mapping[str, str]) -> None:
+    """Answer requests until the other end of ``connection`` is closed. ``environment``: the whole of this process's."""
+    _be_a_process_of_its_own(environment)
     with stacks_path(Path(folder), rank).open("w") as stacks:
         faulthandler.enable(file=stacks, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -58,6 +61,15 @@ def serve(connection: Connection[Any, Any], folder: str, rank: int) -> None:
                 break  # the parent is gone, or no longer interested
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
+
+
+def _be_a_process_of_its_own(environment: Mapping[str, str]) -> None:
+    """What a fork has of the process that it was forked from."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if (threads := environment["OMP_NUM_THREADS"]).isdecimal():  # it may also be a list, for nested regions
+        torch.set_num_threads(int(threads))
+    np.random.seed()
 
 
 def _answer(request: Request) -> Answer:

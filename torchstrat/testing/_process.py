@@ -6,17 +6,25 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from torchstrat.launch.fork_server import StartMethod
 from torchstrat.testing._child import Answer, Request, serve, stacks_path
 
 EXIT_SECONDS = 5.0  # how long a process that was told to leave may take
 DUMP_SECONDS = 3.0  # how long a process that hangs may take to write its stacks
+
+_PRELOADED = ("torchstrat.testing._child", "torchstrat", "torch._dynamo")
+"""What processes of a group need. The last takes longest; PyTorch imports it for a process's first optimizer."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +41,21 @@ class Failure:
 class Process:
     """One process of a group, seen from outside."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, environment: Mapping[str, str], method: StartMethod) -> None:
+        """``environment``: on top of this process's own."""
         self.rank = rank
         self._stacks = stacks_path(folder, rank)
-        context = multiprocessing.get_context("spawn")
+        context = forking() if method == "forkserver" else multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.handle = context.Process(
-            target=serve, args=(theirs, str(folder), rank), name=f"torchstrat-rank-{rank}", daemon=False
+            target=serve,
+            args=(theirs, str(folder), rank, {**os.environ, **environment}),
+            name=f"torchstrat-rank-{rank}",
+            daemon=False,
         )
-        self.handle.start()
+        # A new interpreter has to start with these: OpenMP counts its threads when torch is loaded.
+        with _environment(environment):
+            self.handle.start()
         theirs.close()  # so that its end is the only one, and its death closes the pipe
 
     @property
@@ -92,6 +106,34 @@ class Process:
             self.handle.kill()
         self.handle.join()
         self.handle.close()
+
+
+def forking() -> ForkServerContext:
+    """For forks of a fork server that is there: one for all groups of this process, kept until it ends. If the program
+    has started one itself, that is used."""
+    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    with _environment({"OMP_NUM_THREADS": "1"}):
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+_environment_lock = threading.Lock()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Add to this process's environment while a child starts: `multiprocessing` cannot give a child its own."""
+    with _environment_lock:
+        saved = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _describe_exit(code: int | None) -> str:

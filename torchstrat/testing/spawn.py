@@ -7,19 +7,21 @@
     with Workers(num_processes=2) as workers:                      # many functions, one group: no start-up between
         losses = workers.run(train_and_return_loss, config)        # a list, by rank
 
-The processes start afresh (``spawn``: no inherited threads, locks or process groups). This process hosts their store
-on a socket it has bound itself, as torchrun's agent does, so no port is ever guessed. Every run has a deadline; what
-is still running then shows the stacks of all its threads and is killed.
+The processes inherit no threads, locks or process groups: on Linux they are forks of a process that has done nothing
+but import PyTorch and torchstrat, which takes milliseconds, elsewhere they are new. This process hosts their store on
+a socket it has bound itself, as torchrun's agent does, so no port is ever guessed. Every run has a deadline; what is
+still running then shows the stacks of all its threads and is killed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
 import socket
+import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +34,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError
+from torchstrat.launch.fork_server import START_METHODS, StartMethod
 from torchstrat.testing._child import Request
 from torchstrat.testing._process import DUMP_SECONDS, EXIT_SECONDS, Failure, Process
 
@@ -64,13 +67,14 @@ def spawn(
     *,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     env: Mapping[str, str] | None = None,
+    start_method: StartMethod | None = None,
 ) -> list[Any]:
     """Run ``function(*args)`` once in each of ``num_processes`` new processes and return the results by rank.
 
     Function, arguments and results travel by pickle; tensors are copied. ``timeout_seconds`` counts from the start
-    of the processes. ``env`` is added to the environment they start with. Blocks; raises `WorkersError`.
+    of the processes. ``env``, ``start_method``: as `Workers`. Blocks; raises `WorkersError`.
     """
-    with Workers(num_processes, timeout_seconds=timeout_seconds, env=env) as workers:
+    with Workers(num_processes, timeout_seconds=timeout_seconds, env=env, start_method=start_method) as workers:
         return workers.run(function, *args)
 
 
@@ -80,6 +84,14 @@ class Workers:
     A context manager: the processes end with the block. Every `run` finds a fresh store under ``MASTER_PORT``, so
     process groups of consecutive runs never meet; but a run has to destroy the one it makes. After a run that failed
     the next one starts new processes: nothing is known about the state of the old ones.
+
+    Args:
+        num_processes: how many, at least 1.
+        timeout_seconds: for a run that does not say otherwise.
+        env: added to the environment that they start with. ``OMP_NUM_THREADS`` is 1 if it is not there.
+        start_method: ``"forkserver"``: forks of a process with Python's own fork server, which all groups of this
+            process share, and which is kept until it ends. ``"spawn"``: each is a new interpreter. None: forks on
+            Linux, unless there is an ``env``, for libraries may read their variables when they are imported.
     """
 
     def __init__(
@@ -88,11 +100,19 @@ class Workers:
         *,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         env: Mapping[str, str] | None = None,
+        start_method: StartMethod | None = None,
     ) -> None:
         if num_processes < 1:
             raise InvalidArgumentError(f"num_processes={num_processes} starts nothing; use 1 or more.")
         self.num_processes = num_processes
         self.timeout_seconds = timeout_seconds
+        possible = [method for method in START_METHODS if method in multiprocessing.get_all_start_methods()]
+        if start_method is not None and start_method not in possible:
+            raise InvalidArgumentError(
+                f"start_method={start_method!r}: give {' or '.join(map(repr, possible))}, or None, which chooses."
+            )
+        forks = sys.platform == "linux" and not env
+        self._method: StartMethod = start_method or ("forkserver" if forks else "spawn")
         self._env = {"OMP_NUM_THREADS": "1", **(env or {})}
         self._processes: list[Process] = []
         self._folder: Path | None = None
@@ -176,9 +196,8 @@ class Workers:
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="torchstrat-workers-"))
         for rank in range(self.num_processes):
-            # The interpreter itself has to start with these: OpenMP counts its threads when torch is loaded.
-            with _environment({**self._env, **self._identity(rank)}):
-                self._processes.append(Process(rank, self._folder))
+            environment = {**self._env, **self._identity(rank)}
+            self._processes.append(Process(rank, self._folder, environment, self._method))
 
     def _kill(self) -> None:
         _end(self._processes)
@@ -230,22 +249,3 @@ def _store() -> Iterator[int]:
         yield port
     finally:
         del store
-
-
-_environment_lock = threading.Lock()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Add to this process's environment while a child starts: `multiprocessing` cannot give a child its own."""
-    with _environment_lock:
-        saved = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in saved.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
