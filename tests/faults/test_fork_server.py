@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -135,6 +136,28 @@ def test_the_fork_server_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
         pids = [cluster.process(*task).pid for task in (("worker", 0), ("worker", 1), ("ps", 0))]
     assert all(map(is_gone, (*servers, *pids)))
     assert re.search(rf"worker 0 \(pid {killed}\) exited with status 255 after .* restarted", capfd.readouterr().err)
+
+
+def test_a_fork_that_cannot_be_watched_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LocalCluster(1, 1, env=QUIET, restart=AT_ONCE) as cluster, coordinator_of(cluster) as coordinator:
+        (before,) = on_each_worker(coordinator, 1).values()
+        failed: list[int] = []
+
+        def fail_once(pid: int) -> int:
+            if not failed:
+                failed.append(pid)
+                raise OSError(errno.EMFILE, "Too many open files")
+            return really(pid)
+
+        really = os.pidfd_open
+        monkeypatch.setattr(os, "pidfd_open", fail_once)
+        cluster.kill("worker", 0)
+        (after,) = on_each_worker(coordinator, 1).values()
+        assert after["pid"] not in (before["pid"], failed[0])
+        assert is_gone(failed[0])
+    assert re.search(r"worker 0 could not be started \(.*Too many open files\)", capfd.readouterr().err)
 
 
 SCRIPT = textwrap.dedent(

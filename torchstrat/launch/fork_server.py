@@ -53,11 +53,11 @@ def why_not() -> str | None:
 class ForkedProcess:
     """As `subprocess.Popen` of a process that somebody else waits for."""
 
-    def __init__(self, pid: int, server: _Server, stdout: int, stderr: int) -> None:
+    def __init__(self, pid: int, server: _Server, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb")
-        self.stderr: IO[bytes] | None = os.fdopen(stderr, "rb")
+        self.stdout: IO[bytes] | None = stdout
+        self.stderr: IO[bytes] | None = stderr
         self.server = server
         self._is_collected = threading.Event()
         self._descriptor = os.pidfd_open(pid)
@@ -166,21 +166,18 @@ class _Server:
 
     def fork(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
         request = {"name": name, "arguments": list(arguments), "environment": dict(environment)}
-        (out, out_writer), (err, err_writer) = os.pipe(), os.pipe()
-        try:
-            answer = self._ask(request, [out_writer, err_writer])
+        with contextlib.ExitStack() as writers, contextlib.ExitStack() as unless_it_works:
+            (stdout, out), (stderr, err) = (_pipe(writers, unless_it_works) for _ in range(2))
+            answer = self._ask(request, [out.fileno(), err.fileno()])
             if "refused" in answer:
                 raise ForkRefusedError(answer["refused"])
             self.has_forked = True
-            self._reaper.watch(answer["pid"])
-            return ForkedProcess(answer["pid"], self, out, err)
-        except BaseException:
-            os.close(out)
-            os.close(err)
-            raise
-        finally:
-            os.close(out_writer)
-            os.close(err_writer)
+            pid: int = answer["pid"]
+            self._reaper.watch(pid)
+            unless_it_works.callback(self._give_up, pid)
+            process = ForkedProcess(pid, self, stdout, stderr)
+            unless_it_works.pop_all()
+            return process
 
     def collect(self, pid: int) -> int:
         try:
@@ -191,6 +188,10 @@ class _Server:
             status = UNKNOWN_STATUS
         self._reaper.forget(pid)
         return status
+
+    def _give_up(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        self.collect(pid)
 
     def kill(self) -> None:
         if self._process is not None and not self.has_ended:
@@ -239,3 +240,9 @@ class _Server:
         if len(data) < length:
             raise ConnectionError("the process that forks workers and servers has ended")
         return data
+
+
+def _pipe(writers: contextlib.ExitStack, readers: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Its two ends, which these close."""
+    reader, writer = os.pipe()
+    return readers.enter_context(os.fdopen(reader, "rb")), writers.enter_context(os.fdopen(writer, "wb"))

@@ -187,8 +187,6 @@ class LocalCluster:
     def stop(self) -> None:
         """End all processes: SIGTERM, then SIGKILL for those that are still there. May be called again."""
         try:
-            if self._fork_server is not None:
-                self._fork_server.start_no_more()
             self._let_them_end()
         except BaseException:  # Ctrl-C: once more, and faster
             self._hurried.set()
@@ -312,6 +310,8 @@ class LocalCluster:
     def _let_them_end(self) -> None:
         for supervised in self._tasks.values():
             supervised.request_stop()
+        if self._fork_server is not None:
+            self._fork_server.start_no_more()
         deadline = time.monotonic() + self._grace_seconds
         for supervised in self._tasks.values():
             while not supervised.join(_POLL_SECONDS) and time.monotonic() < deadline and not self._hurried.is_set():
