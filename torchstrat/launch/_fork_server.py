@@ -30,7 +30,7 @@ from torchstrat import server
 from torchstrat._importing import without_collection
 from torchstrat.launch.fork_server import LENGTH
 
-_IMPORTED_LATER = ("torch._dynamo", "torch.distributed.checkpoint", "torch.optim")
+_IMPORTED_LATER = ("torch._dynamo", "torch.distributed.checkpoint")
 """What workers and servers need before long, and PyTorch imports when it is needed."""
 
 _PR_SET_NAME = 15  # <linux/prctl.h>

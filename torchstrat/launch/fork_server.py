@@ -43,6 +43,8 @@ def why_not() -> str | None:
     """Why there can be no fork server on this machine; None if there can."""
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
+    if not os.path.isdir("/proc/self/task"):
+        return "it needs /proc"
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
