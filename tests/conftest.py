@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -128,7 +129,9 @@ def _new_processes(before: dict[int, str]) -> list[tuple[int, str]]:
 
 
 def child_processes() -> dict[int, str]:
-    """Process id → command of the children of this process that have not ended; empty where there is no /proc."""
+    """Process id → command of the children of this process, and of its fork server, that have not ended; empty where
+    there is no /proc."""
+    fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     children = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -138,8 +141,8 @@ def child_processes() -> dict[int, str]:
             continue
         state, parent = stat.rpartition(")")[2].split()[:2]
         # One tracker and one fork server per process, started by multiprocessing at first use and kept on purpose.
-        is_kept = "resource_tracker" in command or "multiprocessing.forkserver" in command
-        if int(parent) == os.getpid() and state != "Z" and not is_kept:
+        is_kept = "resource_tracker" in command or int(folder.name) == fork_server
+        if int(parent) in (os.getpid(), fork_server) and state != "Z" and not is_kept:
             children[int(folder.name)] = command
     return children
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 LEAKS = """
-import os, subprocess, sys, threading, time
+import multiprocessing, os, subprocess, sys, threading, time
 from pathlib import Path
 import pytest
 
@@ -16,6 +16,8 @@ def test_thread():
     threading.Thread(target=time.sleep, args=(60,), daemon=True, name="forgotten").start()
 def test_process():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def test_fork():
+    multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(61,)).start()
 def test_new_variable():
     os.environ["FORGOTTEN"] = "1"
 def test_lost_variable():
@@ -49,6 +51,7 @@ def report(tmp_path_factory):
     [
         ("test_thread", "thread <Thread(forgotten"),
         ("test_process", "time.sleep(60)"),
+        ("test_fork", "multiprocessing.forkserver"),
         ("test_new_variable", "environment FORGOTTEN='1' (was None)"),
         ("test_lost_variable", "environment PATH=None"),
         ("test_folder", "working directory left at"),
