@@ -27,7 +27,7 @@ from torch import nn
 import torchstrat as ts
 from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
-from torchstrat.parameter_server.same_host.neighbours import SWITCH
+from torchstrat.parameter_server.same_host.neighbours import SWITCH, why_not
 from torchstrat.parameter_server.worker import phases
 from torchstrat.testing.fault_plan import FaultPlan, draw_kills
 
@@ -224,11 +224,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--ps", type=int, default=2)
-    parser.add_argument("--rpc", action="store_true", help="no shared memory")
+    parser.add_argument(
+        "--rpc", action="store_true", help="no shared memory, which is also the case where there is none"
+    )
     parser.add_argument("--without-exactly-once", action="store_true", help="the run has to fail")
     parser.add_argument("--limit-minutes", type=float, default=60.0)
     parser.add_argument("--folder", type=Path, help="keep the plan, the workers' logs and their output here")
     options = parser.parse_args()
+    options.rpc |= why_not() is not None
     if min(options.kills, options.workers, options.ps) < 1:
         parser.error("--kills, --workers and --ps have to be at least 1")
     if options.folder:
