@@ -13,7 +13,6 @@ import ctypes
 import fcntl
 import gc
 import importlib
-import json
 import os
 import random
 import select
@@ -28,7 +27,7 @@ import torch
 
 from torchstrat import server
 from torchstrat._importing import without_collection
-from torchstrat.launch.fork_server import LENGTH
+from torchstrat.launch.fork_server import receive, send
 
 _IMPORTED_LATER = ("torch._dynamo", "torch.distributed.checkpoint")
 """What workers and servers need before long, and PyTorch imports when it is needed."""
@@ -44,24 +43,25 @@ def main() -> int:
             importlib.import_module(name)
     gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page that they share
     while True:
-        request = _received(connection)
-        if request is None:
+        received = receive(connection)
+        if received is None:
             return 0
+        request, descriptors = received
         if "collect" in request:
-            _answer(connection, {"status": _status_of(request["collect"])})
+            send(connection, {"status": _status_of(request["collect"])})
             continue
         reason = _why_not()
         if reason is not None:
-            _close(request["descriptors"])
-            _answer(connection, {"refused": reason})
+            _close(descriptors)
+            send(connection, {"refused": reason})
             continue
         pid = os.fork()
         if pid == 0:
             connection.close()
-            _become(request, life)
+            _become(request, descriptors, life)
             _end(server.main(request["arguments"]))
-        _close(request["descriptors"])
-        _answer(connection, {"pid": pid})
+        _close(descriptors)
+        send(connection, {"pid": pid})
 
 
 def _why_not() -> str | None:
@@ -72,12 +72,12 @@ def _why_not() -> str | None:
     return "it uses CUDA" if torch.cuda.is_initialized() else None
 
 
-def _become(request: dict[str, Any], life: int) -> None:
+def _become(request: dict[str, Any], descriptors: list[int], life: int) -> None:
     os.setsid()
     _die_with(life)
-    for number, descriptor in enumerate(request["descriptors"], start=1):  # standard output and error
+    for number, descriptor in enumerate(descriptors, start=1):  # standard output and error
         os.dup2(descriptor, number)
-    _close(request["descriptors"])
+    _close(descriptors)
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[1:] = request["arguments"]
@@ -116,20 +116,6 @@ def _status_of(pid: int) -> int:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _received(connection: socket.socket) -> dict[str, Any] | None:
-    head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 2, socket.MSG_WAITALL)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    body = connection.recv(length, socket.MSG_WAITALL)
-    return {**json.loads(body), "descriptors": descriptors} if len(body) == length else None
-
-
-def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
-    body = json.dumps(answer).encode()
-    connection.sendall(LENGTH.pack(len(body)) + body)
 
 
 def _close(descriptors: list[int]) -> None:

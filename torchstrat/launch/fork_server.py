@@ -26,8 +26,10 @@ StartMethod = Literal["forkserver", "spawn"]
 
 START_METHODS: tuple[StartMethod, ...] = get_args(StartMethod)
 
-LENGTH = struct.Struct("!I")
+_LENGTH = struct.Struct("!I")
 """Before each message to the fork server and from it, which is JSON."""
+
+_MOST_DESCRIPTORS = 2
 
 UNKNOWN_STATUS = 255
 """Of a fork that ended after its fork server: nobody was told how."""
@@ -229,19 +231,30 @@ class _Server:
         self.has_ended = True
 
     def _ask(self, question: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        body = json.dumps(question).encode()
         with self._lock:
-            socket.send_fds(self._connection, [LENGTH.pack(len(body))], list(descriptors))
-            self._connection.sendall(body)
-            (length,) = LENGTH.unpack(self._received(LENGTH.size))
-            answer: dict[str, Any] = json.loads(self._received(length))
-            return answer
-
-    def _received(self, length: int) -> bytes:
-        data = self._connection.recv(length, socket.MSG_WAITALL)
-        if len(data) < length:
+            send(self._connection, question, descriptors)
+            received = receive(self._connection)
+        if received is None:
             raise ConnectionError("the process that forks workers and servers has ended")
-        return data
+        answer, _ = received
+        return answer
+
+
+def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """What JSON can say, and up to two open files."""
+    body = json.dumps(message).encode()
+    socket.send_fds(connection, [_LENGTH.pack(len(body))], list(descriptors))
+    connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and the descriptors of its files, which the caller closes; None at the other side's end."""
+    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS, socket.MSG_WAITALL)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = connection.recv(length, socket.MSG_WAITALL)
+    return (json.loads(body), descriptors) if len(body) == length else None
 
 
 def _pipe(writers: contextlib.ExitStack, readers: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
