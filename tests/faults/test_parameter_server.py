@@ -25,7 +25,7 @@ from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, new_secret
 from torchstrat.parameter_server.same_host.neighbours import why_not as same_host_is_off
-from torchstrat.parameter_server.wire.sockets import address_of
+from torchstrat.parameter_server.wire.sockets import address_of, shut_down_connections
 from torchstrat.parameter_server.worker import phases
 from torchstrat.testing.fault_plan import Fault, FaultPlan
 
@@ -117,6 +117,16 @@ def test_who_dies_as_he_connects_keeps_nobody_from_connecting(plan: FaultPlan) -
         cluster.kill("worker", 0)
         assert {row for _, _, row in training.run(3)} == {0, 1, 2}  # another process
         training.check_values()
+
+
+def test_a_worker_that_is_cut_off_from_a_server_comes_back_and_the_server_stays(plan: FaultPlan) -> None:
+    with cluster_with(plan, workers=1, ps=2, TORCHSTRAT_SAME_HOST="off") as cluster, training_on(cluster) as training:
+        assert {row for _, _, row in training.run(3)} == {0, 1, 2}
+        server = training.strategy._job._in_use[1]
+        training.coordinator.schedule(shut_down_connections, (server.url,)).get(PATIENCE_SECONDS)
+        assert {row for _, _, row in training.run(3)} == {0, 1, 2}  # another process
+        training.check_values()
+        assert training.strategy._job._in_use[1] == server
 
 
 def test_a_worker_that_is_killed_in_a_batch_repeats_only_what_was_not_reported(plan: FaultPlan, tmp_path: Path) -> None:

@@ -126,6 +126,43 @@ def test_a_lost_server_is_named(call):
                 coordinator.schedule(add_one, args=(2,))
 
 
+def test_a_worker_that_cannot_reach_a_server_is_given_up_and_not_the_server():
+    with FakeCluster(workers=2, ps=2) as cluster:
+        model, coordinator, add_one = counting(cluster, 6)
+        with cluster.network.hold(cluster.peer("ps", 0), "ps.push") as held:  # so that server 1 may have its half
+            results = [coordinator.schedule(add_one, args=(place,)) for place in range(6)]
+            held.wait_until_reached()
+            victim = held.caller
+            cluster.cut_off(victim.task.index, 0)
+        coordinator.join(timeout=WAIT)
+        assert coordinator.fetch(results) == list(range(6))
+        assert_counts(model, 1.0)
+        assert victim.incarnation not in coordinator._dispatcher._workers
+
+
+def test_a_server_that_no_process_of_a_task_can_reach_is_lost_in_the_end():
+    """The network does not allow it: somebody must be told."""
+    with FakeCluster(workers=1, ps=1) as cluster:
+        _, coordinator, add_one = counting(cluster, 2)
+        coordinator.schedule(add_one, args=(0,)).fetch(timeout=WAIT)
+        dispatcher = coordinator._dispatcher
+        with cluster.network.hold(cluster.peer("ps", 0), "ps.push") as held:
+            result = coordinator.schedule(add_one, args=(1,))
+            for time in (1, 2):
+                held.wait_until_reached(time)
+                cluster.cut_off(0, 0)
+                assert dispatcher.wait_released(0, WAIT)
+                assert dispatcher.loss is None
+                cluster.kill_worker(0)
+                cluster.start_worker(0)
+            held.wait_until_reached(3)
+            cluster.cut_off(0, 0)
+            with pytest.raises(ts.errors.ParameterServerUnavailable, match=r"worker 0.* could not reach it"):
+                coordinator.join(timeout=WAIT)
+        with pytest.raises(ts.errors.ParameterServerUnavailable, match="was removed"):
+            result.fetch(timeout=WAIT)
+
+
 def test_functions_that_wait_for_a_lost_server_are_cancelled():
     with FakeCluster(workers=1, ps=2) as cluster:
         _, coordinator, add_one = counting(cluster, 4)

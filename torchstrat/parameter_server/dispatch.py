@@ -94,11 +94,18 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class ServerGone:
-    """A server did not answer this worker, so the function has no outcome."""
+    """A server did not answer this worker, so the function has no outcome.
+
+    Args:
+        message: what the function's error says, ``reason``: the part of it that tells what happened.
+        is_cut_off: the server could not be called at all, rather than taking too long.
+    """
 
     peer: Peer | None
     index: int
+    message: str
     reason: str
+    is_cut_off: bool
 
 
 class Report(NamedTuple):

@@ -572,8 +572,10 @@ class Dispatcher:
             return
         events: list[Event] = []
         for function, outcome in report.ended:  # first of all: after an error nothing more is sent
-            error = self._server_gone(outcome) if isinstance(outcome, ServerGone) else outcome.error
-            events.append(Failed(*_names(peer), function, error))
+            if isinstance(outcome, ServerGone):
+                self._job.server_gone(peer, outcome, then=partial(self._failed_without_server, peer, function, outcome))
+            else:
+                events.append(Failed(*_names(peer), function, outcome.error))
         results: Sequence[Any] = report.results
         if Packed in map(type, results):
             results, faults = self._unpacked(report)
@@ -598,9 +600,9 @@ class Dispatcher:
                 faults[function] = problem
         return results, faults
 
-    def _server_gone(self, outcome: ServerGone) -> ParameterServerUnavailable:
-        self._job.report_server_gone(outcome.index, outcome.peer, outcome.reason)
-        return ParameterServerUnavailable(outcome.reason, Task(PARAMETER_SERVER, outcome.index))
+    def _failed_without_server(self, peer: Peer, function: int, outcome: ServerGone) -> None:
+        error = ParameterServerUnavailable(outcome.message, Task(PARAMETER_SERVER, outcome.index))
+        self._tell(peer, [Failed(*_names(peer), function, error)])
 
     def _tell(
         self,

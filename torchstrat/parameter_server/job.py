@@ -7,6 +7,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
-from torchstrat.parameter_server.dispatch import Modes, Options, Report
+from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
@@ -48,6 +50,11 @@ from torchstrat.variables import VariableRegistry
 _MOST_UNSEEN_FUNCTIONS = 2**20
 """How far the number of a function that a coordinator has dispatched may be above those that the servers have heard of:
 functions that push nothing, and the length of its queue, with room to spare."""
+
+_SIGN_OF_LIFE_SECONDS = 5.0
+"""How long a server that a worker cannot reach has to answer the coordinator."""
+
+_MOST_CUT_OFF = 3
 
 
 class Job:
@@ -92,6 +99,7 @@ class Job:
         self._in_use: dict[int, Peer] = {}
         self._takes_over = False  # from a coordinator that was lost: the servers know its variables
         self._lost_servers: set[int] = set()
+        self._cut_off: dict[tuple[Task, Peer | None], int] = {}
         self._on_worker_joined: Callable[[Peer], None] | None = None
         self._early_workers: list[Peer] = []
         self._optimizers: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -162,6 +170,7 @@ class Job:
         with self._lock:
             self._in_use = {index: self._joined[index] for index in range(self.num_servers)}
             self._lost_servers.clear()
+            self._cut_off.clear()
         self.servers.use(self._in_use)
 
     def server_peers(self) -> Mapping[int, Peer]:
@@ -228,14 +237,38 @@ class Job:
         for index in self.servers.peers():
             self.servers.send(index, "ps.fence", peer.incarnation)
 
-    def report_server_gone(self, index: int, peer: Peer | None, reason: str) -> bool:
-        """A worker could not reach a server. Whether it is one that is in use; an old one was replaced meanwhile."""
+    def server_gone(self, worker: Peer, gone: ServerGone, then: Callable[[], None]) -> None:
+        """A worker says that it has no server ``gone.index`` any more. Does not wait.
+
+        If that server answers here, it is the worker that is cut off: it is given up, to come back with connections of
+        its own or to be replaced, and its functions run elsewhere. Otherwise the server is lost, unless it was replaced
+        meanwhile, and ``then`` is called after that was told. So is one that the same task, in different processes,
+        could not reach `_MOST_CUT_OFF` times: that is how the network is, and somebody has to hear of it.
+        """
         with self._lock:
-            current = self._in_use.get(index)
-        if current is None or peer != current:
-            return False
-        self._server_lost(current, f"a worker could not reach it ({reason})")
-        return True
+            current = self._in_use.get(gone.index)
+            is_doubtful = gone.is_cut_off and gone.peer == current and gone.index not in self._lost_servers
+            if is_doubtful:
+                times = self._cut_off[worker.task, gone.peer] = self._cut_off.get((worker.task, gone.peer), 0) + 1
+                is_doubtful = times < _MOST_CUT_OFF
+        if is_doubtful:
+            asked = self.servers.send(gone.index, "ps.catalog", None, _SIGN_OF_LIFE_SECONDS)
+            asked.add_done_callback(partial(self._server_answered, worker, gone, then))
+        else:
+            self._server_is_gone(worker, gone, then)
+
+    def _server_answered(self, worker: Peer, gone: ServerGone, then: Callable[[], None], answered: Future[Any]) -> None:
+        if answered.exception() is None:
+            self.membership.give_up(
+                worker, f"it cannot reach parameter server {gone.index}, which answers the coordinator ({gone.reason})"
+            )
+        else:
+            self._server_is_gone(worker, gone, then)
+
+    def _server_is_gone(self, worker: Peer, gone: ServerGone, then: Callable[[], None]) -> None:
+        if gone.peer is not None:
+            self._server_lost(gone.peer, f"{worker} could not reach it ({gone.reason})")
+        then()
 
     def close(self, *, finished: bool) -> None:
         self.membership.close(finished=finished)

@@ -82,6 +82,10 @@ class FakeCluster:
     def kill_server(self, index: int) -> None:
         self._kill(Task(PARAMETER_SERVER, index))
 
+    def cut_off(self, worker: int, server: int) -> None:
+        """From now on the worker that is there cannot reach that server, which lives and answers everybody else."""
+        self._services[Task(WORKER, worker)][0].remove_peer(self.peer(PARAMETER_SERVER, server))
+
     def peer(self, job: str, index: int) -> Peer:
         """The process that is this task at the moment."""
         return self._services[Task(job, index)][0].peer
@@ -149,6 +153,7 @@ class FakeMembership:
         self._cluster = cluster
         self._changed = threading.Condition()
         self._joined: set[Task] = set()
+        self._gone: set[str] = set()
         self.endpoint: Endpoint = cluster.network.endpoint(Task(CHIEF, 0))
 
     def start(self, on_joined: OnJoined, on_lost: OnLost) -> None:
@@ -169,6 +174,9 @@ class FakeMembership:
 
     def _lost(self, peer: Peer, reason: str) -> None:
         with self._changed:
+            if peer.incarnation in self._gone:
+                return
+            self._gone.add(peer.incarnation)
             self._joined.discard(peer.task)
         self._on_lost(peer, reason)
         self.endpoint.remove_peer(peer)

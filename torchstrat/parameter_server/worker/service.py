@@ -20,6 +20,7 @@ from torchstrat.errors import (
     FencedError,
     FunctionError,
     ParameterServerUnavailable,
+    PeerUnavailableError,
     TorchstratError,
 )
 from torchstrat.parameter_server.dispatch import (
@@ -281,8 +282,14 @@ class _Session:
             result = self._executor.call(run, lambda: self._load(self._codes[code], arguments), seed, rested=rested)
             return result if type(result) in PLAIN_RESULTS else pack_result(result, self._world)
         except ParameterServerUnavailable as error:
-            index = error.task.index
-            return ServerGone(self._servers.peers().get(index), index, str(error))
+            index, cause = error.task.index, error.__cause__
+            return ServerGone(
+                self._servers.peers().get(index),
+                index,
+                str(error),
+                str(cause or error),
+                is_cut_off=isinstance(cause, PeerUnavailableError),
+            )
         except BaseException as error:
             return Raised(portable(error))
         finally:
