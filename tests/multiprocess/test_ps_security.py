@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import queue
 import random
+import select
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,11 +23,13 @@ from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.transport import RpcEndpoint
 from torchstrat.parameter_server.wire import sockets
 from torchstrat.parameter_server.wire.sealing import Kind, Sealer
+from torchstrat.parameter_server.wire.sockets import address_of
 from torchstrat.testing._process import forking
 
 MESSAGES = 10_000
 REPLAYED = 1_000
 AT_ONCE = 200
+TCP_CLOSE_WAIT = 8  # <netinet/tcp.h>
 
 
 class Canary:
@@ -291,6 +295,35 @@ def test_agents_are_started_as_often_as_they_are_made_deaf(server: Node, nodes: 
             socket.create_connection(address, timeout=PATIENCE_SECONDS).close()
         wait_until(lambda: not server.run(_agent_listens), "PyTorch has closed its listener: it")
         assert nodes.start("worker", index).run(_count, server.peer, 1) == index + 1
+
+
+def test_who_dies_in_the_midst_of_its_handshake_costs_a_descriptor_and_nothing_else(server: Node, nodes: Nodes) -> None:
+    """The third limit that the documentation states: TensorPipe waits for the rest without looking at the connection.
+
+    If this test fails because PyTorch closes the connection, the documentation may promise more.
+    """
+    victim = nodes.start("worker", 0)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        relay.settimeout(PATIENCE_SECONDS)
+        _, port = relay.getsockname()
+        victim.start(_watch_and_count, dataclasses.replace(server.peer, url=f"uv://127.0.0.1:{port}"))
+        to_victim, _ = relay.accept()
+        with to_victim, socket.create_connection(address_of(server.peer.url), timeout=PATIENCE_SECONDS) as to_server:
+            while to_server not in (ready := select.select([to_victim, to_server], [], [], PATIENCE_SECONDS)[0]):
+                assert ready, "the server says nothing"
+                to_server.sendall(to_victim.recv(1 << 16))
+            assert to_server.recv(1 << 16)  # and now it waits for further connections
+            victim.kill()
+    wait_until(lambda: server.run(_ended_by_the_other_side) == 1, "the end of the connection")
+    assert server.run(_agent_listens)
+    for index in (1, 2):
+        assert nodes.start("worker", index).run(_count, server.peer, 1) == index
+    assert server.run(_ended_by_the_other_side) == 1
+
+
+def _ended_by_the_other_side(_endpoint: RpcEndpoint) -> int:
+    states = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for _, each in sockets._sockets()]
+    return states.count(TCP_CLOSE_WAIT)
 
 
 def _hang_up_on(node: Node) -> None:

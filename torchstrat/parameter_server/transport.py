@@ -11,8 +11,10 @@ agent itself, in C++, also answers calls of PyTorch's *builtin operators and Tor
 Python and cannot be refused here: whoever can open a connection to the port can run ``aten`` operators in this process,
 allocate memory, and read or create files through operators such as ``aten::from_file``. It is also easily broken: a few
 bytes that are not its protocol, such as an HTTP request, end the process. (A connection that ends without a word does
-no harm, be it a port scanner's, a health check's or that of a peer that is killed; see `door`.) And nothing on the wire
-is encrypted.
+no harm, be it a port scanner's, a health check's or that of a peer that is killed; see `door`. One whose peer is killed
+in the millisecond between its first word and its last of the handshake costs a file descriptor for as long as this
+process lives, for the agent waits for the rest and does not look whether it can still come.) And nothing on the wire is
+encrypted.
 
 Agents therefore listen on loopback unless the cluster's description gives another address, and then the port (an
 ephemeral one, so the whole range ``net.ipv4.ip_local_port_range``) must be reachable by the machines of the cluster
