@@ -601,42 +601,42 @@ def _lines_per_function(workers: int) -> float:
     for function in range(10, 100_000):
         scheduler.handle(Submitted(function))
     waiting = [(worker, f"{worker}a", tuple(scheduler.functions_at(worker))) for worker in range(workers)]
-    lines = ended = 0
-
-    def trace(frame: FrameType, what: str, _arg: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename != scheduler_module.__file__:
-            return None
-        lines += what == "line"
-        return trace
-
-    previous = sys.gettrace()
+    lines, ended = _Lines(), 0
     for number in range(workers * 2 + 60):
         if number == workers * 2:  # batches have the size that they keep
-            lines = ended = 0
+            lines, ended = _Lines(), 0
         worker, incarnation, functions = waiting.pop(0)
-        sys.settrace(trace)
-        try:
+        with lines:
             actions = scheduler.handle(Finished(worker, incarnation, functions, SHORT * len(functions)))
-        finally:
-            sys.settrace(previous)
         waiting += [(each.worker, each.incarnation, each.functions) for each in actions if isinstance(each, Dispatch)]
         ended += len(functions)
-    return lines / ended
+    return lines.count / ended
+
+
+class _Lines:
+    """Counts the lines of the scheduler that run within it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self._previous = sys.gettrace()
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_error: object) -> None:
+        sys.settrace(self._previous)
+
+    def _trace(self, frame: FrameType, what: str, _arg: Any) -> Any:
+        if frame.f_code.co_filename != scheduler_module.__file__:
+            return None
+        self.count += what == "line"
+        return self._trace
 
 
 def _lines_run(queue: int) -> list[int]:
     scheduler = Scheduler(batches_per_worker=2)
     counts = []
-    lines = 0
-
-    def trace(frame: FrameType, what: str, _arg: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename != scheduler_module.__file__:
-            return None
-        lines += what == "line"
-        return trace
-
+    lines = _Lines()
     for function in range(queue):
         scheduler.handle(Submitted(function))
     events = [
@@ -650,14 +650,10 @@ def _lines_run(queue: int) -> list[int]:
         WorkerDraining(1),
         Failed(2, "2a", 9, WRONG),
     ]
-    previous = sys.gettrace()
     for event in events:
-        sys.settrace(trace)
-        try:
+        with lines:
             scheduler.handle(event)
-        finally:
-            sys.settrace(previous)
-        counts.append(lines)
+        counts.append(lines.count)
     return counts
 
 

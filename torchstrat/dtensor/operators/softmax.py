@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.dtensor.operators.reductions import axes_within, cut_after
 from torchstrat.dtensor.operators.rules import Call, dims_of, one_dim, rule, shape_of
 from torchstrat.half_precision import widen
 
@@ -35,8 +36,6 @@ def softmax(
 
 @rule("logsumexp")
 def logsumexp(call: Call, input: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-    from torchstrat.dtensor.operators.reductions import axes_within, cut_after
-
     dims = dims_of(dim, len(shape_of(input)))
     axes, cut, local = axes_within(call, input, dims), cut_after(call, input, dims, keepdim), call.open(input)
     if not axes:
