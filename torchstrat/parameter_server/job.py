@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -99,7 +99,7 @@ class Job:
         self._in_use: dict[int, Peer] = {}
         self._takes_over = False  # from a coordinator that was lost: the servers know its variables
         self._lost_servers: set[int] = set()
-        self._cut_off: dict[tuple[Task, Peer | None], int] = {}
+        self._cut_off: Counter[tuple[Task, Peer | None]] = Counter()
         self._on_worker_joined: Callable[[Peer], None] | None = None
         self._early_workers: list[Peer] = []
         self._optimizers: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -246,16 +246,18 @@ class Job:
         could not reach `_MOST_CUT_OFF` times: that is how the network is, and somebody has to hear of it.
         """
         with self._lock:
-            current = self._in_use.get(gone.index)
-            is_doubtful = gone.is_cut_off and gone.peer == current and gone.index not in self._lost_servers
-            if is_doubtful:
-                times = self._cut_off[worker.task, gone.peer] = self._cut_off.get((worker.task, gone.peer), 0) + 1
-                is_doubtful = times < _MOST_CUT_OFF
-        if is_doubtful:
+            is_in_use = gone.peer == self._in_use.get(gone.index) and gone.index not in self._lost_servers
+            if is_in_use and gone.is_cut_off:
+                self._cut_off[worker.task, gone.peer] += 1
+            times = self._cut_off[worker.task, gone.peer]
+        if not is_in_use or not gone.is_cut_off:
+            self._server_is_gone(worker, gone, then)
+        elif times >= _MOST_CUT_OFF:
+            remark = f", nor could {times - 1} processes of that task before; look at the network between the two"
+            self._server_is_gone(worker, gone, then, remark)
+        else:
             asked = self.servers.send(gone.index, "ps.catalog", None, _SIGN_OF_LIFE_SECONDS)
             asked.add_done_callback(partial(self._server_answered, worker, gone, then))
-        else:
-            self._server_is_gone(worker, gone, then)
 
     def _server_answered(self, worker: Peer, gone: ServerGone, then: Callable[[], None], answered: Future[Any]) -> None:
         if answered.exception() is None:
@@ -265,9 +267,9 @@ class Job:
         else:
             self._server_is_gone(worker, gone, then)
 
-    def _server_is_gone(self, worker: Peer, gone: ServerGone, then: Callable[[], None]) -> None:
+    def _server_is_gone(self, worker: Peer, gone: ServerGone, then: Callable[[], None], remark: str = "") -> None:
         if gone.peer is not None:
-            self._server_lost(gone.peer, f"{worker} could not reach it ({gone.reason})")
+            self._server_lost(gone.peer, f"{worker} could not reach it{remark} ({gone.reason})")
         then()
 
     def close(self, *, finished: bool) -> None:
