@@ -298,6 +298,11 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return type(self)(*copy.copy(self._made_with[0]), **self._made_with[1])  # type: ignore[attr-defined]
 
     @property
+    def _variable_places(self) -> str:
+        """Who holds the variables, for people."""
+        return ", ".join(self.extended.parameter_devices)
+
+    @property
     def _communication(self) -> str:
         """See `ReplicaEngine.communication`."""
         return self._engine.communication

@@ -41,6 +41,18 @@ def test_round_robin_and_every_shard_counts_as_one(cluster: FakeCluster) -> None
     assert places == ["ps:0", "ps:1", "ps:2", "ps:0", "ps:1"]
 
 
+def test_what_each_server_holds_is_described(cluster: FakeCluster) -> None:
+    strategy = cluster.strategy(FixedShardsPartitioner(2))
+    assert "variables on parameter servers;" in strategy.extended.describe()
+    with strategy.scope():
+        variable = ts.Variable(torch.zeros(5, dtype=torch.float64))  # 3 and 2 numbers
+        model = nn.Linear(4, 3)  # 2 rows and 1, 2 numbers and 1
+    ts.ClusterCoordinator(strategy)
+    held = "ps 0 (40 bytes), ps 1 (24 bytes), ps 2 (36 bytes)"
+    assert f"variables on {held};" in strategy.extended.describe()
+    del variable, model
+
+
 def test_variables_made_outside_of_the_scope_stay_on_the_coordinator(cluster: FakeCluster) -> None:
     strategy = cluster.strategy(FixedShardsPartitioner(2))
     before = ts.Variable(EIGHT)

@@ -255,14 +255,15 @@ class StrategyExtended:
         return self._strategy._engine.device_of_replica(replica)
 
     def describe(self) -> str:
-        """What this strategy runs on, in words: replicas, devices, and how replicas talk to each other and why so.
+        """What this strategy runs on, in words: replicas, devices, and how replicas talk to each other and why so. On a
+        coordinator also how many bytes of variables each parameter server holds.
 
         Local: any process may call it alone.
         """
         engine = self._strategy._engine
         return (
             f"{type(self._strategy).__name__}: {engine.num_replicas} replicas, {len(engine.local_replicas)} of them in "
-            f"this process on {', '.join(self.worker_devices)}; variables on {', '.join(self.parameter_devices)}; "
+            f"this process on {', '.join(self.worker_devices)}; variables on {self._strategy._variable_places}; "
             f"communication: {self._strategy._communication}"
         )
 

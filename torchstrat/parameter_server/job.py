@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -274,6 +275,14 @@ class Job:
 
     def close(self, *, finished: bool) -> None:
         self.membership.close(finished=finished)
+
+    def held_bytes(self) -> dict[int, int]:
+        """How many bytes of variables each server was given, without the optimizers' state."""
+        held = dict.fromkeys(range(self.num_servers), 0)
+        for spec in (*self.variables.specs(), *self._standalone.values()):
+            for number, shard in enumerate(spec.shards):
+                held[shard.server] += math.prod(spec.shard_shape(number)) * spec.dtype.itemsize
+        return held
 
     # -- giving the servers what is new -----------------------------------------------------------------------------
 

@@ -136,6 +136,13 @@ class ParameterServerStrategy(Strategy):
         return strategy
 
     @property
+    def _variable_places(self) -> str:
+        if self._is_worker or self._connected is None:
+            return "parameter servers"
+        held = self._connected.held_bytes()
+        return ", ".join(f"ps {index} ({count:,} bytes)" for index, count in held.items())
+
+    @property
     def _communication(self) -> str:
         """From this process, the coordinator or a worker, to the servers that it knows; and how it could be."""
         servers = self._servers if self._is_worker else self._connected and self._connected.servers
