@@ -251,13 +251,13 @@ def _echo_of_itself(endpoint: RpcEndpoint) -> Any:
 
 
 def test_a_process_that_was_stopped_itself_declares_nobody_dead(nodes: Nodes) -> None:
-    watcher = nodes.start("chief", 0, heartbeat_seconds=0.1, deadline_seconds=0.4)
+    watcher = nodes.start("chief", 0, heartbeat_seconds=0.25, deadline_seconds=2.0)
     watched = nodes.start("ps", 0)
     watcher.run(_begin_to_watch, watched.peer)
     watcher.signal(signal.SIGSTOP)
-    time.sleep(1.5)  # several deadlines; there is nothing to wait for in a process that is stopped
+    time.sleep(5.0)  # several deadlines; there is nothing to wait for in a process that is stopped
     watcher.signal(signal.SIGCONT)
-    assert watcher.run(_told_after, 1.0) == []
+    assert watcher.run(_told_after, 3.0) == []  # longer than a deadline
     watched.kill()
     assert watcher.run(_told_after, NOTICE_SECONDS) != []
 
