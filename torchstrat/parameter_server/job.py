@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -279,9 +278,9 @@ class Job:
     def held_bytes(self) -> dict[int, int]:
         """How many bytes of variables each server was given, without the optimizers' state."""
         held = dict.fromkeys(range(self.num_servers), 0)
-        for spec in (*self.variables.specs(), *self._standalone.values()):
+        for spec in self._specs():
             for number, shard in enumerate(spec.shards):
-                held[shard.server] += math.prod(spec.shard_shape(number)) * spec.dtype.itemsize
+                held[shard.server] += spec.shard_bytes(number)
         return held
 
     # -- giving the servers what is new -----------------------------------------------------------------------------
@@ -376,7 +375,7 @@ class Job:
             for shard in described["held"]
         }
         new, lost = [], []
-        for spec in (*self.variables.specs(), *self._standalone.values()):
+        for spec in self._specs():
             missing = [number for number in range(len(spec.shards)) if (spec.number, number) not in held]
             has_value = spec.number not in to_be_restored and self.variables.tensor(spec.number) is not None
             zeros = (InitialOp("zero_", ()),)
@@ -388,9 +387,12 @@ class Job:
         self._add_optimizers()
         return lost
 
+    def _specs(self) -> list[VariableSpec]:
+        return [*self.variables.specs(), *self._standalone.values()]
+
     def trained(self) -> list[VariableSpec]:
         """All variables, but for modules' buffers."""
-        return [spec for spec in (*self.variables.specs(), *self._standalone.values()) if spec.kind != "buffer"]
+        return [spec for spec in self._specs() if spec.kind != "buffer"]
 
     def holds(self, spec: VariableSpec) -> bool:
         """Whether a `ts.Variable`'s spec is one of this job's."""

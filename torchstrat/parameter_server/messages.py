@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -44,6 +45,9 @@ class VariableSpec:
     def shard_shape(self, number: int) -> tuple[int, ...]:
         shard = self.shards[number]
         return (shard.stop - shard.start, *self.shape[1:]) if self.shape else ()
+
+    def shard_bytes(self, number: int) -> int:
+        return math.prod(self.shard_shape(number)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

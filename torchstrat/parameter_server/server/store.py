@@ -451,7 +451,7 @@ class VariableStore:
     def _check_room(self, new: Sequence[NewShard]) -> None:
         needed = 0
         for one in new:
-            size = torch.Size(one.spec.shard_shape(one.shard)).numel() * one.spec.dtype.itemsize
+            size = one.spec.shard_bytes(one.shard)
             needed += size
             before = f" after {needed - size:,} bytes for others" if needed > size else ""
             what = f"{one.spec.name!r} (shard {one.shard} on {self.owner}: {size:,} bytes{before})"
