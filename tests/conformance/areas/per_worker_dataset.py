@@ -49,9 +49,14 @@ def fails() -> DataLoader[Any]:
 def exhausted(case: Case) -> dict[str, Any]:
     coordinator = coordinated(case)
     iterator = iter(coordinator.create_per_worker_dataset(batches_of_two))
-    for _ in range(case.inputs["schedules"]):
-        coordinator.schedule(sum_of_next, args=(iterator,))
-    return {"join": outcome(coordinator.join), "then": coordinator.schedule(one).fetch()}
+
+    def take_too_many() -> None:
+        """`join` raises the error, or a `schedule` before it, where a worker had taken all of its batches by then."""
+        for _ in range(case.inputs["schedules"]):
+            coordinator.schedule(sum_of_next, args=(iterator,))
+        coordinator.join()
+
+    return {"join": outcome(take_too_many), "then": coordinator.schedule(one).fetch()}
 
 
 def from_dataset_object(case: Case) -> Any:
