@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import optim
 
+from tests.unit.optimizer_settings import SETTINGS, WHOLE, numbers
 from torchstrat.collectives.shared_memory import common_memory, own_pages
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, kind_of, size_of
 from torchstrat.collectives.shared_memory.segment import Segment
-from torchstrat.ftrl import Ftrl
+from torchstrat.optimizer_tiers import Tier, tier_of
 from torchstrat.replicas.central.portions import Work, portions
-from torchstrat.replicas.central.tiers import Tier, tier_of
 
 PAGE = own_pages.PAGE_BYTES
 
@@ -61,43 +60,11 @@ def test_portions_are_even(ranks: int) -> None:
 
 # -- a step of parts is the step of the whole -----------------------------------------------------------------------
 
-SETTINGS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "SGD": partial(optim.SGD, lr=0.1),
-    "SGD momentum": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "SGD nesterov foreach": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
-    "Adam": partial(optim.Adam, lr=0.05),
-    "Adam amsgrad foreach": partial(optim.Adam, lr=0.05, amsgrad=True, foreach=True),
-    "Adam tensor rate": lambda p: optim.Adam(p, lr=torch.tensor(0.05)),
-    "Adam fused": partial(optim.Adam, lr=0.05, amsgrad=True, fused=True),
-    "AdamW": partial(optim.AdamW, lr=0.05, maximize=True),
-    "AdamW fused": partial(optim.AdamW, lr=0.05, fused=True),
-    "Adagrad": partial(optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
-    "Adagrad fused": partial(optim.Adagrad, lr=0.1, fused=True),
-    "Adagrad foreach": partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.3, foreach=True),
-    "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "RMSprop foreach": partial(optim.RMSprop, lr=0.01, foreach=True),
-    "Adadelta": partial(optim.Adadelta, lr=0.5),
-    "Adadelta foreach": partial(optim.Adadelta, lr=0.5, foreach=True),
-    "Adamax": partial(optim.Adamax, lr=0.05),
-    "Adamax foreach": partial(optim.Adamax, lr=0.05, foreach=True),
-    "NAdam": partial(optim.NAdam, lr=0.05, decoupled_weight_decay=True, weight_decay=0.1),
-    "NAdam foreach": partial(optim.NAdam, lr=0.05, foreach=True),
-    "RAdam": partial(optim.RAdam, lr=0.05),
-    "RAdam foreach": partial(optim.RAdam, lr=0.05, foreach=True),
-    "ASGD": partial(optim.ASGD, lr=0.05, t0=2),
-    "ASGD foreach": partial(optim.ASGD, lr=0.05, foreach=True),
-    "Rprop": partial(optim.Rprop, lr=0.05),
-    "Rprop foreach": partial(optim.Rprop, lr=0.05, foreach=True),
-    "Ftrl": partial(Ftrl, lr=0.1, lr_power=-0.4, l1=0.01, l2=0.1, l2_shrinkage=0.1, beta=0.2),
-}
-WHOLE: dict[str, Callable[[Any], optim.Optimizer]] = {"Adafactor": partial(optim.Adafactor, lr=0.1)}
-
 
 def stepped(make: Callable[[Any], optim.Optimizer], dtype: torch.dtype, cuts: list[int]) -> torch.Tensor:
     """A parameter after seven steps of its parts between ``cuts``."""
     size = cuts[-1]
-    start, *gradients = _numbers(8, size, dtype)
+    start, *gradients = numbers(8, size, dtype)
     parts = [torch.nn.Parameter(start[low:high].clone()) for low, high in itertools.pairwise(cuts)]
     optimizer = make(parts)
     for number, gradient in enumerate(gradients):
@@ -107,13 +74,6 @@ def stepped(make: Callable[[Any], optim.Optimizer], dtype: torch.dtype, cuts: li
             group["lr"] = group["lr"] * (1 - 0.05 * number)
         optimizer.step()
     return torch.cat([part.detach() for part in parts])
-
-
-def _numbers(count: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    scales = torch.logspace(-3, 1, size, dtype=torch.float64)
-    drawn = torch.randn(count, size, generator=generator, dtype=torch.float64) * scales
-    return list(drawn.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -136,7 +96,7 @@ def test_the_comparison_notices_who_looks_at_the_whole(make: Callable[[Any], opt
 
 
 def test_all_elementwise_optimizers_of_the_list_are_tried() -> None:
-    from torchstrat.replicas.central import tiers
+    from torchstrat import optimizer_tiers as tiers
 
     tried = {type(make([torch.nn.Parameter(torch.zeros(1))])) for make in SETTINGS.values()}
     assert tried == tiers._BY_ELEMENT

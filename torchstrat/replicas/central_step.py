@@ -19,6 +19,7 @@ from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.baton import Baton, ReplicaAborted
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.thread_state import OwnSettings
 
 
@@ -85,6 +86,7 @@ class CentralStep:
         self._drivers: list[ClosureDriver] = []
         self._driver_threads: set[int] = set()
         self._hook_key = hook_key
+        self._last_hooks = LastHooks()
 
     def begin(self, helpers: list[Any]) -> None:
         """``helpers``: with the optimizers that there are before the run."""
@@ -97,6 +99,7 @@ class CentralStep:
     def end(self) -> None:
         optimizer_pre_hooks.pop(self._hook_key, None)
         optimizer_post_hooks.pop(self._hook_key, None)
+        self._last_hooks.clear()
         for driver in self._drivers:
             driver.abandon()
 
@@ -136,6 +139,7 @@ class CentralStep:
         self._baton.shield()  # until `_after`: an interrupted step would leave the variables half-stepped
         with OwnSettings():
             self._components.enter_step(tensors)
+        self._last_hooks.step_in_blocks(optimizer, make_stand_in)
         return None
 
     def _meet_for_step(self, optimizer: Optimizer, tensors: list[torch.Tensor]) -> bool:
@@ -180,8 +184,9 @@ class CentralStep:
             with OwnSettings():
                 self._components.undo_edits(tensors)
             return
-        if args and args[0] is not optimizer:
-            return  # a stand-in: the step was made with a closure
+        if closure_of(args, kwargs) is not None:
+            return
+        self._last_hooks.remove(optimizer)
         with OwnSettings():
             self._components.leave_step(tensors)
             self._components.forget_unedited()

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.optimizer_blocks import bare_step, step_in_blocks
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
-from torchstrat.replicas.central.twin import bare_step
 from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, make_stand_in, with_closure
 from torchstrat.replicas.edits import ParameterEdits
+from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 OWNER = 0
@@ -53,7 +54,7 @@ class ProcessStep:
         self._order: dict[int, int] = {}
         self._hook_key = hook_key
         self._in_closure_step = False
-        self._late: dict[int, Any] = {}  # hooks of steps that are shared out
+        self._last_hooks = LastHooks()
 
     def __enter__(self) -> ProcessStep:
         optimizer_pre_hooks[self._hook_key] = self.before
@@ -63,9 +64,7 @@ class ProcessStep:
     def __exit__(self, *_: Any) -> None:
         optimizer_pre_hooks.pop(self._hook_key, None)
         optimizer_post_hooks.pop(self._hook_key, None)
-        for handle in self._late.values():
-            handle.remove()
-        self._late.clear()
+        self._last_hooks.clear()
         if self._storage is not None:
             self._storage.follow()  # a step that raised
 
@@ -96,11 +95,12 @@ class ProcessStep:
         """A pre-hook of all optimizers: make gradients and parameters equal; a rank that does not own gets a stand-in
         to step. Where the step is shared out that is done later."""
         if self._storage is None or not self._storage.shares(optimizer):
-            return self.before_alone(optimizer, args, kwargs)
+            changed = self.before_alone(optimizer, args, kwargs)
+            if changed is None and closure_of(args, kwargs) is None:
+                self._last_hooks.step_in_blocks(optimizer, make_stand_in)
+            return changed
         if self._variables_of(optimizer):
-            # Last of all, after hooks of the user's own: they may change gradients and parameters.
-            self._forget_late(optimizer)
-            self._late[id(optimizer)] = optimizer.register_step_pre_hook(self.before_alone)
+            self._last_hooks.put(optimizer, self.before_alone)
         return None
 
     def before_alone(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -126,19 +126,14 @@ class ProcessStep:
         tensors = self._variables_of(optimizer)
         if not tensors or self._in_closure_step:
             return
+        self._last_hooks.remove(optimizer)
         if self._storage is not None and self._storage.shares(optimizer):
-            self._forget_late(optimizer)
             return
         if self._storage is not None:
             self._storage.follow()
             agree(self._communicator, f"{self._call_name(optimizer)}: the end of the step")
             self._storage.drop_edits()  # of hooks of the user's, made on what was about to be stepped
         self._finish(optimizer, tensors, alone=True)
-
-    def _forget_late(self, optimizer: Optimizer) -> None:
-        handle = self._late.pop(id(optimizer), None)
-        if handle is not None:
-            handle.remove()
 
     def _finish(self, optimizer: Optimizer, tensors: list[torch.Tensor], *, alone: bool) -> None:
         level = tensors
@@ -214,7 +209,8 @@ class ProcessStep:
         tensors = self._variables_of(optimizer)
         self._make_equal(call, tensors, optimizer)
         own = storage.begin_step(self._communicator, optimizer, self._gradients.records.owned, call)
-        bare_step(own)
+        if not step_in_blocks(own):
+            bare_step(own)
         storage.end_step(self._communicator, optimizer, f"{self._call_name(optimizer)}: the end of the step")
         self._finish(optimizer, tensors, alone=False)
         stand_in = make_stand_in(optimizer)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import optimizers_without_compiler, step_without_compiler
 from torchstrat.errors import InvalidArgumentError, NotSendableError, UnsupportedError
+from torchstrat.optimizer_blocks import step_in_blocks
 from torchstrat.parameter_server.messages import StateOfShard
 
 Options = Mapping[str, Any]
@@ -88,7 +89,8 @@ class ShardOptimizer:
         step, for the parameters that have any. If the optimizer raises, parameters and states may be half-stepped.
         """
         stand_in = self.stand_in(options, parameters, states)
-        self.call_step(stand_in)
+        if not step_in_blocks(stand_in, self.call_step):
+            self.call_step(stand_in)
         state = stand_in.state
         return {parameter: state[parameter] for group in parameters for parameter in group if parameter in state}
 

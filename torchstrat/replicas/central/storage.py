@@ -18,11 +18,11 @@ from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.gradients import Owned
+from torchstrat.optimizer_tiers import Tier, tier_of
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part, Work, portions
 from torchstrat.replicas.central.state import CentralState, tensors_of
-from torchstrat.replicas.central.tiers import Tier, tier_of
 from torchstrat.replicas.central.twin import Twin, is_sparse
 
 FIRST = 0

@@ -7,7 +7,6 @@ reads the hyperparameters anew at every step, because schedulers change them.
 from __future__ import annotations
 
 import collections
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,8 +171,3 @@ def _state_of_part(part: Part, tensor: torch.Tensor, optimizer: Optimizer, state
                 value = value.clone()  # a count of steps, say: the rank with the first element keeps everyone's
         values[name] = value
     return values
-
-
-def bare_step(optimizer: Optimizer) -> None:
-    """Without hooks: those of the user's optimizer run around its own step."""
-    inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
