@@ -8,9 +8,10 @@
 Rules. The floor (``floor.py``) is two processes, each with half the batch and the whole update, that meet at start and
 end only. All contenders train the same model with the same optimizer, one thread per process, on data allocated before.
 Rounds are interleaved: each measures every contender once, in an order that rotates, so that a machine that slows down
-slows all of them. Shown are medians over the rounds, the spread (largest minus smallest, over the median), and ratios
-taken within a round. Wall clock is the slower process's; CPU is summed over processes. **A run counts only if the
-floor's spread is under 10 %**; it says so, and exits with status 1 if not.
+slows all of them. ``…_retained``: with glibc told to keep the pages of freed memory, which torchstrat's strategies tell
+it by themselves (``torchstrat/kept_pages.py``). Shown are medians over the rounds, the spread (largest minus smallest,
+over the median), and ratios taken within a round. Wall clock is the slower process's; CPU is summed over processes.
+**A run counts only if the floor's spread is under 10 %**; it says so, and exits with status 1 if not.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+
+from ps_contenders import RETAINED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -55,7 +58,8 @@ class Comparison:
 
 def comparisons() -> dict[str, Comparison]:
     others = tuple(name for name, module in (("accelerate", "accelerate"), ("fabric", "lightning")) if _has(module))
-    versus_floor = ("floor", "ddp", *others, "mirrored", "central_storage", "central_storage_at_owner")
+    plain = ("floor", "floor_retained", "ddp", "ddp_retained", *others)
+    versus_floor = (*plain, "mirrored", "central_storage", "central_storage_at_owner")
     return {
         "mlp": Comparison("MLP 784-1024-1024-10, 2 × 128 rows, 2 processes", "mlp", 2, versus_floor),
         "wide": Comparison("25.2 million parameters, 2 × 32 rows, 2 processes", "wide", 2, versus_floor),
@@ -110,12 +114,14 @@ def measure(comparison: Comparison, rounds: int) -> dict[str, list[Measurement]]
 
 def measure_once(name: str, comparison: Comparison) -> Measurement:
     """Start fresh processes, as a launcher would, and read what each prints."""
-    program = [HERE / "floor.py"] if name == "floor" else [HERE / "contenders.py", name]
+    plain_name = name.removesuffix("_retained")
+    program = [HERE / "floor.py"] if plain_name == "floor" else [HERE / "contenders.py", plain_name]
+    extra = RETAINED if name != plain_name else {}
     port = _free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, *program, comparison.workload],
-            env=_environment(rank, comparison.processes, port),
+            env=_environment(rank, comparison.processes, port) | extra,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,6 +13,7 @@ import pytest
 import torchstrat as ts
 from torchstrat.kept_pages import KEEP_PAGES_VARIABLE, environment_that_keeps_pages, glibc_version
 from torchstrat.launch import LocalCluster
+from torchstrat.testing.spawn import spawn
 
 pytestmark = pytest.mark.skipif(glibc_version() is None, reason="what is set is glibc's malloc")
 
@@ -102,3 +103,57 @@ def test_a_server_that_was_started_by_hand(keep: bool) -> None:
     for taken in (of_main, of_another):
         assert (taken < FEW) if keep else (taken >= MANY), taken
     assert (before - after > 120) is keep, "what is kept is given back on request"
+
+
+# ---- replicas in processes of torchrun's -----------------------------------------------------------------------------
+
+WIDTH, STEPS = 3200, 8  # 39 MiB: up to 32, glibc may stop to give blocks back by itself
+SMALL_PAGES = WIDTH * WIDTH * 4 // 4096
+HUGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def faults_of_a_step(made_before: bool) -> float:
+    """Page faults per step with one large gradient, once first values and state are made."""
+    import resource
+
+    import torch
+
+    if made_before:
+        torch.zeros(1)
+    strategy = ts.MirroredStrategy(["cpu:0"], collectives="process_group")
+    with strategy.scope():
+        model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(inputs: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    inputs = torch.ones(1, WIDTH)
+    for _ in range(SETTLING):
+        strategy.run(step, args=(inputs,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(STEPS):
+        strategy.run(step, args=(inputs,))
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    strategy.close()
+    return taken / STEPS
+
+
+@pytest.mark.skipif(
+    not HUGE_SETTING.exists() or "[never]" in HUGE_SETTING.read_text(), reason="this Linux gives no huge pages"
+)
+@pytest.mark.parametrize(
+    ("env", "made_before", "is_spared"),
+    [
+        ({KEEP_PAGES_VARIABLE: "1"}, False, True),
+        ({KEEP_PAGES_VARIABLE: "0"}, False, True),  # huge ones, which are few
+        ({KEEP_PAGES_VARIABLE: "1", "THP_MEM_ALLOC_ENABLE": "0"}, False, False),
+        ({KEEP_PAGES_VARIABLE: "1"}, True, False),
+    ],
+    ids=["huge and kept", "huge", "switched off", "tensors were made before"],
+)
+def test_steps_under_torchrun(env: dict[str, str], made_before: bool, is_spared: bool) -> None:
+    for taken in spawn(faults_of_a_step, 2, (made_before,), env=env, timeout_seconds=120):
+        assert (taken < SMALL_PAGES / 4) if is_spared else (taken >= SMALL_PAGES), taken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torchstrat.launch import LocalCluster, local_cluster
 from torchstrat.parameter_server.meeting.task_server import Server
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.replicas import step_pages
+from torchstrat.replicas.step_pages import StepPages
 from torchstrat.server import main
 
 NEW, OLD = (2, 36), (2, 35)
@@ -325,3 +328,64 @@ def test_the_command_passes_it_on(words: list[str], expected: bool | None, monke
     monkeypatch.setattr(sys.modules[main.__module__], "Server", Noted)
     assert main(["--cluster", '{"ps": ["h:1"]}', "--job", "ps", "--index", "0", *words]) == 0
     assert asked == [expected]
+
+
+# ---- replicas in processes of torchrun's -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a `StepPages` does with this process, instead of doing it."""
+    calls: list[str] = []
+    monkeypatch.setattr(step_pages, "keep_pages", lambda: calls.append("keep"))
+    monkeypatch.setattr(step_pages, "give_back_pages", lambda: calls.append("give back"))
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    monkeypatch.delenv("TORCHSTRAT_KEEP_PAGES", raising=False)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("device", "huge", "said", "kept"),
+    [
+        ("cpu:0", True, "", True),
+        ("cpu:0", False, "1", False),
+        ("cpu:0", True, "0", False),
+        ("cuda:0", True, "1", False),
+    ],
+)
+def test_pages_are_kept_where_they_are_huge(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, device: str, huge: bool, said: str, kept: bool
+) -> None:
+    monkeypatch.setattr(step_pages, "_takes_huge_pages", lambda: huge)
+    monkeypatch.setenv("TORCHSTRAT_KEEP_PAGES", said)
+    StepPages(device)
+    assert asked == ["keep"] * kept
+
+
+def test_the_first_runs_after_a_change_give_back(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_pages, "_takes_huge_pages", lambda: True)
+    pages = StepPages("cpu:0")
+    pages.end_of_run()
+    assert asked == ["keep"]
+    for _ in range(2):
+        asked.clear()
+        pages.variables_changed()
+        for _ in range(5):
+            pages.end_of_run()
+        assert asked == ["give back"] * 3
+
+
+def test_a_wrong_word_is_an_error(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHSTRAT_KEEP_PAGES", "yes")
+    with pytest.raises(ClusterConfigError, match="TORCHSTRAT_KEEP_PAGES='yes'"):
+        StepPages("cpu:0")
+
+
+@pytest.mark.parametrize("said", ["always madvise [never]\n", None])
+def test_a_kernel_without_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # what the user says stays
+    setting = tmp_path / "enabled"
+    if said is not None:
+        setting.write_text(said)
+    assert not step_pages._takes_huge_pages(setting)
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"

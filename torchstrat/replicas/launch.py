@@ -122,7 +122,9 @@ def one_replica_per_process(
     from torchstrat.collectives.communicator import SharesMemory
     from torchstrat.collectives.shared_memory.device_copies import device_copies
     from torchstrat.replicas.per_process import PerProcessReplica
+    from torchstrat.replicas.step_pages import StepPages
 
+    pages = StepPages(device)  # before the communicator's threads
     copies = device_copies(device) if through_host else None
     communicator, why = choose_communicator(plan, device, timeout, collectives, copies)
     return PerProcessReplica(
@@ -134,4 +136,5 @@ def one_replica_per_process(
         communication=why,
         keeps_gradients=keeps_gradients,
         copies=copies if isinstance(communicator, SharesMemory) else None,
+        pages=pages,
     )

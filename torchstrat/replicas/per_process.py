@@ -47,6 +47,7 @@ from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.step_errors import add_replica_note
+from torchstrat.replicas.step_pages import StepPages
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
@@ -61,8 +62,8 @@ class PerProcessReplica:
 
     ``central``: parameters and optimizer state exist once, in memory that the ranks share. Where they have none, rank 0
     owns both, and the others keep working copies of the parameters. ``keeps_gradients``: in such memory, gradients are
-    combined only where they are stepped. ``copies``: of a device, where the shared memory is on the host.
-    ``around_step``: what the step function is called in.
+    combined only where they are stepped. ``copies``: of a device, where the shared memory is on the host. ``pages``: of
+    what steps allocate. ``around_step``: what the step function is called in.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class PerProcessReplica:
         communication: str,
         keeps_gradients: bool = False,
         copies: DeviceCopies | None = None,
+        pages: StepPages | None = None,
         around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._strategy = strategy
         self._around_step = around_step
+        self._pages = pages
         self._world = communicator
         self._communicator = communicator  # of the replicas that take part in the current run
         self._device = device
@@ -218,6 +221,8 @@ class PerProcessReplica:
         if state != self._taken_over or moved_out:
             self._take_over(roster, moved_out)
             self._taken_over = state
+            if self._pages is not None:
+                self._pages.variables_changed()
         return roster
 
     def _take_over(self, roster: Roster, moved_out: Container[str]) -> None:
@@ -315,6 +320,8 @@ class PerProcessReplica:
             result = self._run_without_idle(weights.active, roster, members, fn, args, kwargs)
         self._gradients.pending |= self._gradients.no_sync
         self._watch_optimizers()
+        if self._pages is not None:
+            self._pages.end_of_run()
         return result
 
     def _run_without_idle(
