@@ -356,14 +356,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_pages_are_kept_where_they_are_huge(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, device: str, huge: bool, said: str, kept: bool
 ) -> None:
-    monkeypatch.setattr(step_pages, "_takes_huge_pages", lambda: huge)
+    monkeypatch.setattr(step_pages, "_why_no_huge_pages", lambda: None if huge else "of a reason")
     monkeypatch.setenv("TORCHSTRAT_KEEP_PAGES", said)
     StepPages(device)
     assert asked == ["keep"] * kept
 
 
 def test_the_first_runs_after_a_change_give_back(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_pages, "_takes_huge_pages", lambda: True)
+    monkeypatch.setattr(step_pages, "_why_no_huge_pages", lambda: None)
     pages = StepPages("cpu:0")
     pages.end_of_run()
     assert asked == ["keep"]
@@ -381,11 +381,22 @@ def test_a_wrong_word_is_an_error(asked: list[str], monkeypatch: pytest.MonkeyPa
         StepPages("cpu:0")
 
 
-@pytest.mark.parametrize("said", ["always madvise [never]\n", None])
-def test_a_kernel_without_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")  # what the user says stays
+@pytest.mark.parametrize(
+    ("said", "variable", "why"),
+    [
+        ("always madvise [never]\n", "1", "enabled says never"),
+        (None, "1", "only Linux has them"),
+        ("always [madvise] never\n", "0", "THP_MEM_ALLOC_ENABLE=0"),
+    ],
+)
+def test_what_is_missing_for_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, variable: str, why: str
+) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", variable)
     setting = tmp_path / "enabled"
     if said is not None:
         setting.write_text(said)
-    assert not step_pages._takes_huge_pages(setting)
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+    reason = step_pages._why_no_huge_pages(setting)
+    assert reason is not None
+    assert why in reason
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == variable

@@ -10,6 +10,7 @@ process grows by its largest gradient.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from pathlib import Path
@@ -17,6 +18,8 @@ from pathlib import Path
 import torch
 
 from torchstrat.kept_pages import give_back_pages, is_wanted, keep_pages
+
+_logger = logging.getLogger("torchstrat.memory")
 
 _VARIABLE = "THP_MEM_ALLOC_ENABLE"  # PyTorch's, which looks at it once, when it first makes a tensor
 _LARGE_BYTES = 4 << 20  # is 2 MiB or more
@@ -28,14 +31,19 @@ class StepPages:
     """Of this process, whose replica is on ``device``. To be made before it has threads.
 
     Does nothing on other devices than the CPU, nor where the program has made tensors before, or its user has set
-    ``THP_MEM_ALLOC_ENABLE=0``, or Linux has no huge pages. ``TORCHSTRAT_KEEP_PAGES=0``: huge ones, but not kept. Raises
-    `ClusterConfigError` where that is neither 0 nor 1.
+    ``THP_MEM_ALLOC_ENABLE=0``, or Linux has no huge pages; the logger ``torchstrat.memory`` says so (INFO).
+    ``TORCHSTRAT_KEEP_PAGES=0``: huge ones, but not kept. Raises `ClusterConfigError` where that is neither 0 nor 1.
     """
 
     def __init__(self, device: str) -> None:
         self._runs_to_settle = 0
         wants_kept = is_wanted(None, os.environ)
-        if device.startswith("cpu") and _takes_huge_pages() and wants_kept:
+        if not device.startswith("cpu"):
+            return
+        reason = _why_no_huge_pages()
+        if reason is not None:
+            _logger.info("steps do not take huge pages: %s.", reason)
+        elif wants_kept:
             keep_pages()
 
     def variables_changed(self) -> None:
@@ -48,12 +56,20 @@ class StepPages:
             give_back_pages()
 
 
-def _takes_huge_pages(setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:
-    """Ask PyTorch to; whether it does."""
+def _why_no_huge_pages(setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str | None:
+    """Ask PyTorch to take them; None if it does."""
     os.environ.setdefault(_VARIABLE, "1")
+    if os.environ[_VARIABLE] != "1":
+        return f"{_VARIABLE}={os.environ[_VARIABLE]}"
     try:
-        is_possible = "[never]" not in setting.read_text()
-    except OSError:  # another system than Linux
-        return False
+        if "[never]" in setting.read_text():
+            return f"{setting} says never"
+    except OSError:
+        return "only Linux has them"
     probes = [torch.empty(_LARGE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(3)]
-    return is_possible and all(probe.data_ptr() % mmap.PAGESIZE == 0 for probe in probes)
+    if any(probe.data_ptr() % mmap.PAGESIZE for probe in probes):
+        return (
+            "the program had made tensors before the strategy; make the strategy first, or start the program with "
+            f"{_VARIABLE}=1"
+        )
+    return None
