@@ -9,9 +9,10 @@ freed is used again by the same process, and by nobody else on the machine. A se
 creating variables and from checkpoints, once each (`give_back_pages`).
 
 Two ways, and one place for their numbers. A process that is started by torchstrat gets variables of the environment
-(`environment_that_keeps_pages`), which malloc reads before anything else runs. A process that was started by hand sets
-the same by ``mallopt`` (`keep_pages`), which is as good only while it has no other threads: see there. What the user
-has set, by ``MALLOC_…`` or ``GLIBC_TUNABLES``, is left as it is. C libraries other than glibc are left alone.
+(`environment_that_keeps_pages`), which malloc reads before anything else runs. A process that was started by hand, or
+by torchrun (see `replicas.step_pages`), sets the same by ``mallopt`` (`keep_pages`), which is as good only while it has
+no other threads: see there. What the user has set, by ``MALLOC_…`` or ``GLIBC_TUNABLES``, is left as it is. C libraries
+other than glibc are left alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torchstrat.errors import ClusterConfigError
 logger = logging.getLogger("torchstrat.memory")
 
 KEEP_PAGES_VARIABLE = "TORCHSTRAT_KEEP_PAGES"
-"""``1`` or ``0``: what holds for a task where neither its program nor its command line says it."""
+"""``1`` or ``0``: what holds for a task where neither its program nor its command line says it, and for processes of
+torchrun's in which a strategy has a replica on the CPU."""
 
 Version = tuple[int, int]
 
