@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.stand_ins import stand_in_of
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,10 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> l
     """The state tensors that one step on a parameter like ``like`` makes; ``optimizer`` itself is untouched."""
     parameter = nn.Parameter(torch.zeros_like(like))
     parameter.grad = torch.ones_like(parameter)
-    trial: Any = object.__new__(type(optimizer))
     # The multi-tensor and fused kernels need storage; the state they make is the same.
     settings: dict[str, Any] = dict.fromkeys((name for name in ("foreach", "fused") if name in group), False)
     groups: list[dict[str, Any]] = [{**group, **settings, "params": [parameter]}]
-    state: dict[torch.Tensor, dict[str, Any]] = collections.defaultdict(dict)
-    vars(trial).update({**vars(optimizer), "param_groups": groups, "state": state})
+    trial: Any = stand_in_of(type(optimizer), vars(optimizer), groups)
     trial.step()
     return _state_tensors(trial.state[parameter])
 

@@ -9,15 +9,15 @@ parameters on one of two busy cores (AMD EPYC): Adam 101 ms whole, 36 ms in bloc
 from __future__ import annotations
 
 import collections
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.optimizer_tiers import Tier, tier_of
+from torchstrat.stand_ins import State, bare_step, stand_in_of
 
 _BLOCK_BYTES = 512 << 10
 """Of one tensor, per thread of an operator: a step's five or six blocks fit into a core's own cache or its share of the
@@ -25,11 +25,6 @@ common one. Blocks are long enough for the Python code between kernels not to co
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _MISSING = object()
-
-
-def bare_step(optimizer: Optimizer) -> None:
-    """Without hooks: for a stand-in, where those of the user's optimizer run around its own step."""
-    inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
 
 
 def is_worth_blocks(optimizer: Optimizer) -> bool:
@@ -53,7 +48,7 @@ def step_in_blocks(optimizer: Optimizer, step: Callable[[Optimizer], None] = bar
     cut = {id(parameter): _Blocks(parameter, optimizer, count) for parameter in _worth_cutting(optimizer, count)}
     if not cut:
         return False
-    state: dict[torch.Tensor, Any] = collections.defaultdict(dict)
+    state: State = collections.defaultdict(dict)
     state.update((key, value) for key, value in optimizer.state.items() if id(key) not in cut)
     groups = []
     for group in optimizer.param_groups:
@@ -68,19 +63,11 @@ def step_in_blocks(optimizer: Optimizer, step: Callable[[Optimizer], None] = bar
                 parameters += blocks.leaves
                 state.update(zip(blocks.leaves, blocks.states, strict=True))
         groups.append({**group, "params": parameters})
-    step(_stand_in(optimizer, groups, state))
+    step(stand_in_of(type(optimizer), vars(optimizer), groups, state))
     for blocks in cut.values():
         blocks.keep(state)
     optimizer.state.update(state)  # of those that were stepped whole
     return True
-
-
-def _stand_in(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, dict[str, Any]]
-) -> Optimizer:
-    made: Optimizer = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer), param_groups=groups, state=state)
-    return made
 
 
 def _worth_cutting(optimizer: Optimizer, block_bytes: int) -> Iterator[torch.Tensor]:
@@ -142,11 +129,8 @@ class _Blocks:
         row: Sequence[torch.Tensor] = tensor.detach().view(-1).split(self._count)
         return row
 
-    def _is_whole(self, value: Any) -> TypeGuard[torch.Tensor]:
-        return isinstance(value, torch.Tensor) and value.shape == self._parameter.shape
-
     def _parts(self, value: Any) -> Iterator[Any]:
-        if self._is_whole(value):
+        if isinstance(value, torch.Tensor) and value.shape == self._parameter.shape:
             yield from self._row(value)
             return
         yield value
@@ -158,9 +142,9 @@ class _Blocks:
         memory that the process would keep."""
         whole: dict[str, Any] = {}
         for place, leaf in enumerate(self.leaves):
-            state: dict[torch.Tensor, Any] = collections.defaultdict(dict)
-            step(_stand_in(self._optimizer, [{**group, "params": [leaf]}], state))
-            for name, value in state[leaf].items():
+            optimizer = stand_in_of(type(self._optimizer), vars(self._optimizer), [{**group, "params": [leaf]}])
+            step(optimizer)
+            for name, value in optimizer.state[leaf].items():
                 if isinstance(value, torch.Tensor) and value.shape == leaf.shape:
                     if place == 0:
                         whole[name] = torch.empty_like(self._parameter, dtype=value.dtype, requires_grad=False)
@@ -170,7 +154,7 @@ class _Blocks:
         if whole:
             self._optimizer.state[self._parameter] = whole
 
-    def keep(self, stepped: dict[torch.Tensor, Any]) -> None:
+    def keep(self, stepped: State) -> None:
         """After the step of all: what has become of the state, and what is new in it. Takes the blocks out of
         ``stepped``."""
         states = [stepped.pop(leaf) for leaf in self.leaves if leaf in stepped]

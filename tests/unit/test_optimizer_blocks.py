@@ -15,8 +15,9 @@ from torch import nn, optim
 import torchstrat as ts
 from tests.unit.optimizer_settings import SETTINGS, WHOLE, numbers
 from torchstrat import optimizer_blocks
-from torchstrat.optimizer_blocks import bare_step, is_worth_blocks, step_in_blocks
+from torchstrat.optimizer_blocks import is_worth_blocks, step_in_blocks
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
+from torchstrat.stand_ins import bare_step
 
 Make = Callable[[Any], optim.Optimizer]
 
@@ -135,7 +136,7 @@ def test_state_that_appears_later(loaded: bool) -> None:
     require_same(blocked, whole)
 
 
-def test_the_first_step_never_has_the_state_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_never_has_the_state_twice() -> None:
     """The process would keep that memory."""
     alive: list[int] = []
 

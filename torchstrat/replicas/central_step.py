@@ -6,7 +6,6 @@ stand-in of the same class that has no parameters and a state of its own, so wha
 
 from __future__ import annotations
 
-import collections
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +20,7 @@ from torchstrat.replicas.components import Components
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.thread_state import OwnSettings
-
-
-def make_stand_in(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class and hyperparameters whose groups hold no parameters and whose state is its own."""
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    lists: dict[int, list[Any]] = {id(group["params"]): [] for group in optimizer.param_groups}
-    attributes = {name: lists.get(id(value), value) for name, value in vars(optimizer).items()}
-    stand_in: Optimizer = object.__new__(type(optimizer))
-    vars(stand_in).update(attributes, param_groups=groups, state=collections.defaultdict(dict))
-    return stand_in
+from torchstrat.stand_ins import make_stand_in
 
 
 def make_inert_stand_in(optimizer: Optimizer) -> Optimizer:
@@ -139,7 +129,7 @@ class CentralStep:
         self._baton.shield()  # until `_after`: an interrupted step would leave the variables half-stepped
         with OwnSettings():
             self._components.enter_step(tensors)
-        self._last_hooks.step_in_blocks(optimizer, make_stand_in)
+        self._last_hooks.step_in_blocks(optimizer)
         return None
 
     def _meet_for_step(self, optimizer: Optimizer, tensors: list[torch.Tensor]) -> bool:
@@ -299,4 +289,4 @@ def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-__all__ = ["CentralStep", "closure_of", "make_inert_stand_in", "make_stand_in", "with_closure"]
+__all__ = ["CentralStep", "closure_of", "make_inert_stand_in", "with_closure"]

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchstrat.optimizer_blocks import is_worth_blocks, step_in_blocks
+from torchstrat.stand_ins import make_stand_in
 
 Hook = Callable[[Optimizer, Any, Any], Any]
 
@@ -33,7 +34,7 @@ class LastHooks:
             handle.remove()
         self._handles.clear()
 
-    def step_in_blocks(self, optimizer: Optimizer, make_stand_in: Callable[[Optimizer], Optimizer]) -> None:
+    def step_in_blocks(self, optimizer: Optimizer) -> None:
         """Have the step that has begun made in blocks, where that is quicker. What is then stepped is a stand-in, which
         has nothing to step; so hooks that follow find all of it done."""
 

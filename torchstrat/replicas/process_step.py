@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.optimizer_blocks import bare_step, step_in_blocks
+from torchstrat.optimizer_blocks import step_in_blocks
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
-from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, make_stand_in, with_closure
+from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, with_closure
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
+from torchstrat.stand_ins import bare_step, make_stand_in
 
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
@@ -97,7 +98,7 @@ class ProcessStep:
         if self._storage is None or not self._storage.shares(optimizer):
             changed = self.before_alone(optimizer, args, kwargs)
             if changed is None and closure_of(args, kwargs) is None:
-                self._last_hooks.step_in_blocks(optimizer, make_stand_in)
+                self._last_hooks.step_in_blocks(optimizer)
             return changed
         if self._variables_of(optimizer):
             self._last_hooks.put(optimizer, self.before_alone)

@@ -21,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchstrat._torch_private import set_version_counters
 from torchstrat.replicas.baton import Baton
-from torchstrat.replicas.central_step import make_stand_in
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.replicas.worker_threads import WorkerThreads
+from torchstrat.stand_ins import make_stand_in
 from torchstrat.variables import VariableRegistry
 
 FIRST = 0

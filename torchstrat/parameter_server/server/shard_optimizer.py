@@ -25,6 +25,7 @@ from torchstrat._torch_private import optimizers_without_compiler, step_without_
 from torchstrat.errors import InvalidArgumentError, NotSendableError, UnsupportedError
 from torchstrat.optimizer_blocks import step_in_blocks
 from torchstrat.parameter_server.messages import StateOfShard
+from torchstrat.stand_ins import stand_in_of
 
 Options = Mapping[str, Any]
 """The hyperparameters of a parameter group: everything in it but ``params``."""
@@ -106,12 +107,10 @@ class ShardOptimizer:
         states: Mapping[torch.Tensor, StateOfShard],
     ) -> Optimizer:
         """An optimizer of the class, over these parameters and states. Its constructor does not run."""
-        optimizer: Optimizer = object.__new__(self.cls)
         state: dict[torch.Tensor, StateOfShard] = collections.defaultdict(dict)
         state.update(states)
         groups = [{**own, "params": list(tensors)} for own, tensors in zip(options, parameters, strict=True)]
-        vars(optimizer).update(self.attributes, param_groups=groups, state=state)
-        return optimizer
+        return stand_in_of(self.cls, self.attributes, groups, state)
 
     def _find_whether_constructor_makes_state(self) -> bool:
         parameter = torch.nn.Parameter(torch.zeros(2, 2))

@@ -24,7 +24,8 @@ from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, Variab
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.replicas.central_step import closure_of, make_stand_in
+from torchstrat.replicas.central_step import closure_of
+from torchstrat.stand_ins import make_stand_in
 
 
 class _Here(threading.local):

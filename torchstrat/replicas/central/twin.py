@@ -17,6 +17,7 @@ from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part
 from torchstrat.replicas.central.state import CentralState, Made
+from torchstrat.stand_ins import State, stand_in_of
 
 _MISSING = object()
 
@@ -57,7 +58,7 @@ class Twin:
     ) -> None:
         self._copies = copies
         self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device without a place on the host
-        self._state: dict[torch.Tensor, dict[str, Any]] = collections.defaultdict(dict)
+        self._state: State = collections.defaultdict(dict)
         self._pieces: dict[int, list[_Piece]] = {}
         for part in parts:
             tensor = tensors[part.number]
@@ -82,9 +83,7 @@ class Twin:
             for piece in pieces:
                 piece.leaf.grad = piece.gradient()
             groups.append({**group, "params": [piece.leaf for piece in pieces]})
-        stand_in: Optimizer = object.__new__(type(optimizer))
-        vars(stand_in).update(vars(optimizer), param_groups=groups, state=self._state)
-        return stand_in
+        return stand_in_of(type(optimizer), vars(optimizer), groups, self._state)
 
     def _make_on_host(self, optimizer: Optimizer, copies: DeviceCopies) -> Optimizer:
         """The same where gradients have to be copied first; and numbers that the optimizer keeps on the device, such as
@@ -103,9 +102,7 @@ class Twin:
             {**_on_host(group, copies), "params": [piece.leaf for piece in pieces]}
             for group, pieces in zip(optimizer.param_groups, all_pieces, strict=True)
         ]
-        stand_in: Optimizer = object.__new__(type(optimizer))
-        vars(stand_in).update(_on_host(vars(optimizer), copies), param_groups=groups, state=self._state)
-        return stand_in
+        return stand_in_of(type(optimizer), _on_host(vars(optimizer), copies), groups, self._state)
 
     def made(self) -> list[Made]:
         """After the step: the entries of state that are new; and sparse ones, which no other rank sees."""
