@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.stand_ins import stand_in_of
+from torchstrat.stand_ins import bare_step, stand_in_of
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> l
     # The multi-tensor and fused kernels need storage; the state they make is the same.
     settings: dict[str, Any] = dict.fromkeys((name for name in ("foreach", "fused") if name in group), False)
     groups: list[dict[str, Any]] = [{**group, **settings, "params": [parameter]}]
-    trial: Any = stand_in_of(type(optimizer), vars(optimizer), groups)
-    trial.step()
+    trial = stand_in_of(type(optimizer), vars(optimizer), groups)
+    bare_step(trial)  # its own attribute may be a scheduler's, which steps the optimizer that it was made for
     return _state_tensors(trial.state[parameter])
 
 

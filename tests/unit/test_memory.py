@@ -66,3 +66,16 @@ def closing():
     yield keep
     for strategy in strategies:
         strategy.close()
+
+
+def test_an_estimate_steps_nothing_of_the_users():
+    """A scheduler puts a ``step`` of its own into the optimizer, which steps that very optimizer."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(1, 4)).sum().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    found = optimizer_state_bytes(optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not optimizer.state
+    assert found == optimizer_state_bytes(torch.optim.Adam(model.parameters())) > 0
