@@ -28,6 +28,7 @@ AT_ONCE = {name for name in SETTINGS if "foreach" in name or "fused" in name} | 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(optimizer_blocks, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(optimizer_blocks, "_FEWEST_BLOCKS", 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,6 +91,17 @@ def test_kernels_that_do_all_at_once_are_left_alone(name: str) -> None:
     assert not is_worth_blocks(optimizer)
     assert not step_in_blocks(optimizer)
     assert all(map(torch.equal, optimizer.param_groups[0]["params"], before))
+
+
+@pytest.mark.parametrize("make", [partial(optim.SGD, momentum=0.9), optim.Adagrad, optim.RMSprop, optim.Adam])
+def test_steps_of_few_kernels_are_cut_from_more_blocks_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.zeros(4096 // 4 * 3))
+    parameter.grad = torch.ones_like(parameter)
+    for fewest, cuts in ((2, True), (3, make is optim.Adam)):
+        monkeypatch.setattr(optimizer_blocks, "_FEWEST_BLOCKS", fewest)
+        optimizer = make([parameter])
+        assert is_worth_blocks(optimizer) is cuts
+        assert step_in_blocks(optimizer) is cuts
 
 
 class Mine(optim.Adam):
