@@ -13,12 +13,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.ps_server_helpers import add_optimizer, make_spec, make_store, options_of, push_of, split_rows, whole
+from tests.unit.ps_server_helpers import (
+    add_optimizer,
+    dense_step,
+    make_spec,
+    make_store,
+    options_of,
+    push_of,
+    split_rows,
+    whole,
+)
 from torchstrat import host_memory
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.ftrl import Ftrl
 from torchstrat.parameter_server.messages import OptimizerStep, StateOfShard
-from torchstrat.parameter_server.server.fast_rows import fast_step_of
+from torchstrat.parameter_server.server.fast_steps import fast_step_of
 from torchstrat.parameter_server.server.store import VariableStore
 
 ROWS, WIDTH, STEPS = 17, 3, 8
@@ -139,6 +148,33 @@ def test_what_tables_are_trained_with_most_makes_no_optimizer(name, monkeypatch)
     assert bool((whole(store)[ids] < 1).all())
     derived = type("Mine", (type(optimizer),), {})
     assert fast_step_of(derived) is None
+
+
+def test_plain_sgd_on_whole_shards_makes_no_optimizer(monkeypatch):
+    start = torch.linspace(-3, 3, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
+    own = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([own], lr=0.3)
+    store = make_store(start)
+    add_optimizer(store, optimizer, [[0]])
+    monkeypatch.setattr("torchstrat.parameter_server.server.shard_optimizer.ShardOptimizer.step", None)
+    own.grad = start.sin()
+    optimizer.step()
+    store.push(push_of(steps=(dense_step(optimizer, v0=own.grad),)))
+    assert torch.equal(whole(store), own.detach())
+
+
+@pytest.mark.parametrize("name", ["momentum", "weight_decay", "maximize", "fused"])
+def test_what_is_more_than_plain_sgd_is_stepped_by_the_optimizer(name):
+    start = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    own = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([own], lr=0.3, **{name: True if name in ("maximize", "fused") else 0.5})
+    store = make_store(start)
+    add_optimizer(store, optimizer, [[0]])
+    for _ in range(2):
+        own.grad = torch.full_like(start, 0.25)
+        optimizer.step()
+        store.push(push_of(steps=(dense_step(optimizer, v0=own.grad),)))
+    torch.testing.assert_close(whole(store), own.detach(), rtol=1e-13 if name == "fused" else 0.0, atol=0.0)
 
 
 def test_the_reference_would_notice_a_dense_step():

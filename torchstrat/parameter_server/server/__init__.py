@@ -6,7 +6,7 @@ From the inside out::
     applied.py          which pushes were applied: exactly once, fencing
     shard_optimizer.py  the user's own optimizer class, stepping tensors that are handed to it
     row_optimizer.py    the same on a few rows of a table
-    fast_rows.py        plain SGD and Adagrad on rows, in a few lines
+    fast_steps.py       plain SGD, and Adagrad on rows, in a few lines
     edits.py            changes that no optimizer makes
     cut.py              what was here at one moment, read while it changes
     held.py             a variable's shards here, its lock, its optimizers' state; the one way to change them

@@ -12,6 +12,7 @@ too.
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import io
 import pickle
@@ -151,8 +152,7 @@ def sparse_rows(ids: torch.Tensor, values: torch.Tensor, rows: int) -> torch.Ten
 
 def check_supported(cls: type[Optimizer], options: Sequence[Options]) -> None:
     """Raise `UnsupportedError` for what cannot be stepped on a server, whatever the gradients."""
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if _needs_closure(cls):
         raise UnsupportedError(
             f"{cls.__name__}.step needs a closure that evaluates the model, and parameter servers have no model: they "
             "only get gradients. Use an optimizer whose step() takes none, or a synchronous strategy such as "
@@ -165,6 +165,15 @@ def check_supported(cls: type[Optimizer], options: Sequence[Options]) -> None:
                     f"{cls.__name__} has {flag}=True in parameter group {number}; its steps are made on parameter "
                     f"servers, where nothing is captured or differentiated. Use {flag}=False."
                 )
+
+
+def _look_for_closure(cls: type[Optimizer]) -> bool:
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+# Every push asks, and looking takes 0.1 ms.
+_needs_closure: Callable[[Any], bool] = functools.lru_cache(maxsize=256)(_look_for_closure)
 
 
 def pack_optimizer(optimizer: Optimizer) -> bytes:

@@ -12,7 +12,7 @@ from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.catalog import describe_optimizer
-from torchstrat.parameter_server.server.fast_rows import fast_step_of
+from torchstrat.parameter_server.server.fast_steps import fast_step_of
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
 from torchstrat.parameter_server.server.row_optimizer import gather_state, learn_state, scatter_state
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, sparse_rows
@@ -86,15 +86,17 @@ class HeldOptimizer:
                 self._learn_rows(key, step, shards)
 
     def make(self, step: OptimizerStep, shards: HeldShards) -> None:
-        """Step all of it in one call of the optimizer, but for rows of tables that a few lines step as well. The caller
-        holds the variables' locks, and has checked."""
-        parts = [self._whole(key, gradient, step, shards) for key, gradient in step.dense]
+        """Step all of it in one call of the optimizer, but for what a few lines step as well. The caller holds the
+        variables' locks, and has checked."""
+        parts = [
+            self._whole(key, gradient, step, shards)
+            for key, gradient in step.dense
+            if not self._is_stepped_fast(key, None, gradient, step, shards)
+        ]
         for key, ids, gradient in step.rows:
             if self._goes_by_rows(shards.tensor(key)):
-                options = step.options[self._group(key)]
-                if self._fast is not None and self._fast(shards, key, self.number, ids, gradient, options):
-                    continue
-                parts.append(self._rows(key, ids, gradient, step, shards))
+                if not self._is_stepped_fast(key, ids, gradient, step, shards):
+                    parts.append(self._rows(key, ids, gradient, step, shards))
             else:
                 parts.append(self._whole(key, self._spread(ids, gradient, shards.tensor(key)), step, shards))
         if not parts:
@@ -112,6 +114,13 @@ class HeldOptimizer:
             ) from error
         for part in parts:
             self._keep(part, _without_gradient(states.get(part.parameter, {}), part.parameter), step, shards)
+
+    def _is_stepped_fast(
+        self, key: ShardKey, ids: torch.Tensor | None, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards
+    ) -> bool:
+        if self._fast is None:
+            return False
+        return self._fast(shards, key, self.number, ids, gradient, step.options[self._group(key)])
 
     def _group(self, key: ShardKey) -> int:
         return self._place_of[key[0]][0]
