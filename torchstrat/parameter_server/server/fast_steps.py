@@ -14,6 +14,7 @@ import torch
 
 from torchstrat.parameter_server.messages import ShardKey
 from torchstrat.parameter_server.server.held import HeldShards
+from torchstrat.parameter_server.variables.put_rows import put_rows
 
 Options: TypeAlias = Mapping[str, Any]
 _Ids: TypeAlias = torch.Tensor | None
@@ -41,7 +42,7 @@ def _sgd(
     if ids is None:
         values.add_(gradient, alpha=-options["lr"])
     else:
-        values.index_copy_(0, ids, values.index_select(0, ids).add_(gradient, alpha=-options["lr"]))
+        put_rows(values, ids, values.index_select(0, ids).add_(gradient, alpha=-options["lr"]))
     return True
 
 
@@ -62,9 +63,9 @@ def _adagrad(
     state["step"] += 1
     rate = options["lr"] / (1 + (float(state["step"]) - 1) * options["lr_decay"])
     sums = state["sum"].index_select(0, ids).addcmul_(gradient, gradient, value=1)
-    state["sum"].index_copy_(0, ids, sums)
+    put_rows(state["sum"], ids, sums)
     rows = table.index_select(0, ids).addcdiv_(gradient, sums.sqrt_().add_(options["eps"]), value=-rate)
-    table.index_copy_(0, ids, rows)
+    put_rows(table, ids, rows)
     return True
 
 

@@ -20,6 +20,7 @@ import torch
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.messages import StateOfShard
 from torchstrat.parameter_server.server.shard_optimizer import Options, ShardOptimizer, sparse_rows
+from torchstrat.parameter_server.variables.put_rows import put_rows
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def scatter_state(
             continue
         if not isinstance(state.get(name), torch.Tensor):
             state[name] = entry.allocate(table)
-        state[name].index_copy_(0, ids, value)
+        put_rows(state[name], ids, value)
     for name in [name for name in state if name not in of_rows]:
         del state[name]
 

@@ -17,6 +17,7 @@ from torchstrat.parameter_server.server.held import HeldShards, check_rows
 from torchstrat.parameter_server.server.row_optimizer import gather_state, learn_state, scatter_state
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, sparse_rows
 from torchstrat.parameter_server.variables.elementwise import steps_rows_alone
+from torchstrat.parameter_server.variables.put_rows import put_rows
 
 
 class HeldOptimizer:
@@ -194,7 +195,7 @@ class HeldOptimizer:
             shards.learn_rows(part.key, self.number, learn_state(self.optimizer, step.options[group], group, table))
             learned = shards.row_state(part.key, self.number) or {}
         scatter_state(held, state, part.ids, table, learned)
-        table.index_copy_(0, part.ids, part.parameter.detach())
+        put_rows(table, part.ids, part.parameter)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.tasks import Peer
+from torchstrat.parameter_server.variables.put_rows import put_rows
 from torchstrat.parameter_server.variables.variable_access import RowsToCome, VariableAccess
 from torchstrat.parameter_server.worker.unique_ids import UniqueIds
 
@@ -106,8 +107,8 @@ class TableRows:
         self._ahead.remove(one)
         rest = self._access.start_reading_rows(spec, unique[common.others])
         values = torch.empty((len(unique), *spec.shape[1:]), dtype=spec.dtype)
-        values[common.wanted] = one.rows.wait()[common.there]
-        values[common.others] = rest.wait()
+        put_rows(values, common.wanted, one.rows.wait().index_select(0, common.there))
+        put_rows(values, common.others, rest.wait())
         return Rows(unique, places, values)
 
     def _known(self, spec: VariableSpec) -> list[_Ahead]:
@@ -120,7 +121,7 @@ class TableRows:
 
 class _Common(NamedTuple):
     wanted: torch.Tensor
-    """Which of the ids that are wanted are there."""
+    """Which of the ids that are wanted are there: their places."""
     there: torch.Tensor
     """Where those are."""
     others: torch.Tensor
