@@ -17,8 +17,7 @@ from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.variables.put_rows import put_rows
 
 Options: TypeAlias = Mapping[str, Any]
-_Ids: TypeAlias = torch.Tensor | None
-FastStep: TypeAlias = Callable[[HeldShards, ShardKey, int, _Ids, torch.Tensor, Options], bool]
+FastStep: TypeAlias = Callable[[HeldShards, ShardKey, int, torch.Tensor | None, torch.Tensor, Options], bool]
 """(shards, which of them, optimizer's number, ids ``(n,)`` sorted and unique, gradient ``(n, …)``, hyperparameters) →
 whether it was done; if not, nothing has changed. Without ids it is a step of the whole shard."""
 
