@@ -338,17 +338,25 @@ def test_readers_and_pushers_at_once() -> None:
     expected = store.snapshot()
     cut = store.begin_cut("token")
     stop = threading.Event()
+    all_have_pushed = threading.Barrier(4)
 
     def pusher(seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
-        while not stop.is_set():
+
+        def push() -> None:
             ids = torch.randperm(4000, generator=random)[:50].sort().values
             store.push(push_of(steps=(row_step(optimizer, ids),)))
+
+        push()
+        all_have_pushed.wait(timeout=60)
+        while not stop.is_set():
+            push()
 
     threads = [threading.Thread(target=pusher, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
     try:
+        all_have_pushed.wait(timeout=60)  # all that there is to read may be read sooner than a thread begins
         table = torch.cat([store.rows_of(cut, (0, 0)).rows(first, first + 100) for first in range(0, 4000, 100)])
         source = store.rows_of(cut, (0, 0), 0, "sum")
         state = torch.cat([source.rows(first, first + 100) for first in range(0, 4000, 100)])
