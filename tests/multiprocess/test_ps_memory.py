@@ -14,7 +14,7 @@ import pytest
 from torchstrat.launch import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGEST_MIB = 300
+LARGEST_MIB = 70  # beside what importing takes, which is 230 or 510 MiB, depending on how PyTorch was built
 
 PROGRAM = textwrap.dedent(
     """
@@ -22,6 +22,12 @@ PROGRAM = textwrap.dedent(
     import torch
     import torchstrat as ts
 
+
+    def peak_mib():
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) / 1024
+
+
+    imported = peak_mib()
     strategy = ts.ParameterServerStrategy(
         ts.cluster_resolver.TFConfigClusterResolver(), ts.partitioners.FixedShardsPartitioner(4)
     )
@@ -41,9 +47,7 @@ PROGRAM = textwrap.dedent(
     before, after = coordinator.schedule(step).get(), coordinator.schedule(step).get()
     assert torch.allclose(before - 1, after), (before, after)
     assert 0.5 < float(before.std()) < 1.5, before
-    status = open("/proc/self/status").read()
-    peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", status).group(1))
-    print(f"peak {peak / 1024:.0f} MiB")
+    print(f"peak {peak_mib() - imported:.0f} MiB")
     """
 )
 
