@@ -31,6 +31,7 @@ TESTS = Path(__file__).parent
 DEADLINE_SECONDS = {
     "unit": 60,  # a unit test takes a quarter of a second; the rest is `import torch` on a busy machine
     "conformance": 120,
+    "matrix": 240,
     "multiprocess": 240,
     "faults": 240,
     "launch": 420,

@@ -1,0 +1,20 @@
+"""Which tables there are; a new table adds a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from tests.matrix.table import Table
+
+MODULES: Mapping[str, str] = {
+    # name of the table → module that has it as TABLE
+}
+
+
+def load(name: str) -> Table:
+    """The table of that name; its file is imported by the first call."""
+    table = import_module(MODULES[name]).TABLE
+    assert isinstance(table, Table)
+    assert table.name == name, f"{MODULES[name]} has the table {table.name}, and the catalog calls it {name}"
+    return table

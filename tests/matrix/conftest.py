@@ -1,0 +1,26 @@
+"""Processes that outlive a cell: starting them anew for each would take longer than the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.matrix.places import Launcher
+
+_shared: list[Launcher] = []
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    with Launcher() as launcher:
+        _shared.append(launcher)
+        yield launcher
+        _shared.remove(launcher)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # As in tests/multiprocess: what a failed run has ended starts again before the check for processes left behind.
+    for launcher in _shared:
+        launcher.start()

@@ -1,0 +1,209 @@
+"""What a table of cases is: cells, what each has to come to, and what it came to."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+
+from torchstrat.errors import TorchstratError
+
+Verdict = Literal["right", "refused", "documented", "open"]
+
+
+class Expected(NamedTuple):
+    """What a cell has to come to."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Why it is not right: what the message says, where it is agreed on, or the number of a known difference."""
+    error: type[Exception] | None = None
+    says: str = ""
+    """A regular expression that the error's, or the warning's, text has to match."""
+
+
+RIGHT = Expected("right")
+
+
+def refused(error: type[Exception], says: str, reason: str) -> Expected:
+    """An error of ours of this class, whose text matches ``says`` (the thing's name and the remedy)."""
+    return Expected("refused", reason, error, says)
+
+
+def documented(reason: str, warns: str = "") -> Expected:
+    """The cell checks the agreed meaning, and a warning that matches ``warns`` says so where it happens."""
+    return Expected("documented", reason, says=warns)
+
+
+def known_wrong(number: str) -> Expected:
+    """A strict expected failure; the table's ``causes`` has the number's cause."""
+    return Expected("open", number)
+
+
+class Outcome(NamedTuple):
+    """What a cell came to in one process; it travels between processes."""
+
+    kind: Literal["right", "refused", "different", "failed"]
+    text: str = ""
+    classes: tuple[str, ...] = ()
+    """Of the error: its own name and those of its bases."""
+    warned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of row, column and place."""
+
+    row: str
+    column: str
+    place: str
+    check: Callable[[], None]
+    """Called in every process of the place: returns where it is right, raises AssertionError where numbers differ
+    (`assert_close` does), and lets errors of ours through."""
+    expected: Expected = RIGHT
+
+    @property
+    def id(self) -> str:
+        return f"{self.row} | {self.column} | {self.place}"
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    """A rule that is switched off, which at least one of these cells has to notice."""
+
+    name: str
+    plant: Callable[[], AbstractContextManager[object]]
+    """A context in which the rule is off; entered in every process of the cell's place."""
+    cells: Sequence[str]
+    """Ids of cells, of which at least one must come to something else than it has to."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All cells of one kind of question."""
+
+    name: str
+    question: str
+    """The sentence that heads it in the documents."""
+    make_cells: Callable[[], Iterable[Cell]]
+    causes: Mapping[str, str] = field(default_factory=dict)
+    """Number of a known difference → its cause."""
+    faults: Sequence[PlantedFault] = ()
+    environment: Literal["main", "tpu"] = "main"
+    """Which of the two environments its cells run in."""
+    sampled: int = 1
+    """How many cells of each row, and of each column, are in the sample of every place."""
+
+    @cached_property
+    def cells(self) -> Mapping[str, Cell]:
+        """By id, in the order in which they are generated."""
+        cells = {cell.id: cell for cell in self.make_cells()}
+        unknown = {cell.expected.reason for cell in cells.values() if cell.expected.verdict == "open"} - set(
+            self.causes
+        )
+        if unknown:
+            raise ValueError(f"table {self.name}: no cause is given for {sorted(unknown)}")
+        return cells
+
+    @cached_property
+    def sample(self) -> frozenset[str]:
+        """Ids of cells that together have each row and each column in every place, and each known difference once."""
+        chosen: set[str] = set()
+        counts: dict[tuple[str, str, str], int] = {}
+        for cell in self._spread():
+            keys = [("row", cell.row, cell.place), ("column", cell.column, cell.place)]
+            if cell.expected.verdict == "open":
+                keys.append(("open", cell.expected.reason, ""))
+            if any(counts.get(key, 0) < self.sampled for key in keys):
+                chosen.add(cell.id)
+                for key in keys:
+                    counts[key] = counts.get(key, 0) + 1
+        return frozenset(chosen)
+
+    def _spread(self) -> list[Cell]:
+        """The cells in an order that meets other rows with other columns first, so that few of them cover all."""
+        rows = {row: index for index, row in enumerate(dict.fromkeys(cell.row for cell in self.cells.values()))}
+        columns = {name: index for index, name in enumerate(dict.fromkeys(c.column for c in self.cells.values()))}
+        places = {name: index for index, name in enumerate(dict.fromkeys(c.place for c in self.cells.values()))}
+
+        def distance(cell: Cell) -> tuple[int, int]:
+            # Diagonals, another one for every place: which combinations are in the sample differs between places.
+            shift = rows[cell.row] - columns[cell.column] + places[cell.place]
+            return shift % max(len(columns), 1), rows[cell.row]
+
+        return sorted(self.cells.values(), key=distance)
+
+
+def observe(cell: Cell, fault: PlantedFault | None = None) -> Outcome:
+    """Run a cell in this process and say what it came to; with a fault planted, if one is given."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with fault.plant() if fault else nullcontext():
+                cell.check()
+            kind, text, error = "right", "", None
+        except TorchstratError as caught_error:  # before AssertionError: one of ours is both
+            kind, text, error = "refused", str(caught_error), caught_error
+        except AssertionError as caught_error:
+            kind, text, error = "different", str(caught_error) or traceback.format_exc(), caught_error
+        except Exception as caught_error:
+            kind, text, error = "failed", traceback.format_exc(), caught_error
+    classes = tuple(base.__name__ for base in type(error).__mro__) if error is not None else ()
+    return Outcome(kind, text, classes, tuple(str(warning.message) for warning in caught))
+
+
+def misses(expected: Expected, outcomes: Sequence[Outcome]) -> str:
+    """What is wrong with a cell that came to this in the processes of its place; empty if nothing is."""
+    if expected.verdict == "open":
+        if all(outcome.kind == "right" for outcome in outcomes):
+            return f"{expected.reason} no longer shows here: make the cell right"
+        return ""
+    if expected.verdict == "refused":
+        return _misses_refusal(expected, outcomes)
+    wrong = [f"process {rank}: {o.kind}: {o.text}" for rank, o in enumerate(outcomes) if o.kind != "right"]
+    if wrong:
+        return "\n".join(wrong)
+    said = [text for outcome in outcomes for text in outcome.warned]
+    if expected.says and not any(re.search(expected.says, text, re.DOTALL) for text in said):
+        return f"right, but no warning says {expected.says!r}; warned: {said}"
+    return ""
+
+
+def _misses_refusal(expected: Expected, outcomes: Sequence[Outcome]) -> str:
+    assert expected.error is not None
+    wrong = [f"process {rank}: {o.kind}: {o.text}" for rank, o in enumerate(outcomes) if o.kind != "refused"]
+    named = any(
+        expected.error.__name__ in outcome.classes and re.search(expected.says, outcome.text, re.DOTALL)
+        for outcome in outcomes
+    )
+    if not named:
+        wrong.append(f"no process raised {expected.error.__name__} that says {expected.says!r}:")
+        wrong.extend(f"process {rank}: {o.classes[:1]} {o.text}" for rank, o in enumerate(outcomes))
+    return "\n".join(wrong)
+
+
+def assert_close(
+    seen: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float = 1e-10
+) -> None:
+    """Raise AssertionError naming the first of the wanted numbers that is missing or farther away than ``tolerance``.
+
+    Relative to the larger of 1 and the wanted number; NaN equals NaN.
+    """
+    for name, number in wanted.items():
+        assert name in seen, f"{name} is missing; there are {sorted(seen)}"
+        torch.testing.assert_close(
+            seen[name].detach().cpu(),
+            number.detach().cpu(),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            check_dtype=False,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

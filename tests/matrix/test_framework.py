@@ -1,0 +1,99 @@
+"""How cells are judged, and which are in a sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.matrix.table import (
+    RIGHT,
+    Cell,
+    Outcome,
+    Table,
+    assert_close,
+    documented,
+    known_wrong,
+    misses,
+    observe,
+    refused,
+)
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
+
+
+def fails(error: Exception):
+    def check() -> None:
+        raise error
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("check", "kind"),
+    [
+        (lambda: None, "right"),
+        (lambda: assert_close({"a": torch.ones(2)}, {"a": torch.zeros(2)}), "different"),
+        (lambda: assert_close({}, {"a": torch.zeros(2)}), "different"),
+        (fails(InvalidArgumentError("no")), "refused"),
+        (fails(RuntimeError("some error of PyTorch's")), "failed"),
+    ],
+)
+def test_what_a_check_comes_to(check, kind):
+    assert observe(Cell("row", "column", "place", check)).kind == kind
+
+
+REFUSAL = refused(UnsupportedError, "no thing; use another", "not possible")
+SAYS_SO = Outcome("refused", "no thing; use another", ("UnsupportedError", "TorchstratError"))
+
+
+@pytest.mark.parametrize(
+    ("expected", "outcomes", "holds"),
+    [
+        (RIGHT, [Outcome("right")], True),
+        (RIGHT, [Outcome("right"), Outcome("different", "0 is not 1")], False),
+        (RIGHT, [SAYS_SO], False),
+        (REFUSAL, [SAYS_SO], True),
+        (REFUSAL, [SAYS_SO, Outcome("refused", "a rank has failed", ("LostReplicaError",))], True),
+        (REFUSAL, [SAYS_SO, Outcome("right")], False),
+        (REFUSAL, [Outcome("refused", "no", ("UnsupportedError",))], False),
+        (REFUSAL, [Outcome("failed", "no thing; use another", ("RuntimeError",))], False),
+        (REFUSAL, [Outcome("right")], False),
+        (documented("by agreement", "is not"), [Outcome("right", warned=("that is not so",))], True),
+        (documented("by agreement", "is not"), [Outcome("right")], False),
+        (known_wrong("B5"), [Outcome("right"), Outcome("different", "0 is not 1")], True),
+        (known_wrong("B5"), [Outcome("right"), Outcome("right")], False),
+    ],
+)
+def test_verdicts(expected, outcomes, holds):
+    assert (not misses(expected, outcomes)) == holds
+
+
+def table(**options) -> Table:
+    def cells():
+        for row in "abc":
+            for column in "wxyz":
+                for place in ("here", "there"):
+                    expected = known_wrong("B5") if (row, column) == ("c", "z") else RIGHT
+                    yield Cell(row, column, place, lambda: None, expected)
+
+    return Table("letters", "Which letters?", cells, **options)
+
+
+def test_a_sample_has_every_row_and_column_in_every_place_and_every_known_difference():
+    letters = table(causes={"B5": "a cause"})
+    sample = [letters.cells[cell_id] for cell_id in letters.sample]
+    for place in ("here", "there"):
+        assert {cell.row for cell in sample if cell.place == place} == set("abc")
+        assert {cell.column for cell in sample if cell.place == place} == set("wxyz")
+    assert any(cell.expected.reason == "B5" for cell in sample)
+    assert len(sample) < len(letters.cells)
+
+
+def test_a_known_difference_needs_its_cause():
+    with pytest.raises(ValueError, match="B5"):
+        _ = table().cells
+
+
+def test_warnings_are_recorded():
+    import warnings
+
+    assert observe(Cell("row", "column", "place", lambda: warnings.warn("look"))).warned == ("look",)

@@ -1,0 +1,40 @@
+"""Every cell of every table of the main environment: a covering sample always, all of them in soak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.matrix import catalog
+from tests.matrix.places import Launcher
+from tests.matrix.table import Cell, PlantedFault, Table, misses
+
+TABLES = [table for name in catalog.MODULES if (table := catalog.load(name)).environment == "main"]
+
+
+def _cells() -> Iterator[object]:
+    for table in TABLES:
+        for cell in table.cells.values():
+            marks = [] if cell.id in table.sample else [pytest.mark.soak]
+            yield pytest.param(table, cell, id=f"{table.name}: {cell.id}", marks=marks)
+
+
+def _faults() -> Iterator[object]:
+    for table in TABLES:
+        for fault in table.faults:
+            yield pytest.param(table, fault, id=f"{table.name}: {fault.name}", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("table", "cell"), list(_cells()))
+def test_cell(table: Table, cell: Cell, launcher: Launcher) -> None:
+    wrong = misses(cell.expected, launcher.run(table, cell))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(("table", "fault"), list(_faults()))
+def test_planted_fault_is_caught(table: Table, fault: PlantedFault, launcher: Launcher) -> None:
+    cells = [table.cells[cell_id] for cell_id in fault.cells]
+    assert any(misses(cell.expected, launcher.run(table, cell, fault)) for cell in cells), (
+        f"with {fault.name!r} planted, all of {list(fault.cells)} come to what they have to"
+    )
