@@ -11,13 +11,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec, id_in_cluster, worker_count
 from torchstrat.errors import ClusterConfigError, WrongTypeError
-
-if TYPE_CHECKING:
-    from torchstrat.cluster_resolver import ClusterResolver
 
 Environment = Mapping[str, str]
 
@@ -90,15 +87,6 @@ def _variable(environ: Environment, name: str, least: int, most: int | None, pro
         problems.append(f"{name}={text!r} must be at least {least}" + ("" if most is None else f" and at most {most}"))
         return least
     return number
-
-
-def process_plan_from_resolver(resolver: ClusterResolver) -> ProcessPlan | None:
-    """The plan of the task that ``resolver`` describes, or None when its cluster is empty, so that it is alone.
-
-    Raises:
-        ClusterConfigError: the task cannot take part in a synchronous group; see `process_plan_from_cluster`.
-    """
-    return resolver.process_plan()
 
 
 def process_plan_from_cluster(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> ProcessPlan | None:

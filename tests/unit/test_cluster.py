@@ -12,7 +12,6 @@ from torchstrat import cluster_resolver
 from torchstrat.cluster import (
     ProcessPlan,
     process_plan_from_cluster,
-    process_plan_from_resolver,
     process_plan_from_torchrun,
     read_tf_config,
 )
@@ -175,14 +174,14 @@ def test_the_torchrun_resolver_lists_every_rank_under_the_meeting_point() -> Non
     assert (resolver.task_type, resolver.task_id) == ("worker", 3)
     assert resolver.master() == "node0:29500"
     assert resolver.master(rpc_layer="tcp") == "tcp://node0:29500"
-    assert process_plan_from_resolver(resolver) == process_plan_from_torchrun(TORCHRUN)
+    assert resolver.process_plan() == process_plan_from_torchrun(TORCHRUN)
 
 
 def test_the_torchrun_resolver_of_a_lone_process_is_empty() -> None:
     resolver = TorchrunClusterResolver(environ={})
     assert not resolver.cluster_spec()
     assert (resolver.task_type, resolver.task_id, resolver.master()) == (None, None, "")
-    assert process_plan_from_resolver(resolver) is None
+    assert resolver.process_plan() is None
 
 
 # Plans of clusters
@@ -200,7 +199,7 @@ def test_ranks_count_the_chief_first_and_hosts_come_from_addresses() -> None:
 
 def test_workers_of_one_host_do_not_span_hosts() -> None:
     environ = tf_config({"worker": ["localhost:1", "localhost:2"]}, "worker", 1)
-    plan = process_plan_from_resolver(TFConfigClusterResolver(environ=environ))
+    plan = TFConfigClusterResolver(environ=environ).process_plan()
     assert plan == ProcessPlan(1, 2, 1, 2, "tcp://localhost:1", False, "rank 1 of 2 (worker 1)")
 
 
@@ -210,7 +209,7 @@ def test_an_evaluator_computes_alone() -> None:
 
 
 def test_an_empty_cluster_has_no_plan() -> None:
-    assert process_plan_from_resolver(SimpleClusterResolver(ClusterSpec({}))) is None
+    assert SimpleClusterResolver(ClusterSpec({})).process_plan() is None
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchstrat import config as schema
-from torchstrat.cluster import ProcessPlan, process_plan_from_torchrun
+from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.errors import TorchstratError
 from torchstrat.experiments.hand_over import MEETING_TIMEOUT, HandOver
+from torchstrat.launcher import launched_plan
 from torchstrat.preemption import EXIT_CODE
 
 
@@ -88,7 +89,7 @@ def main(task: Task, config_folder: Path) -> int:
     with_tracebacks = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     register_schema()
     try:
-        plan = process_plan_from_torchrun()
+        plan = launched_plan()
         hand_over = _meet(plan) if plan is not None and plan.size > 1 else None
         if hand_over is not None and hand_over.rank > 0:
             return _Follower(task, plan, hand_over, with_tracebacks).follow()
@@ -113,7 +114,7 @@ def register_schema() -> None:
 
 def _meet(plan: ProcessPlan) -> HandOver:
     """Meet the other ranks over the store that the launcher keeps, or rank 0 where the launcher keeps none."""
-    store, _, _ = next(dist.rendezvous("env://", plan.rank, plan.size, timeout=MEETING_TIMEOUT))
+    store, _, _ = next(dist.rendezvous(plan.init_method or "env://", plan.rank, plan.size, timeout=MEETING_TIMEOUT))
     store = fresh_store(store, plan.rank, plan.size, f"runs of {_launcher_run_id()}", MEETING_TIMEOUT)
     hand_over = HandOver(store, plan.rank, plan.size)
     hand_over.meet()

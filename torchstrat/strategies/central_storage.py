@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.cluster import process_plan_from_torchrun
 from torchstrat.devices import resolve_compute_devices, resolve_parameter_device
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.extended import StrategyExtended
+from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
@@ -48,6 +48,8 @@ class CentralStorageStrategy(Strategy):
             strategies. "owner": each sees the combined values only of what it steps, which is quicker; ``.grad`` means
             nothing elsewhere, and a step that clips, unscales or otherwise changes gradients raises. It matters only
             where processes share memory.
+        independent: do not join the processes that a launcher started: each is a job of its own.
+            ``TORCHSTRAT_INDEPENDENT=1`` in the environment says the same for every strategy.
 
     Raises `DeviceError` for devices that are repeated, unparsable or absent, when the strategy is built.
     """
@@ -65,6 +67,7 @@ class CentralStorageStrategy(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         collectives: str = "auto",
         gradients: str = "everywhere",
+        independent: bool = False,
     ) -> None:
         self._made_with = (
             (compute_devices, parameter_device),
@@ -73,6 +76,7 @@ class CentralStorageStrategy(Strategy):
                 "timeout": timeout,
                 "collectives": collectives,
                 "gradients": gradients,
+                "independent": independent,
             },
         )
         op = ReduceOp.parse(gradient_reduce_op)
@@ -81,8 +85,9 @@ class CentralStorageStrategy(Strategy):
             raise InvalidArgumentError(
                 f"gradients={gradients!r} is not known; choose one of {', '.join(map(repr, _GRADIENTS))}."
             )
-        plan = process_plan_from_torchrun()
-        if plan is not None and plan.size > 1:
+        job = join_job(independent)
+        if job is not None and job.plan.size > 1:
+            plan = job.plan
             device = own_device(compute_devices, plan)
             home = resolve_parameter_device(parameter_device, (device,))
             self._engine = one_replica_per_process(

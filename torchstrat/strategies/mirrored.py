@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.cluster import process_plan_from_torchrun
 from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import UnsupportedError
 from torchstrat.extended import StrategyExtended
+from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.replicas.launch import (
@@ -24,11 +24,13 @@ from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 
 @final
 class MirroredStrategy(Strategy):
-    """Several replicas on one machine: in this process, or one in each process that torchrun started.
+    """Several replicas on one machine: in this process, or one in each process that a launcher started.
+
+    Launchers are torchrun, ``srun``, ``mpirun``, Kubeflow's training operator, and what sets ``TF_CONFIG``.
 
     Args:
         devices: in one process, the replicas' devices; ``["cpu:0", "cpu:1"]`` are two virtual replicas of the CPU.
-            None: every GPU of the machine, or one CPU replica. Under torchrun at most one: this process's device.
+            None: every GPU of the machine, or one CPU replica. Under a launcher at most one: this process's device.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
         collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
@@ -42,6 +44,8 @@ class MirroredStrategy(Strategy):
             ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.rules`.
         logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
             axis ``d0``.
+        independent: do not join the processes that a launcher started: each is a job of its own.
+            ``TORCHSTRAT_INDEPENDENT=1`` in the environment says the same for every strategy.
 
     Raises `DeviceError` for devices that are repeated, unparsable or absent, `InvalidArgumentError` where the processes
     do not make whole replicas.
@@ -58,6 +62,7 @@ class MirroredStrategy(Strategy):
         logical_devices_per_replica: int = 1,
         sharding_rules: Mapping[str, Sequence[Any]] | None = None,
         logical_mesh_shape: Sequence[int] | None = None,
+        independent: bool = False,
     ) -> None:
         self._made_with = (
             (devices,),
@@ -69,19 +74,21 @@ class MirroredStrategy(Strategy):
                 "logical_devices_per_replica": logical_devices_per_replica,
                 "sharding_rules": sharding_rules,
                 "logical_mesh_shape": logical_mesh_shape,
+                "independent": independent,
             },
         )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
         logical = LogicalLayout.checked(logical_devices_per_replica, sharding_rules, logical_mesh_shape)
-        plan = process_plan_from_torchrun()
+        job = join_job(independent)
+        plan = job.plan if job is not None else None
         logical.require_processes(plan)
-        if plan is not None and plan.size > 1:
+        if job is not None and plan is not None and plan.size > 1:
             if plan.spans_hosts and not allow_several_hosts:
                 raise UnsupportedError(
-                    f"MirroredStrategy is for one machine and torchrun started {plan.size} processes, "
-                    f"{plan.local_size} of them on this one. Use MultiWorkerMirroredStrategy (the same under "
-                    "torchrun), or pass allow_several_hosts=True."
+                    f"MirroredStrategy is for one machine and {job.launcher} started {plan.size} processes, "
+                    f"{plan.local_size} of them on this one. Use MultiWorkerMirroredStrategy (otherwise the same), or "
+                    "pass allow_several_hosts=True, or independent=True if each process is a job of its own."
                 )
             device = own_device(devices, plan)
             self._engine = one_replica_per_process(

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.cluster import process_plan_from_resolver, process_plan_from_torchrun
-from torchstrat.cluster_resolver import TFConfigClusterResolver, TorchrunClusterResolver
+from torchstrat.cluster_resolver import TFConfigClusterResolver
 from torchstrat.devices import resolve_compute_devices
 from torchstrat.extended import StrategyExtended
+from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.replicas.launch import (
@@ -27,7 +27,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     """One replica in each process of a cluster, on one machine or many.
 
     Args:
-        cluster_resolver: who takes part. None: torchrun's environment, else ``TF_CONFIG``, else a cluster of one.
+        cluster_resolver: who takes part. None: the processes that the launcher started (torchrun, ``TF_CONFIG``,
+            ``srun``, ``mpirun``, Kubeflow's training operator); a cluster of one where there is none.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
         collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
@@ -39,6 +40,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             ``{"*.linear1.weight": ("d0", None)}``. See `torchstrat.sharding.rules`.
         logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
             axis ``d0``.
+        independent: do not join the processes that a launcher started: each is a job of its own.
+            ``TORCHSTRAT_INDEPENDENT=1`` in the environment says the same for every strategy.
 
     Raises `ClusterConfigError` for a malformed cluster description, before any communication.
     """
@@ -53,6 +56,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         logical_devices_per_replica: int = 1,
         sharding_rules: Mapping[str, Sequence[Any]] | None = None,
         logical_mesh_shape: Sequence[int] | None = None,
+        independent: bool = False,
     ) -> None:
         self._made_with = (
             (cluster_resolver,),
@@ -63,17 +67,17 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "logical_devices_per_replica": logical_devices_per_replica,
                 "sharding_rules": sharding_rules,
                 "logical_mesh_shape": logical_mesh_shape,
+                "independent": independent,
             },
         )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
         logical = LogicalLayout.checked(logical_devices_per_replica, sharding_rules, logical_mesh_shape)
-        plan = process_plan_from_torchrun() if cluster_resolver is None else None
-        if plan is not None:
-            cluster_resolver = TorchrunClusterResolver()
+        if cluster_resolver is not None:
+            plan = cluster_resolver.process_plan()
         else:
-            cluster_resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
-            plan = process_plan_from_resolver(cluster_resolver)
+            job = join_job(independent)
+            plan, cluster_resolver = (job.plan, job.resolver) if job is not None else (None, TFConfigClusterResolver())
         logical.require_processes(plan)
         if plan is None or plan.size == 1:
             devices = resolve_compute_devices(None)[:1]

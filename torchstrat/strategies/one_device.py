@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.cluster import process_plan_from_torchrun
 from torchstrat.devices import resolve_compute_devices
-from torchstrat.errors import UnsupportedError
 from torchstrat.extended import StrategyExtended
+from torchstrat.launcher import require_one_process
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
@@ -23,9 +22,11 @@ class OneDeviceStrategy(Strategy):
         device: where to compute, such as ``"cpu:0"`` or ``"cuda:0"``; None: the first GPU, or the CPU without one.
         gradient_reduce_op: accepted on every strategy; with one replica the mean is the sum.
         timeout: accepted on every strategy; nothing here waits for anybody.
+        independent: where a launcher started several processes, each is meant to be a job of its own.
+            ``TORCHSTRAT_INDEPENDENT=1`` in the environment says the same for every strategy.
 
-    Raises `DeviceError` for a device that cannot be parsed or is absent, and `UnsupportedError` under torchrun with
-    more than one process.
+    Raises `DeviceError` for a device that cannot be parsed or is absent, and `UnsupportedError` where a launcher
+    (torchrun, srun, mpirun, ``TF_CONFIG``) started several processes that are not ``independent``.
     """
 
     _wraps_values = False
@@ -38,15 +39,13 @@ class OneDeviceStrategy(Strategy):
         *,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
+        independent: bool = False,
     ) -> None:
-        self._made_with = ((device,), {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout})
+        options = {"gradient_reduce_op": gradient_reduce_op, "timeout": timeout, "independent": independent}
+        self._made_with = ((device,), options)
         op = ReduceOp.parse(gradient_reduce_op)
-        plan = process_plan_from_torchrun()
-        if plan is not None and plan.size > 1:
-            raise UnsupportedError(
-                f"OneDeviceStrategy is for one process and torchrun started {plan.size}. Use MirroredStrategy or "
-                "CentralStorageStrategy, or start the program with plain python."
-            )
+        spanning = "MultiWorkerMirroredStrategy, MirroredStrategy or CentralStorageStrategy"
+        require_one_process("OneDeviceStrategy", independent, spanning)
         devices = resolve_compute_devices(None if device is None else [device], argument="device")[:1]
         self._engine = InProcessReplicas(self, devices, gradient_op=op)
         self.extended = StrategyExtended(self, devices, devices)
