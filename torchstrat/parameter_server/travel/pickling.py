@@ -16,6 +16,7 @@ import functools
 import importlib
 import io
 import pickle
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.parameter_server.travel.plain_tensors import is_dense, snapshot
-from torchstrat.parameter_server.travel.reach import members_used
+from torchstrat.parameter_server.travel.reach import is_library, members_used
 from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
 from torchstrat.parameter_server.travel.sendable import StaysHere
 
@@ -69,7 +70,28 @@ modules_sent_by_value: Callable[[], set[str]] = cloudpickle.list_registry_pickle
 """Modules that the program has registered to be sent by value."""
 
 
-class ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, but that a library's wrapper around a function of the program stays the library's.
+
+    cloudpickle takes such a wrapper, which has the function's name, for the program's own and copies the globals that
+    it uses. PyTorch's wrapper around ``step`` of an optimizer would then ask a copy of the dictionary of global hooks,
+    and no hook of the other process would be called.
+    """
+
+    def _dynamic_function_reduce(self, fn: types.FunctionType) -> Any:
+        make, (code, space, *rest), (attributes, slots), *others = super()._dynamic_function_reduce(fn)
+        module = sys.modules.get(fn.__globals__.get("__name__", ""))
+        if module is None or vars(module) is not fn.__globals__ or not is_library(module.__name__):
+            return make, (code, space, *rest), (attributes, slots), *others
+        slots = {**slots, "__globals__": {}}
+        return _function_in, (module.__name__, code, *rest), (attributes, slots), *others
+
+
+def _function_in(module: str, code: types.CodeType, *rest: Any) -> types.FunctionType:
+    return types.FunctionType(code, vars(importlib.import_module(module)), *rest)
+
+
+class ObjectPickler(ValuePickler):
     """One pickle. Afterwards ``tensors`` has what travels beside it; the last ``buffers`` of these are bytes."""
 
     def __init__(self, references: References) -> None:
