@@ -29,11 +29,13 @@ from torchstrat.parameter_server.messages import (
     StateOfShard,
     VariableSpec,
 )
-from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import token_of_spec
+from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.elementwise import Kinds
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
@@ -69,6 +71,7 @@ class Job:
         partitioner: Partitioner | None,
         *,
         rows_only: bool = True,
+        kinds: Kinds | None = None,
         timeout_seconds: float,
     ) -> None:
         self.membership = membership
@@ -78,7 +81,8 @@ class Job:
         sender = CoordinatorSender(self.endpoint.peer.incarnation)
         self.access = VariableAccess(self.servers, lambda: sender)
         self.placement = Placement(num_servers, partitioner)
-        self.variables = CapturedVariables(registry, self.placement)
+        self._kinds = kinds or Kinds()
+        self.variables = CapturedVariables(registry, self.placement, self._kinds)
         self.catalog = Catalog(registry, self.variables.spec_of)
         self.first_function = 0
         """Function numbers below were used by an earlier coordinator of the same servers."""
@@ -305,8 +309,9 @@ class Job:
         assert tensor is not None
         if tensor.is_meta:
             seed = hash((self.seed, spec.number)) % 2**63  # of the variable: shards draw parts of one table
-            return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed)
-        return NewShard(spec, number, pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous())
+            return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed, self.variables.whole_for(spec))
+        value = pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous()
+        return NewShard(spec, number, value, whole_for=self.variables.whole_for(spec))
 
     def _create(self, shards: Iterable[NewShard]) -> None:
         by_server: dict[int, list[NewShard]] = {index: [] for index in self.server_peers()}
@@ -329,7 +334,9 @@ class Job:
                 continue
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-            new = NewOptimizer(number, pack_optimizer(optimizer), groups, self._rows_only)
+            kind = self._kinds.of(optimizer)
+            check_places(optimizer, kind, list(self._specs_of(optimizer).values()))
+            new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
             self.servers.ask_all("ps.add_optimizer", new)
             self._optimizers[number] = groups
 

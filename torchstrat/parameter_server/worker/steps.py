@@ -19,13 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrat._torch_private import DisableTorchFunction
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.central_step import closure_of
-from torchstrat.stand_ins import make_stand_in
+from torchstrat.stand_ins import be_idle, make_stand_in
 
 
 class _Here(threading.local):
@@ -111,7 +112,7 @@ class RemoteSteps:
             )
         with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
             self._push(number, optimizer)
-        return (make_stand_in(optimizer), *args[1:]), kwargs
+        return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
 
     def _check_foreign(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -153,14 +154,20 @@ class _Gradients:
         self._scale = getattr(optimizer, "grad_scale", None)
         found = getattr(optimizer, "found_inf", None)
         self.found_inf = found is not None and bool(found)
+        self._servers: set[int] = set()
+        # A step without any gradient is one too for a class that may do anything: it may count them.
+        always = not is_listed(type(optimizer))
         if not self.found_inf:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
                         self._add(_known(spec_of(tensor), tensor, optimizer), tensor.grad.detach())
+                    elif always:
+                        shards = _known(spec_of(tensor), tensor, optimizer).shards
+                        self._servers |= {shard.server for shard in shards}
 
     def servers(self) -> set[int]:
-        return set(self.dense) | set(self.rows)
+        return self._servers.union(self.dense, self.rows)
 
     def _add(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
         if self._scale is not None:
