@@ -68,7 +68,7 @@ class _AlongAxis(Partitioner, ABC):
 
 
 class FixedShardsPartitioner(_AlongAxis):
-    """``num_shards`` shards, or one per row where there are fewer rows.
+    """``num_shards`` shards, or one per row where there are fewer rows; one where there are none.
 
     Args:
         num_shards: not checked here: the strategy that cuts a variable refuses what is not positive.
@@ -78,7 +78,7 @@ class FixedShardsPartitioner(_AlongAxis):
         self._num_shards = num_shards
 
     def _shards(self, sizes: tuple[int, ...], dtype: Any, axis: int) -> int:
-        return min(self._num_shards, sizes[axis])
+        return min(self._num_shards, max(sizes[axis], 1))
 
 
 class MinSizePartitioner(_AlongAxis):

@@ -66,8 +66,9 @@ class ParameterServerStrategy(Strategy):
             every optimizer (as `torch.optim.SparseAdam` does). False: the rule for dense gradients, on whole shards.
         elementwise_optimizers: classes of optimizers whose steps treat each element, or each row of a table, by
             itself, as those of SGD and Adam do: their variables are cut and spread over the servers. It is said of
-            classes that torchstrat does not know; twelve steps are tried, and an error says where the numbers differ. Variables
-            of other classes that it does not know stay whole and together, on one server, where any step is right.
+            classes that torchstrat does not know; twelve steps are tried, and an error says where the numbers differ.
+            Variables of other classes that it does not know stay whole and together, on one server, where any step is
+            right.
         gradient_reduce_op: accepted on every strategy; a worker is one replica.
         on_server_loss: what the coordinator does when a server was lost, and with it the variables it held. ``"raise"``
             `ParameterServerUnavailable`, and leave restoring a checkpoint to the program; or ``"restore"`` the newest

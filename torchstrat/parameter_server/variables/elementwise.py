@@ -189,7 +189,8 @@ class _Trial:
                     f"{tuple(one.shape)}, whole beside another, and the same in shards of rows, with {layout} "
                     f"gradients, came to values that are up to {(one - cut).abs().max().item():.3g} apart: its step "
                     "looks at more than one row at once, draws random numbers, or keeps state beside "
-                    "self.state[parameter]. Leave it out: then its variables stay whole, on one server, and any step is right."
+                    "self.state[parameter]. Leave it out: then its variables stay whole, on one server, and any step "
+                    "is right."
                 )
 
     def _whole(self, case: _Case) -> list[torch.Tensor] | Exception:

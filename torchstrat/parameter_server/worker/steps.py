@@ -22,9 +22,11 @@ from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
+from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.row_gradients import ROWS
 from torchstrat.replicas.central_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
 
@@ -161,7 +163,7 @@ class _Gradients:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
-                        self._add(_known(spec_of(tensor), tensor, optimizer), tensor.grad.detach())
+                        self._add(_known(spec_of(tensor), tensor, optimizer), _by_rows(tensor.grad))
                     elif always:
                         shards = _known(spec_of(tensor), tensor, optimizer).shards
                         self._servers |= {shard.server for shard in shards}
@@ -193,6 +195,17 @@ class _Gradients:
         for number, shard in enumerate(spec.shards):
             where = slice(ends[number], ends[number + 1])
             self.rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
+
+
+def _by_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """The sparse gradient of a table that has become dense in the function is one of rows still: of those that it had,
+    and of those that have numbers now."""
+    rows: torch.Tensor | None = getattr(gradient, ROWS, None)
+    gradient = gradient.detach()
+    if rows is None:
+        return gradient
+    ids = torch.cat([rows, gradient.flatten(1).ne(0).any(1).nonzero().flatten()]).unique()
+    return sparse_rows(ids, gradient[ids], len(gradient))
 
 
 def _sorted_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
