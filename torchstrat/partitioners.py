@@ -68,7 +68,7 @@ class _AlongAxis(Partitioner, ABC):
 
 
 class FixedShardsPartitioner(_AlongAxis):
-    """``num_shards`` shards, or one per row where there are fewer rows; one where there are none.
+    """``num_shards`` shards, or one per row where there are fewer rows.
 
     Args:
         num_shards: not checked here: the strategy that cuts a variable refuses what is not positive.
@@ -78,7 +78,7 @@ class FixedShardsPartitioner(_AlongAxis):
         self._num_shards = num_shards
 
     def _shards(self, sizes: tuple[int, ...], dtype: Any, axis: int) -> int:
-        return min(self._num_shards, max(sizes[axis], 1))
+        return min(self._num_shards, sizes[axis])
 
 
 class MinSizePartitioner(_AlongAxis):
@@ -201,6 +201,8 @@ def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: Any) 
         raise InvalidArgumentError(
             f"{called}: variables are cut along their first dimension only; {wanted}, with 1 after the first."
         )
+    if partitions[0] == 0 and size[0] == 0:
+        return 1  # one shard per row, of which there is none: it has to be somewhere, and may get no rows ever
     if partitions[0] < 1:
         raise InvalidArgumentError(f"{called}: there must be at least 1 shard, and a row for it; {wanted}.")
     if partitions[0] > 1 and size[0] == 0:

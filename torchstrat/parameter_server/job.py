@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.optimizer_tiers import Kind
 from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
@@ -35,7 +37,7 @@ from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import token_of_spec
 from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
-from torchstrat.parameter_server.variables.elementwise import Kinds
+from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_without_gradient
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
@@ -70,7 +72,7 @@ class Job:
         num_servers: int,
         partitioner: Partitioner | None,
         *,
-        rows_only: bool = True,
+        rows_only: bool | None = True,
         kinds: Kinds | None = None,
         timeout_seconds: float,
     ) -> None:
@@ -92,7 +94,8 @@ class Job:
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
         self._registry = registry
         self._structure = FixedStructure()
-        self._rows_only = rows_only
+        self._rows_only = rows_only is not False
+        self._warns_of_rows = rows_only is None
         self.seed = torch.initial_seed()
         """Of the program, at the end of its last scope; random numbers of functions come from it."""
         self.functions_elsewhere = 0
@@ -337,8 +340,23 @@ class Job:
             kind = self._kinds.of(optimizer)
             check_places(optimizer, kind, list(self._specs_of(optimizer).values()))
             new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
+            if self._warns_of_rows and any(spec.by_rows for spec in self._specs_of(optimizer).values()):
+                self._warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
             self._optimizers[number] = groups
+
+    def _warn_of_rows(self, optimizer: Optimizer, kind: Kind) -> None:
+        """Once per job, where an optimizer does not do here what it does on one device."""
+        if moves_rows_without_gradient(optimizer, kind):
+            self._warns_of_rows = False
+            name = type(optimizer).__name__
+            warnings.warn(
+                f"on one device {name} moves all rows of an embedding table in every step (by "
+                "momentum, running averages, weight decay); on parameter servers with a variable_partitioner, rows "
+                "that no gradient touches stay as they are. ParameterServerStrategy(…, rows_only=False) has those of "
+                "one device, and steps whole tables; rows_only=True says that this is meant, without this warning.",
+                stacklevel=2,
+            )
 
     def _number_of(self, optimizer: Optimizer) -> int:
         token = self.catalog.token_of(optimizer)

@@ -64,6 +64,7 @@ class ParameterServerStrategy(Strategy):
             variables along their first axis, and makes embedding tables travel by rows.
         rows_only: rows of a table that no gradient touches stay as they are, momentum and weight decay included, for
             every optimizer (as `torch.optim.SparseAdam` does). False: the rule for dense gradients, on whole shards.
+            None: True, and a warning where an optimizer would move them on one device.
         elementwise_optimizers: classes of optimizers whose steps treat each element, or each row of a table, by
             itself, as those of SGD and Adam do: their variables are cut and spread over the servers. It is said of
             classes that torchstrat does not know; twelve steps are tried, and an error says where the numbers differ.
@@ -90,7 +91,7 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: ClusterResolver,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
-        rows_only: bool = True,
+        rows_only: bool | None = None,
         elementwise_optimizers: Sequence[type[Optimizer]] = (),
         gradient_reduce_op: ReduceOp | str = "mean",
         on_server_loss: Literal["raise", "restore"] = "raise",

@@ -272,6 +272,35 @@ class _Described:
             )
 
 
+def moves_rows_without_gradient(optimizer: Optimizer, kind: Kind) -> bool:
+    """Whether its step changes a row, or the state of one, to which the gradient is zero. Not for one that steps sparse
+    gradients alone: what these do not name stays as it is anywhere."""
+    if kind.gradients is Gradients.SPARSE:
+        return False
+    own = ShardOptimizer(*parts_of(optimizer))
+    return any(_moves(own, number, begun) for number in range(len(own.options)) for begun in (False, True))
+
+
+def _moves(optimizer: ShardOptimizer, group: int, begun: bool) -> bool:
+    parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    groups: list[list[torch.Tensor]] = [[] for _ in optimizer.options]
+    groups[group] = [parameter]
+    states: dict[torch.Tensor, StateOfShard]
+    states = {parameter: optimizer.initial_state(optimizer.options[group], parameter)}
+    before: list[torch.Tensor] = []
+    for gradient in [1.0, 0.0] if begun else [0.0]:
+        before = _of_rows(parameter, states)
+        parameter.grad = torch.full_like(parameter, gradient)
+        states = optimizer.step(optimizer.options, groups, states)
+    after = _of_rows(parameter, states)
+    return any(not torch.equal(one, other) for one, other in zip(before, after, strict=False))
+
+
+def _of_rows(parameter: torch.Tensor, states: Mapping[torch.Tensor, StateOfShard]) -> list[torch.Tensor]:
+    found = [parameter, *(states.get(parameter) or {}).values()]
+    return [one.detach().clone() for one in found if isinstance(one, torch.Tensor) and one.shape == parameter.shape]
+
+
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     # A kernel may round the last elements of a tensor differently; what is wrong when cut is off by far more.
     return torch.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True)
