@@ -338,9 +338,10 @@ class Job:
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             kind = self._kinds.of(optimizer)
-            check_places(optimizer, kind, list(self._specs_of(optimizer).values()))
+            specs = list(self._specs_of(optimizer).values())
             new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
-            if self._warns_of_rows and any(spec.by_rows for spec in self._specs_of(optimizer).values()):
+            check_places(optimizer, kind, specs)
+            if self._warns_of_rows and any(spec.by_rows for spec in specs):
                 self._warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
             self._optimizers[number] = groups

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, StateO
 from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.server.packing import Options, check_supported, unpickling
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
+from torchstrat.parameter_server.travel.classes_here import ClassesHere
 
 Groups = Sequence[Sequence[int]]
 """By parameter group: the numbers of its variables, in order."""
@@ -157,8 +157,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
-class _Unpickler(pickle.Unpickler):
-    """Undoes `pack_live`: a reference to a parameter is the parameter that is here."""
+class _Unpickler(ClassesHere):
+    """Undoes `pack_optimizer`: a reference to a parameter is the parameter that is here."""
 
     def __init__(self, blob: bytes, parameters: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         super().__init__(io.BytesIO(blob))

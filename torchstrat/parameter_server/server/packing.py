@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.errors import InvalidArgumentError, NotSendableError, UnsupportedError
-from torchstrat.optimizer_tiers import Kind, Tier, kind_of
+from torchstrat.optimizer_tiers import Kind, Tier, is_listed, kind_of
 
 Options = Mapping[str, Any]
 """The hyperparameters of a parameter group: everything in it but ``params``."""
@@ -85,7 +85,7 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
                     raise NotSendableError(
                         f"{cls.__name__} keeps parameters in an attribute of its own, beside param_groups. On "
                         "parameter servers an optimizer only sees the shards that a step changes; look parameters up "
-                        "in self.param_groups."
+                        "in self.param_groups, or leave the class out of elementwise_optimizers."
                     )
                 return (*own[id(found)], found.requires_grad)
             if found.is_meta:
@@ -104,7 +104,8 @@ def pack_optimizer(optimizer: Optimizer, kind: Kind | None = None) -> bytes:
         return buffer.getvalue()
 
     try:
-        packed = pickled((optimizer, _tags_of(optimizer)) if is_whole else (cls, attributes, options))
+        tags = {} if is_listed(cls) else _tags_of(optimizer)
+        packed = pickled((optimizer, tags) if is_whole else (cls, attributes, options, tags))
         return pickle.dumps((kind, packed))
     except NotSendableError:
         raise

@@ -41,6 +41,7 @@ class ShardOptimizer:
         options: Sequence[Options],
         *,
         needs_sparse: bool = False,
+        tags: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
     ) -> None:
         self.cls = cls
         self.options = tuple(options)
@@ -50,6 +51,8 @@ class ShardOptimizer:
         self._step = step_without_compiler(cls.step)  # hooks run on the worker
         self.needs_sparse = needs_sparse
         """Whether it steps on sparse gradients alone, as SparseAdam does."""
+        self.tags = tags or {}
+        """What the program has set on parameters, by group and place in it."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> ShardOptimizer:
@@ -61,8 +64,8 @@ class ShardOptimizer:
         """From what `pack_optimizer` made, behind the kind. The bytes must come from a peer that is trusted: they are
         unpickled."""
         with unpickling():
-            parts = pickle.loads(packed)
-        return cls(*parts, needs_sparse=needs_sparse)
+            *parts, tags = pickle.loads(packed)
+        return cls(*parts, needs_sparse=needs_sparse, tags=tags)
 
     @property
     def name(self) -> str:

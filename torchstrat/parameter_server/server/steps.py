@@ -198,8 +198,14 @@ class HeldOptimizer:
             needed = sum(entry.bytes_for(table.shape[0]) for entry in learned.values())
             check_fits(needed, f"the state of {self.optimizer.name} for {shards.name(key)}", MORE_SERVERS)
 
+    def _parameter(self, key: ShardKey, value: torch.Tensor) -> torch.Tensor:
+        parameter = torch.nn.Parameter(value)
+        if self.optimizer.tags:
+            vars(parameter).update(self.optimizer.tags.get(self._place_of[key[0]], {}))
+        return parameter
+
     def _whole(self, key: ShardKey, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards) -> _Part:
-        parameter = torch.nn.Parameter(shards.changing(key))
+        parameter = self._parameter(key, shards.changing(key))
         parameter.grad = gradient
         state = shards.changing_state(key, self.number)
         if state is None:
@@ -209,7 +215,7 @@ class HeldOptimizer:
     def _rows(
         self, key: ShardKey, ids: torch.Tensor, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards
     ) -> _Part:
-        parameter = torch.nn.Parameter(shards.tensor(key).index_select(0, ids))
+        parameter = self._parameter(key, shards.tensor(key).index_select(0, ids))
         sparse = self.kind.gradients is Gradients.SPARSE
         parameter.grad = sparse_rows(torch.arange(len(ids)), gradient, len(ids)) if sparse else gradient
         learned = shards.row_state(key, self.number) or {}

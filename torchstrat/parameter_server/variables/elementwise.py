@@ -154,7 +154,8 @@ class _Trial:
             raise UnsupportedError(
                 f"a trial step of {self._name} on a parameter of shape {tuple(self._start[0].shape)} failed with "
                 f"{type(dense).__name__}: {dense}. Named in elementwise_optimizers, it is stepped with gradients "
-                "alone, on parts of parameters that come and go; it must keep what it needs in self.state[parameter]."
+                "alone, on parts of parameters that come and go; it must keep what it needs in self.state[parameter]. "
+                "Leave it out: then its variables stay whole, on one server."
             ) from dense
         if not isinstance(dense, Exception):
             self._compare(dense, _Case(self._start, self._gradients), "dense")
