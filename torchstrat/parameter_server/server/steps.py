@@ -11,7 +11,7 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.host_memory import check_fits
-from torchstrat.optimizer_tiers import Gradients, Tier
+from torchstrat.optimizer_tiers import Gradients, Tier, is_listed
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.catalog import describe_optimizer
@@ -228,7 +228,8 @@ class HeldOptimizer:
 
     def _keep(self, part: _Part, state: StateOfShard, step: OptimizerStep, shards: HeldShards) -> None:
         if part.ids is None:
-            keep_values(shards.tensor(part.key), part.parameter, self.name, shards.name(part.key))
+            if not is_listed(self.cls):
+                keep_values(shards.tensor(part.key), part.parameter, self.name, shards.name(part.key))
             shards.put_state(part.key, self.number, state)
             return
         table, learned = shards.changing(part.key, part.ids), shards.row_state(part.key, self.number) or {}

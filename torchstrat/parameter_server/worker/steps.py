@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,7 @@ class RemoteSteps:
         self._reached = reached
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
+        self._watched: list[Optimizer] = []
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
 
@@ -101,6 +102,24 @@ class RemoteSteps:
     def __exit__(self, *_: Any) -> None:
         _here.before = None
 
+    def watch(self, captured: Iterable[Any]) -> None:
+        """What the function that begins reaches: the optimizers among it have no state here, now and when it ends."""
+        self._watched = [value for value in captured if isinstance(value, Optimizer) and hasattr(value, "state")]
+
+    def check_states(self) -> None:
+        """Raise `UnsupportedError` where the function has given an optimizer state of its own, which nobody would send
+        anywhere: by methods other than ``step()``."""
+        found = [optimizer for optimizer in self._watched if optimizer.state and any(optimizer.state.values())]
+        for optimizer in found:
+            optimizer.state.clear()
+        if found:
+            raise UnsupportedError(
+                f"a scheduled function has put state into {type(found[0]).__name__}.state outside of its step(). The "
+                "state of optimizers is on the parameter servers, which make the steps; a worker would keep this for "
+                "itself, and what it changes by it would overwrite the steps of others. Call step() alone, or use a "
+                "synchronous strategy such as MirroredStrategy for optimizers with steps of several parts (SAM)."
+            )
+
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What PyTorch asks before a step of this thread: what to call instead, or None."""
         number = self._number_of(optimizer)
@@ -112,6 +131,7 @@ class RemoteSteps:
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
                 "parameter servers do not hold still. Call loss.backward() and step() without a closure."
             )
+        self.check_states()
         with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
             self._push(number, optimizer)
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
