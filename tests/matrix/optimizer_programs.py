@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ import torchstrat as ts
 from tests.matrix.table import Cell, assert_close, observe
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+Step = Callable[[torch.Tensor], Any]
 STEPS = 6
 _SECONDS = 60.0
 
@@ -30,6 +33,8 @@ class Program(NamedTuple):
     """The optimizer is made in a second scope."""
     named: bool = False
     """Its class is named in ``elementwise_optimizers``."""
+    back: Literal["", "state_dict", "checkpoint"] = ""
+    """How model and optimizer go back to where they were half-way, before they train on."""
 
 
 class Tables(nn.Module):
@@ -57,6 +62,26 @@ def batches(program: Program) -> list[torch.Tensor]:
     return list(torch.randn(STEPS, 5, 4, generator=generator, dtype=torch.float64))
 
 
+def train(program: Program, parts: Mapping[str, Any], batches: list[torch.Tensor], step: Step) -> list[torch.Tensor]:
+    """``step`` takes a batch, and returns its loss. ``parts``: model and optimizer."""
+    if not program.back:
+        return [step(batch) for batch in batches]
+    half = len(batches) // 2
+    losses = [step(batch) for batch in batches[:half]]
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = ts.Checkpoint(**parts)
+        states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+        if program.back == "checkpoint":
+            checkpoint.save(f"{folder}/half")
+        losses += [step(batch) for batch in batches[half:]]
+        if program.back == "checkpoint":
+            checkpoint.restore(f"{folder}/half")
+        else:
+            for name, part in parts.items():
+                part.load_state_dict(states[name])
+    return losses + [step(batch) for batch in batches[:2]]
+
+
 def step_of(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
     def train(batch: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -78,8 +103,9 @@ def step_of(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer
 def plain(program: Program, make: Make) -> dict[str, torch.Tensor]:
     """The losses, and what became of the parameters."""
     model = build_model(program)
-    step = step_of(program, model, make(model.parameters()))
-    losses = [step(batch) for batch in batches(program)]
+    optimizer = make(model.parameters())
+    step = step_of(program, model, optimizer)
+    losses = train(program, {"model": model, "optimizer": optimizer}, batches(program), step)
     return _numbers(losses, model.state_dict())
 
 
@@ -99,12 +125,13 @@ def on_servers(program: Program, make: Make, new_strategy: Callable[..., Any]) -
             optimizer = optimizer or make(model.parameters())
         coordinator = ts.ClusterCoordinator(strategy)
         step = step_of(program, model, optimizer)
-        values = []
-        for batch in batches(program):
-            values.append(coordinator.schedule(step, args=(batch,)))
-            if not program.at_once:
-                coordinator.join(timeout=_SECONDS)
-        losses = [value.get(timeout=_SECONDS) for value in values]
+
+        def schedule(batch: torch.Tensor) -> torch.Tensor:
+            value = coordinator.schedule(step, args=(batch,))
+            return value if program.at_once else value.get(timeout=_SECONDS)
+
+        losses = train(program, {"model": model, "optimizer": optimizer}, batches(program), schedule)
+        losses = [loss.get(timeout=_SECONDS) for loss in losses] if program.at_once else losses
         return _numbers(losses, {name: value.clone() for name, value in model.state_dict().items()})
     finally:
         strategy.close()

@@ -102,6 +102,8 @@ PROGRAMS: dict[str, Program] = {
     "sparse tables, 3 shards": Program(tables=True, sparse=True, shards=3),
     "functions at once": Program(shards=2, at_once=True),
     "made in a later scope": Program(later=True),
+    "state_dict loaded again": Program(shards=2, back="state_dict"),
+    "checkpoint restored": Program(tables=True, shards=3, rows_only=False, back="checkpoint"),
     "dense, named elementwise": Program(shards=2, named=True),
     "tables, named elementwise": Program(tables=True, shards=3, named=True, rows_only=False),
     "sparse tables, named elementwise": Program(tables=True, sparse=True, shards=3, named=True),
@@ -131,6 +133,9 @@ def expected(row: str, column: str, servers: int) -> Expected:
         return refused(UnsupportedError, "steps on sparse gradients alone", "as on one device")
     if program.named:
         return NAMED[row]
+    if row == "BareLookahead" and (servers > 1 or program.shards):
+        says = "constructor that calls Optimizer.__init__"
+        return refused(UnsupportedError, says, "the scope has not seen it, and has placed variables for its base alone")
     if program.later and kind.tier is tiers.Tier.ALL and servers > 1:
         says = "Make it in the scope in which its parameters are made.*elementwise_optimizers"
         return refused(UnsupportedError, says, "its parameters lie on two servers already")

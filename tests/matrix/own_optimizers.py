@@ -6,6 +6,7 @@ which trains with them on a cluster of real processes.
 
 from __future__ import annotations
 
+import collections
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -195,6 +196,35 @@ class Lookahead(Optimizer):
                     p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
 
 
+class BareLookahead(Optimizer):
+    """The same as some packages have it: without the base's constructor, and with groups that are the other's."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+        self.state = collections.defaultdict(dict)
+        for group in base.param_groups:
+            group["count"] = 0
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.base.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"] if group["count"] % 2 == 0 else ():
+                p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
+
+
 class Centralised(torch.optim.Adam):
     """Derived from one of torch's, with a step before that of its base."""
 
@@ -229,6 +259,10 @@ def make_lookahead(params: Params) -> Optimizer:
     return Lookahead(torch.optim.SGD(params, lr=0.05, momentum=0.9))
 
 
+def make_bare_lookahead(params: Params) -> Optimizer:
+    return BareLookahead(torch.optim.SGD(params, lr=0.05, momentum=0.9))
+
+
 def make_tagged(params: Params) -> Optimizer:
     params = list(params)
     for place, p in enumerate(params):
@@ -249,6 +283,7 @@ OWN: dict[str, Callable[[Params], Optimizer]] = {
     "Lists": Lists,
     "KeepsParameters": KeepsParameters,
     "Lookahead": make_lookahead,
+    "BareLookahead": make_bare_lookahead,
     "Centralised": Centralised,
     "Closing": make_closing,
 }

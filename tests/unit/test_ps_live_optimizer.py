@@ -75,6 +75,22 @@ def test_what_the_program_sets_and_what_steps_set():
     assert torch.equal(whole(store), -ONES * 3.5)
 
 
+def test_what_the_program_was_told_comes_back_and_is_no_wish():
+    optimizer = CountsInGroup(parameters(), lr=1.0)
+    store = make_store(torch.zeros(3))
+    add_optimizer(store, optimizer, [[0]])
+    for count in (1, 2):
+        store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+        assert store.optimizer_options(0) == [{"k": count}]
+    optimizer.param_groups[0]["k"] = 1  # as it was told once, in functions that were scheduled then
+    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+    assert store.optimizer_options(0) == [{"k": 3}]
+    store.load_optimizer_options(0, [{"lr": 2.0, "k": 1}])
+    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+    assert store.optimizer_options(0) == [{"k": 2}]
+    torch.testing.assert_close(whole(store), -ONES * (1 + 1 / 2 + 1 / 3 + 1 / 2))  # lr is the program's: 1
+
+
 def test_the_program_and_steps_set_the_same():
     optimizer = CountsInGroup(parameters(), lr=1.0, k=0)
     store = make_store(torch.zeros(3))

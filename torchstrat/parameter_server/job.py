@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
-from torchstrat.optimizer_tiers import Kind
+from torchstrat.optimizer_tiers import Kind, Tier
 from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
@@ -469,6 +469,7 @@ class Job:
 
     def pull_optimizer(self, optimizer: Optimizer) -> None:
         """Bring the state that the servers keep into the coordinator's object, as if it had stepped here."""
+        self.pull_options([optimizer])
         number = self._number_of(optimizer)
         specs = self._specs_of(optimizer)
         wanted = shard_keys(specs.values())
@@ -489,6 +490,30 @@ class Job:
                 for shard, part in enumerate(split_state(spec, state)):
                     by_server[spec.shards[shard].server][spec.number, shard] = part
         self.servers.ask("ps.load_optimizer_state", {server: (number, states) for server, states in by_server.items()})
+        self.push_options(optimizer)
+
+    def pull_options(self, optimizers: Iterable[Optimizer]) -> None:
+        """Bring what steps have set in parameter groups, on the servers, into the coordinator's objects."""
+        for optimizer in optimizers:
+            for server in self._setting_servers(optimizer):
+                answers = self.servers.ask("ps.optimizer_options", {server: self._number_of(optimizer)})
+                for group, new in zip(optimizer.param_groups, answers[server], strict=False):
+                    group.update(new)
+
+    def push_options(self, optimizer: Optimizer) -> None:
+        """Give the servers whose steps set them what is in the groups now."""
+        options = [{k: v for k, v in _as_they_are(group).items() if k != "params"} for group in optimizer.param_groups]
+        for server in self._setting_servers(optimizer):
+            self.servers.ask("ps.load_optimizer_options", {server: (self._number_of(optimizer), options)})
+
+    def optimizers(self) -> list[Optimizer]:
+        return self._registry.optimizers()
+
+    def _setting_servers(self, optimizer: Optimizer) -> set[int]:
+        """Where steps of an optimizer may set hyperparameters: at most one."""
+        if self._kinds.of(optimizer).tier is not Tier.ALL or self.optimizer_number(optimizer) not in self._optimizers:
+            return set()
+        return {shard.server for spec in self._specs_of(optimizer).values() for shard in spec.shards}
 
     def _specs_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
         found = {}

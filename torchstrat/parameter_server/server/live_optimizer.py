@@ -44,6 +44,7 @@ class LiveOptimizer:
             for place, parameter in self._places()
             if (state := self._optimizer.state.get(parameter))
         }
+        self._handed_out: list[dict[str, list[Any]]] = [{} for _ in self._given]
         self._stepped: set[tuple[int, int]] = set()
         check_supported(self.cls, self.options)
 
@@ -66,13 +67,38 @@ class LiveOptimizer:
                 self._parameters.append(more)
                 self._optimizer.param_groups.append({**other._optimizer.param_groups[number], "params": list(more)})
                 self._given.append(dict(other._given[number]))
+                self._handed_out.append({})
+
+    def hand_out(self) -> list[dict[str, Any]]:
+        """By group, what steps have set in it: the program's own then has it, for a checkpoint, and sends it back with
+        every step, also when later steps have set something else. That is no wish of the program's."""
+        found = []
+        for own, given, handed_out in zip(self.options, self._given, self._handed_out, strict=True):
+            new = {k: copy.deepcopy(v) for k, v in own.items() if k not in given or not _is_same(v, given[k])}
+            for name, value in new.items():
+                if not _is_among(value, handed_out.setdefault(name, [])):
+                    handed_out[name].append(value)
+            found.append(new)
+        return found
+
+    def load_options(self, options: Sequence[Options]) -> None:
+        """These take the place of all that is in the groups: a checkpoint was restored."""
+        for number, (group, new) in enumerate(zip(self._optimizer.param_groups, options, strict=True)):
+            for name in set(group) - {"params"}:
+                del group[name]
+            group.update(copy.deepcopy(dict(new)))
+            self._given[number], self._handed_out[number] = dict(new), {}
 
     def check(self, step: OptimizerStep) -> None:
         """Raise `UnsupportedError` where the program sets what the steps themselves set too."""
         for number, (own, given, new) in enumerate(zip(self.options, self._given, step.options, strict=True)):
-            for name, value in new.items():
-                is_set = name in given and not _is_same(value, given[name])
-                if is_set and name in own and not _is_same(own[name], given[name]) and not _is_same(own[name], value):
+            for name, value in self._set_by_program(number, new):
+                if (
+                    name in given
+                    and name in own
+                    and not _is_same(own[name], given[name])
+                    and not _is_same(own[name], value)
+                ):
                     raise UnsupportedError(
                         f"the program has set param_groups[{number}][{name!r}] of {self.name} to {value!r}, and its "
                         f"steps, which are made on a parameter server, have set it to {own[name]!r}. Let one of the "
@@ -106,10 +132,17 @@ class LiveOptimizer:
 
     def _take_options(self, options: Sequence[Options]) -> None:
         """What the program has set since the last step; what a step has set stays otherwise."""
-        for group, given, new in zip(self._optimizer.param_groups, self._given, options, strict=True):
-            for name, value in new.items():
-                if name not in given or not _is_same(value, given[name]):
-                    group[name] = given[name] = value
+        for number, (group, new) in enumerate(zip(self._optimizer.param_groups, options, strict=True)):
+            for name, value in list(self._set_by_program(number, new)):
+                group[name] = self._given[number][name] = value
+
+    def _set_by_program(self, number: int, options: Options) -> Iterator[tuple[str, Any]]:
+        given, handed_out = self._given[number], self._handed_out[number]
+        for name, value in options.items():
+            if (name not in given or not _is_same(value, given[name])) and not _is_among(
+                value, handed_out.get(name, ())
+            ):
+                yield name, value
 
     def _take_state(self, place: tuple[int, int], parameter: torch.Tensor, held: StateOfShard | None) -> None:
         if held is not None:
@@ -155,6 +188,10 @@ def _is_same(one: Any, other: Any) -> bool:
         return one is other or bool(one == other)
     except Exception:  # objects of the user's own
         return False
+
+
+def _is_among(value: Any, others: Sequence[Any]) -> bool:
+    return any(_is_same(value, other) for other in others)
 
 
 class _Unpickler(ClassesHere):

@@ -80,6 +80,14 @@ class HeldOptimizer:
         assert self._live is None, "its variables have one shard"
         return learn_state(self.optimizer, self.optimizer.options[group], group, table)
 
+    def hand_out_options(self) -> list[dict[str, Any]]:
+        """By group, the hyperparameters that its steps have set."""
+        return [{} for _ in self.groups] if self._live is None else self._live.hand_out()
+
+    def load_options(self, options: Sequence[Options]) -> None:
+        if self._live is not None:
+            self._live.load_options(options)
+
     def check(self, step: OptimizerStep, shards: HeldShards) -> None:
         """Raise for what `make` could not do, before anything has changed."""
         name = self.name

@@ -258,6 +258,18 @@ class VariableStore:
             for key, state in states.items():
                 shards.put_state(key, optimizer, _copy(state))
 
+    def optimizer_options(self, optimizer: int) -> list[dict[str, Any]]:
+        """By parameter group, the hyperparameters that steps have set here; of most optimizers none."""
+        held = self._optimizer(optimizer)
+        with self._locked(held.reaches):
+            return held.hand_out_options()
+
+    def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace what is in the groups of an optimizer whose steps set it."""
+        held = self._optimizer(optimizer)
+        with self._locked(held.reaches):
+            held.load_options(options)
+
     def untouched_entries(self, optimizer: int, key: ShardKey) -> dict[str, RowState]:
         """What an optimizer's state of a shard is before any step: the entries that go by rows. Changes nothing."""
         held = self._optimizer(optimizer)

@@ -62,7 +62,8 @@ def check_places(optimizer: Optimizer, kind: Kind, specs: Sequence[VariableSpec]
     if by_rows:
         raise UnsupportedError(
             f"{name} steps table {by_rows[0].name!r}, which travels by rows, and may treat sparse and dense gradients "
-            "in different ways. Make it in the scope in which its parameters are made, so that they are placed for it."
+            "in different ways. Make it in the scope in which its parameters are made, by a constructor that calls "
+            "Optimizer.__init__, so that they are placed for it."
         )
     if not cut and (kind.tier is not Tier.ALL or len(servers) < 2):
         return
@@ -74,6 +75,7 @@ def check_places(optimizer: Optimizer, kind: Kind, specs: Sequence[VariableSpec]
     looks_at = "whole parameters" if kind.tier is Tier.PARAMETERS else "all of them at once"
     remedy = f", or, if it treats each element by itself, name it: elementwise_optimizers=[{name}]"
     raise UnsupportedError(
-        f"{name} steps {where}, and may look at {looks_at}. Make it in the scope in which its parameters are made, so "
-        f"that they are placed for it{remedy if kind.tier is Tier.ALL else ''}."
+        f"{name} steps {where}, and may look at {looks_at}. Make it in the scope in which its parameters are made, "
+        "by a constructor that calls Optimizer.__init__, so that they are placed for it"
+        f"{remedy if kind.tier is Tier.ALL else ''}."
     )
