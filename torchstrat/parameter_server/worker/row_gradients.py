@@ -25,21 +25,18 @@ class RowGradients:
 
     def __init__(self, tables: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tables = tables
-        self._became: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.became: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id: gradients that the function may hold, and what is in their places since. Mostly empty; asked about at
+        every operator."""
 
     def begin(self) -> None:
-        self._became.clear()
-
-    @property
-    def have_changed(self) -> bool:
-        """Whether what the function holds may be a gradient that has another one in its place since."""
-        return bool(self._became)
+        self.became.clear()
 
     def current(self, value: Any) -> Any:
         """``value`` with those in their places; of lists and tuples the elements."""
-        if isinstance(value, list | tuple) and any(id(one) in self._became for one in value):
+        if isinstance(value, list | tuple) and any(id(one) in self.became for one in value):
             return type(value)(self.current(one) for one in value)
-        return self._became[id(value)][1] if id(value) in self._became else value
+        return self.became[id(value)][1] if id(value) in self.became else value
 
     def make_dense(self, values: Iterable[Any]) -> bool:
         """From now on those among ``values`` are dense; whether there were any."""
@@ -48,7 +45,7 @@ class RowGradients:
             for one in found:
                 rows = one.coalesce().indices()[0]
                 self._replace(one, one.to_dense())
-                setattr(self._became[id(one)][1], ROWS, rows)
+                setattr(self.became[id(one)][1], ROWS, rows)
         return bool(found)
 
     def is_one(self, value: Any) -> bool:
@@ -67,7 +64,7 @@ class RowGradients:
         return gradient
 
     def _replace(self, gradient: torch.Tensor, other: torch.Tensor) -> None:
-        self._became[id(gradient)] = gradient, other  # kept, so that no other tensor gets its id
+        self.became[id(gradient)] = gradient, other  # kept, so that no other tensor gets its id
         for table in self._tables():
             if table.grad is gradient:
                 table.grad = other

@@ -103,7 +103,7 @@ class TableLookups(TorchFunctionMode):
             return lookup(self, *args, **kwargs)
         if getattr(func, "__name__", "") not in _ATTRIBUTES:
             self._make_dense_where_used(args, kwargs)
-        if self._gradients.have_changed:
+        if self._gradients.became:
             args, kwargs = self._with_current_gradients(args, kwargs)
         try:
             return func(*args, **kwargs)
