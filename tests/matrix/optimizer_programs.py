@@ -29,6 +29,7 @@ class Program(NamedTuple):
     shards: int | None = None
     rows_only: bool | None = True
     at_once: bool = False
+    clips: bool = False
     later: bool = False
     """The optimizer is made in a second scope."""
     named: bool = False
@@ -87,6 +88,8 @@ def step_of(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer
         optimizer.zero_grad()
         loss = (model(batch) - 1).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
+        if program.clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
         return loss.detach()
 

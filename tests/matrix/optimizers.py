@@ -100,6 +100,7 @@ PROGRAMS: dict[str, Program] = {
     "tables, 3 shards, rows_only by default": Program(tables=True, shards=3, rows_only=None),
     "sparse tables": Program(tables=True, sparse=True),
     "sparse tables, 3 shards": Program(tables=True, sparse=True, shards=3),
+    "tables, 3 shards, clipped": Program(tables=True, shards=3, rows_only=False, clips=True),
     "functions at once": Program(shards=2, at_once=True),
     "made in a later scope": Program(later=True),
     "state_dict loaded again": Program(shards=2, back="state_dict"),
