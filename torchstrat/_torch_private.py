@@ -151,6 +151,7 @@ def new_hook_key() -> int:
 foreach_add_: Callable[..., None] = look_up("_foreach_add_")
 foreach_mul_: Callable[..., None] = look_up("_foreach_mul_")
 foreach_copy_: Callable[..., None] = look_up("_foreach_copy_")
+foreach_norm: Callable[..., list[torch.Tensor]] = look_up("_foreach_norm")
 
 
 @contextmanager

@@ -171,6 +171,9 @@ class ParameterServerConfig(StrategyConfig):
     """A variable is cut into at most this many pieces by rows. None: as many as there are servers."""
     min_shard_bytes: int = 256 << 10
     """No piece needs to be smaller than this: what is smaller as a whole stays on one server."""
+    rows_only: bool = True
+    """Rows of an embedding table that no gradient touches stay as they are, whatever the optimizer does to them on one
+    device by momentum, running averages or weight decay. False: the numbers of one device, stepping whole tables."""
     keep_pages: bool = True
     """The processes of a cluster that the run starts keep the pages of memory that they have freed: steps are faster,
     their resident size stays at its peak. In a cluster that is there already, each task's ``TORCHSTRAT_KEEP_PAGES``

@@ -201,6 +201,8 @@ def shards_of(partitioner: PartitionFunction, shape: Sequence[int], dtype: Any) 
         raise InvalidArgumentError(
             f"{called}: variables are cut along their first dimension only; {wanted}, with 1 after the first."
         )
+    if partitions[0] == 0 and size[0] == 0:
+        return 1  # one shard per row, of which there is none: it has to be somewhere, and may get no rows ever
     if partitions[0] < 1:
         raise InvalidArgumentError(f"{called}: there must be at least 1 shard, and a row for it; {wanted}.")
     if partitions[0] > 1 and size[0] == 0:

@@ -4,12 +4,15 @@ and other state. No constructor runs, and what is stepped of them is nothing of 
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from torchstrat._torch_private import step_without_compiler
 
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -32,6 +35,39 @@ def make_stand_in(optimizer: Optimizer) -> Optimizer:
     lists: dict[int, list[Any]] = {id(group["params"]): [] for group in optimizer.param_groups}
     attributes = {name: lists.get(id(value), value) for name, value in vars(optimizer).items()}
     return stand_in_of(type(optimizer), attributes, groups)
+
+
+def take_over_steps(kind: type[Optimizer]) -> None:
+    """From now on a step of this class asks the hooks of this process, and that of a stand-in made to `be_idle` does
+    nothing: what a class of the user's own does with no parameters at all is not known.
+
+    PyTorch puts its hooks around a class when the first of its objects is made; a class that has come from another
+    process has none, or those of the other process.
+    """
+    inner = step_without_compiler(kind.step)
+    if not hasattr(inner, _CAN_IDLE):
+        inner = _idling(inner)
+    elif kind.step is not inner:
+        return
+    kind.step = Optimizer.profile_hook_step(inner)  # type: ignore[method-assign,assignment]
+    kind.step.hooked = True  # type: ignore[attr-defined]
+
+
+def be_idle(stand_in: Optimizer) -> Optimizer:
+    vars(stand_in)[_IS_IDLE] = True
+    return stand_in
+
+
+def _idling(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def idling(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return None if _IS_IDLE in vars(optimizer) else step(optimizer, *args, **kwargs)
+
+    setattr(idling, _CAN_IDLE, True)
+    return idling
+
+
+_IS_IDLE, _CAN_IDLE = "_torchstrat_is_idle", "_torchstrat_can_idle"
 
 
 def bare_step(optimizer: Optimizer) -> None:

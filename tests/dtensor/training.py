@@ -42,6 +42,7 @@ class Outcome(NamedTuple):
 
 KINDS: dict[str, tuple[ModelConfig, tuple[int, ...]]] = {
     "mlp": (MlpConfig(hidden=[16, 12, 8], tensor_parallel=True), (6,)),
+    "mlp with Ftrl": (MlpConfig(hidden=[16, 12, 8], tensor_parallel=True), (6,)),
     "transformer": (TransformerConfig(width=16, heads=4, blocks=1, tensor_parallel=True), (1, 4, 6)),
     "convnet": (ConvNetConfig(channels=[4, 8, 8], groups=2, norm="group", spatially_parallel=True), (1, 16, 8)),
 }
@@ -53,6 +54,8 @@ def build(kind: str) -> nn.Module:
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind.endswith("Ftrl"):
+        return ts.Ftrl(model.parameters(), lr=0.5, initial_accumulator_value=1.0, l2=0.01)
     return torch.optim.Adam(model.parameters(), lr=1e-2)
 
 

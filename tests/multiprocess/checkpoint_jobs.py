@@ -91,7 +91,7 @@ def synchronous(make_strategy: Callable[[], ts.Strategy], seed: int, optimizers:
 @contextlib.contextmanager
 def on_servers(servers: int, partitioner: Any, seed: int) -> Iterator[Job]:
     with FakeCluster(workers=1, ps=servers) as cluster:
-        strategy = cluster.strategy(variable_partitioner=partitioner)
+        strategy = cluster.strategy(variable_partitioner=partitioner, rows_only=True)
         with strategy.scope():
             objects = make(seed)
         coordinator = ts.ClusterCoordinator(strategy)

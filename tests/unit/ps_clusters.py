@@ -85,7 +85,7 @@ def scheduled_loop(
     partitioner: Any = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same program on parameter servers. With one worker its functions run one after the other."""
-    strategy = cluster.strategy(partitioner)
+    strategy = cluster.strategy(partitioner, rows_only=True)
     with strategy.scope():
         torch.manual_seed(0)
         model = make_model()

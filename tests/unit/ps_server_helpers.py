@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.optimizer_tiers import Kind, Tier
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     NewOptimizer,
@@ -19,7 +20,7 @@ from torchstrat.parameter_server.messages import (
     ShardEdit,
     VariableSpec,
 )
-from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.server.store import VariableStore
 
 
@@ -60,8 +61,18 @@ def options_of(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
     return tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
 
 
-def add_optimizer(store: VariableStore, optimizer: Optimizer, groups: Sequence[Sequence[int]], **settings: Any) -> None:
-    packed = pack_optimizer(optimizer)
+BY_ROWS = Kind(Tier.ROWS)
+"""Of a class of which the user says that it treats each row by itself."""
+
+
+def add_optimizer(
+    store: VariableStore,
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[int]],
+    kind: Kind | None = None,
+    **settings: Any,
+) -> None:
+    packed = pack_optimizer(optimizer, kind)
     store.add_optimizer(NewOptimizer(0, packed, tuple(tuple(group) for group in groups), **settings))
 
 

@@ -99,7 +99,7 @@ def test_all_elementwise_optimizers_of_the_list_are_tried() -> None:
     from torchstrat import optimizer_tiers as tiers
 
     tried = {type(make([torch.nn.Parameter(torch.zeros(1))])) for make in SETTINGS.values()}
-    assert tried == tiers._BY_ELEMENT
+    assert tried == {cls for cls, kind in tiers._KINDS.items() if kind.tier is Tier.ELEMENTS}
 
 
 def test_what_is_not_known_is_stepped_at_once() -> None:

@@ -18,7 +18,7 @@ from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardEdit, Snapshot
 from torchstrat.parameter_server.server import cut as cuts
 from torchstrat.parameter_server.server.cut import Cut, FrozenRows, VariableCut
-from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.server.store import CutRows, VariableStore
 
 ROWS = 9

@@ -173,8 +173,7 @@ def test_nonsense_is_refused_with_what_was_returned(answer: Any) -> None:
 
 
 def test_variables_without_rows() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"FixedShardsPartitioner returned \[0, 1\]"):
-        shards_of(FixedShardsPartitioner(2), (0, 4), torch.float32)
+    assert shards_of(FixedShardsPartitioner(2), (0, 4), torch.float32) == 1
     assert shards_of(MinSizePartitioner(4, 2), (0, 4), torch.float32) == 1
     with pytest.raises(InvalidArgumentError, match="without rows"):
         shards_of(lambda shape, dtype: [2, 1], (0, 4), torch.float32)

@@ -83,7 +83,7 @@ class Job:
     def __init__(self, cluster: FakeCluster, shards: int | None, *, seed: int = 0, **options: Any) -> None:
         self.cluster = cluster
         partitioner = FixedShardsPartitioner(shards) if shards else None
-        self.strategy = cluster.strategy(variable_partitioner=partitioner, **options)
+        self.strategy = cluster.strategy(variable_partitioner=partitioner, rows_only=True, **options)
         with self.strategy.scope():
             self.objects = make(seed)
         self.coordinator = ts.ClusterCoordinator(self.strategy)
@@ -220,7 +220,9 @@ def test_a_sharded_variable_is_one_tensor(tmp_path: Path) -> None:
     values = torch.arange(14.0).reshape(7, 2)
     for ps, shards in [(2, 3), (3, 2), (1, None)]:
         with FakeCluster(workers=1, ps=ps) as cluster:
-            strategy = cluster.strategy(variable_partitioner=FixedShardsPartitioner(shards) if shards else None)
+            strategy = cluster.strategy(
+                variable_partitioner=FixedShardsPartitioner(shards) if shards else None, rows_only=True
+            )
             with strategy.scope():
                 table = ts.Variable(torch.zeros(7, 2), name="table")
             if shards == 3:
@@ -237,7 +239,7 @@ def test_a_sharded_variable_is_one_tensor(tmp_path: Path) -> None:
 
 def test_state_of_shards_that_no_step_has_touched(tmp_path: Path) -> None:
     with FakeCluster(workers=1, ps=3) as cluster:
-        strategy = cluster.strategy(variable_partitioner=FixedShardsPartitioner(3))
+        strategy = cluster.strategy(variable_partitioner=FixedShardsPartitioner(3), rows_only=True)
         with strategy.scope():
             table = nn.Embedding(6, 2)
             optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1, initial_accumulator_value=0.5)
@@ -276,7 +278,7 @@ def test_optimizers_that_step_rows_go_on_on_other_servers(name: str, tmp_path: P
         """The state where it starts, and where it ends."""
         with FakeCluster(workers=1, ps=ps) as cluster:
             partitioner = FixedShardsPartitioner(shards) if shards else None
-            strategy = cluster.strategy(variable_partitioner=partitioner)
+            strategy = cluster.strategy(variable_partitioner=partitioner, rows_only=True)
             torch.manual_seed(seed)
             with strategy.scope():
                 table = nn.Embedding(20, 3, sparse=name == "sparse adam", dtype=torch.float64)
@@ -312,7 +314,7 @@ def test_optimizers_that_step_rows_go_on_on_other_servers(name: str, tmp_path: P
 
 def test_tables_on_meta_stay_there(tmp_path: Path) -> None:
     def make_table(cluster: FakeCluster, shards: int) -> tuple[Any, nn.Embedding]:
-        strategy = cluster.strategy(variable_partitioner=FixedShardsPartitioner(shards))
+        strategy = cluster.strategy(variable_partitioner=FixedShardsPartitioner(shards), rows_only=True)
         torch.manual_seed(shards)
         with strategy.scope():
             table = nn.Embedding(10, 3, device="meta")

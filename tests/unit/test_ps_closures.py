@@ -853,3 +853,34 @@ def test_a_class_comes_home_as_it_is(job):
     method = vars(Local)["number"]
     assert type(unpack_result(packed)) is Local
     assert vars(Local)["number"] is method
+
+
+def test_functions_share_a_variable_of_the_function_around_them(job):
+    count = 0
+
+    def add() -> None:
+        nonlocal count
+        count += 1
+
+    def seen() -> int:
+        return count
+
+    sent_add, sent_seen = job.send((add, seen), job.world())
+    sent_add()
+    assert sent_seen() == 1
+    assert count == 0
+
+
+def test_a_librarys_wrapper_is_the_librarys_where_it_arrives(job):
+    def step(optimizer: Any) -> str:
+        return "stepped"
+
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+    sent = job.send(hooked, job.world())
+    assert sent is not hooked
+    assert sent.__globals__ is hooked.__globals__
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+    calls: list[str] = []
+    assert sent(optimizer) == "stepped"
+    assert calls == ["hook"]

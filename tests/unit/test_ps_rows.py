@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.ps_server_helpers import (
+    BY_ROWS,
     add_optimizer,
     dense_step,
     make_spec,
@@ -363,7 +364,7 @@ def test_state_that_begins_as_the_parameter():
     start = torch.arange(8.0).reshape(4, 2)
     optimizer = Slow([torch.nn.Parameter(start.clone())])
     store = make_store(start)
-    add_optimizer(store, optimizer, [[0]])
+    add_optimizer(store, optimizer, [[0]], BY_ROWS)
     table, slow = start.clone(), start.clone()
     for ids in ([1], [1, 2], [3]):
         rows, gradient = torch.tensor(ids), torch.ones(len(ids), 2)
@@ -381,7 +382,7 @@ def test_state_with_one_number_per_row(rows_in_push):
     start = torch.rand(6, 2)
     optimizer = RowWise([torch.nn.Parameter(start.clone())])
     store = make_store(start)
-    add_optimizer(store, optimizer, [[0]])
+    add_optimizer(store, optimizer, [[0]], BY_ROWS)
     rows, gradient = torch.arange(rows_in_push), torch.rand(rows_in_push, 2)
     for _ in range(2):
         step = OptimizerStep(0, options_of(optimizer), rows=(((0, 0), rows, gradient.clone()),))
@@ -399,7 +400,7 @@ def test_state_whose_beginning_cannot_be_told():
     optimizer = Noisy([torch.nn.Parameter(torch.zeros(4, 2))])
     store = make_store(torch.zeros(4, 2))
     rows = (((0, 0), torch.tensor([1]), torch.ones(1, 2)),)
-    add_optimizer(store, optimizer, [[0]])
+    add_optimizer(store, optimizer, [[0]], BY_ROWS)
     with pytest.raises(
         UnsupportedError, match=r"Noisy starts state\['noise'\] with values that are neither.*rows_only=False"
     ):
@@ -430,7 +431,7 @@ class LargestTensor(TorchDispatchMode):
 def test_a_push_costs_what_its_rows_cost(name):
     optimizer = CASES[name][0]([torch.nn.Parameter(torch.zeros(1))])
     store = make_store(torch.zeros(5000, 4))
-    add_optimizer(store, optimizer, [[0]])
+    add_optimizer(store, optimizer, [[0]], BY_ROWS)
     rows = (((0, 0), torch.tensor([7, 4000]), torch.ones(2, 4)),)
     step = OptimizerStep(0, options_of(optimizer), rows=rows)
     with LargestTensor(1000) as first:
@@ -444,7 +445,7 @@ def test_a_push_costs_what_its_rows_cost(name):
 def test_state_that_does_not_fit_is_told_before_anything_changes(monkeypatch):
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
     store = make_store(torch.zeros(100, 4))
-    add_optimizer(store, optimizer, [[0]])
+    add_optimizer(store, optimizer, [[0]], BY_ROWS)
     step = OptimizerStep(0, options_of(optimizer), rows=(((0, 0), torch.tensor([7]), torch.ones(1, 4)),))
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 3000)
     for _ in range(2):

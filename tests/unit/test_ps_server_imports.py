@@ -17,7 +17,7 @@ PROGRAM = textwrap.dedent(
     from torch import nn
 
     from torchstrat.parameter_server.messages import NewOptimizer, NewShard, OptimizerStep, Push, Shard, VariableSpec
-    from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+    from torchstrat.parameter_server.server.packing import pack_optimizer
     from torchstrat.parameter_server.server.store import VariableStore
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.unit.ps_server_helpers import (
+    BY_ROWS,
     add_edit,
     add_optimizer,
     dense_step,
@@ -36,8 +37,8 @@ from torchstrat.parameter_server.messages import (
     Snapshot,
     VariableSpec,
 )
+from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.server.service import VariableServer
-from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
 from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.tasks import Peer, Task
 
@@ -234,7 +235,8 @@ def test_optimizers_that_cannot_be_sent():
     optimizer = Keeping([parameter], lr=1.0)
     optimizer.mine = {"all": [parameter]}
     with pytest.raises(NotSendableError, match="Keeping keeps parameters in an attribute of its own"):
-        pack_optimizer(optimizer)
+        pack_optimizer(optimizer, BY_ROWS)
+    pack_optimizer(optimizer)
     optimizer.mine = threading.Lock()
     with pytest.raises(NotSendableError, match=r"Keeping cannot be sent .*: self\.mine cannot be pickled"):
         pack_optimizer(optimizer)

@@ -118,7 +118,7 @@ def test_tables_move_rows_only(name, shards):
         return loss.detach()
 
     with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(shards))
+        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(shards), rows_only=True)
         with strategy.scope():
             torch.manual_seed(0)
             table = nn.Embedding(ROWS, 4)

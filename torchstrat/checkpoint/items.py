@@ -55,6 +55,9 @@ class Servers(Protocol):
     def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Of an optimizer that the servers step; None for another."""
 
+    def push_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the servers its parameter groups. This does ask one, where steps there set them too."""
+
 
 @dataclass
 class Writes:

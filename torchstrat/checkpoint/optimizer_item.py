@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
 from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows
+from torchstrat.optimizer_tiers import is_listed, kind_of
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
@@ -153,20 +154,29 @@ class OptimizerItem:
                     f"{piece.key} is {_shown(names)} in the checkpoint and {_shown(self._names(number))} in the program"
                 )
 
-    @staticmethod
-    def _compare_state(stored: Stored, piece: Piece, paths: Sequence[Path], problems: list[str]) -> None:
+    def _compare_state(self, stored: Stored, piece: Piece, paths: Sequence[Path], problems: list[str]) -> None:
+        may_be_a_mean = not kind_of(self._optimizer).may_cut_rows  # over all rows, as one of Adafactor's is
         for path in paths:
             key = Piece(path, ()).key
             shape = stored.shape(key)
+            if shape and shape[0] == 1 and may_be_a_mean:
+                continue
             if shape and len(shape) == len(piece.shape) and shape != piece.shape and shape[0] != piece.shape[0]:
                 problem = f"{key} has shape {shape} in the checkpoint, and its parameter {piece.shape} in the program"
                 if problem not in problems:
                     problems.append(problem)
 
     def _put_options(self, paths: Sequence[Path], values: Sequence[Any]) -> None:
+        groups = self._optimizer.param_groups
+        if not is_listed(type(self._optimizer)):  # as load_state_dict does: its steps may have set more by now
+            for group in groups:
+                for name in set(group) - {"params"}:
+                    del group[name]
         for path, value in zip(paths, values, strict=False):
             if path[1] == "param_groups" and path[3] != "params":
-                self._optimizer.param_groups[int(path[2])][str(path[3])] = value
+                groups[int(path[2])][str(path[3])] = value
+        if self._servers is not None:
+            self._servers.push_options(self._optimizer)
 
     def _put(self, paths: Sequence[Path], places: Sequence[tuple[int, str]], values: Sequence[Any]) -> None:
         packed = self._optimizer.state_dict()

@@ -16,22 +16,8 @@ from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor
 from torchstrat.dtensor.operators import apply
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.optimizer_tiers import Tier, names_of, tier_of
 from torchstrat.variables import VariableRegistry
-
-ELEMENTWISE_OPTIMIZERS = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
-"""Those that step each element by itself, so that a piece is stepped as it would be within the whole."""
 
 
 @functools.cache
@@ -89,15 +75,15 @@ class StepSurroundings:
     def check_optimizers(self) -> None:
         """Raise `UnsupportedError` for an optimizer that is not known to step pieces right."""
         for optimizer in self._registry.optimizers():
-            if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+            if tier_of(optimizer) is Tier.ELEMENTS:
                 continue
             cut = self._variables.cut_in(optimizer)
             if cut:
-                known = ", ".join(kind.__name__ for kind in ELEMENTWISE_OPTIMIZERS)
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} steps {len(cut)} parameters that are cut over logical devices, and "
-                    f"only of {known} is it known that they step each element by itself. Give the others an optimizer "
-                    "of their own, or leave these parameters whole (no sharding rule, no annotation)."
+                    f"only of {names_of(Tier.ELEMENTS)} is it known that they step each element by itself. "
+                    "Give the others an optimizer of their own, or leave these parameters whole (no sharding rule, no "
+                    "annotation)."
                 )
 
 

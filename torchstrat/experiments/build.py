@@ -104,6 +104,7 @@ def parameter_server(
         chosen.name,
         cluster_resolver=resolver,
         variable_partitioner=MinSizePartitioner(chosen.min_shard_bytes, chosen.max_shards or servers),
+        rows_only=chosen.rows_only,
         gradient_reduce_op=chosen.gradient_reduce_op,
         on_server_loss="restore" if config.restores_servers else "raise",
         timeout=timedelta(seconds=config.cluster.timeout_seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.optimizer_tiers import Kind, Tier
 from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
@@ -29,11 +31,13 @@ from torchstrat.parameter_server.messages import (
     StateOfShard,
     VariableSpec,
 )
-from torchstrat.parameter_server.server.shard_optimizer import pack_optimizer
+from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import token_of_spec
+from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_without_gradient
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
@@ -68,7 +72,8 @@ class Job:
         num_servers: int,
         partitioner: Partitioner | None,
         *,
-        rows_only: bool = True,
+        rows_only: bool | None = True,
+        kinds: Kinds | None = None,
         timeout_seconds: float,
     ) -> None:
         self.membership = membership
@@ -78,7 +83,8 @@ class Job:
         sender = CoordinatorSender(self.endpoint.peer.incarnation)
         self.access = VariableAccess(self.servers, lambda: sender)
         self.placement = Placement(num_servers, partitioner)
-        self.variables = CapturedVariables(registry, self.placement)
+        self._kinds = kinds or Kinds()
+        self.variables = CapturedVariables(registry, self.placement, self._kinds)
         self.catalog = Catalog(registry, self.variables.spec_of)
         self.first_function = 0
         """Function numbers below were used by an earlier coordinator of the same servers."""
@@ -88,7 +94,8 @@ class Job:
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
         self._registry = registry
         self._structure = FixedStructure()
-        self._rows_only = rows_only
+        self._rows_only = rows_only is not False
+        self._warns_of_rows = rows_only is None
         self.seed = torch.initial_seed()
         """Of the program, at the end of its last scope; random numbers of functions come from it."""
         self.functions_elsewhere = 0
@@ -305,8 +312,9 @@ class Job:
         assert tensor is not None
         if tensor.is_meta:
             seed = hash((self.seed, spec.number)) % 2**63  # of the variable: shards draw parts of one table
-            return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed)
-        return NewShard(spec, number, pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous())
+            return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed, self.variables.whole_for(spec))
+        value = pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous()
+        return NewShard(spec, number, value, whole_for=self.variables.whole_for(spec))
 
     def _create(self, shards: Iterable[NewShard]) -> None:
         by_server: dict[int, list[NewShard]] = {index: [] for index in self.server_peers()}
@@ -329,9 +337,27 @@ class Job:
                 continue
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-            new = NewOptimizer(number, pack_optimizer(optimizer), groups, self._rows_only)
+            kind = self._kinds.of(optimizer)
+            specs = list(self._specs_of(optimizer).values())
+            new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
+            check_places(optimizer, kind, specs)
+            if self._warns_of_rows and any(spec.by_rows for spec in specs):
+                self._warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
             self._optimizers[number] = groups
+
+    def _warn_of_rows(self, optimizer: Optimizer, kind: Kind) -> None:
+        """Once per job, where an optimizer does not do here what it does on one device."""
+        if moves_rows_without_gradient(optimizer, kind):
+            self._warns_of_rows = False
+            name = type(optimizer).__name__
+            warnings.warn(
+                f"on one device {name} moves all rows of an embedding table in every step (by "
+                "momentum, running averages, weight decay); on parameter servers with a variable_partitioner, rows "
+                "that no gradient touches stay as they are. ParameterServerStrategy(…, rows_only=False) has those of "
+                "one device, and steps whole tables; rows_only=True says that this is meant, without this warning.",
+                stacklevel=2,
+            )
 
     def _number_of(self, optimizer: Optimizer) -> int:
         token = self.catalog.token_of(optimizer)
@@ -443,6 +469,7 @@ class Job:
 
     def pull_optimizer(self, optimizer: Optimizer) -> None:
         """Bring the state that the servers keep into the coordinator's object, as if it had stepped here."""
+        self.pull_options([optimizer])
         number = self._number_of(optimizer)
         specs = self._specs_of(optimizer)
         wanted = shard_keys(specs.values())
@@ -463,6 +490,30 @@ class Job:
                 for shard, part in enumerate(split_state(spec, state)):
                     by_server[spec.shards[shard].server][spec.number, shard] = part
         self.servers.ask("ps.load_optimizer_state", {server: (number, states) for server, states in by_server.items()})
+        self.push_options(optimizer)
+
+    def pull_options(self, optimizers: Iterable[Optimizer]) -> None:
+        """Bring what steps have set in parameter groups, on the servers, into the coordinator's objects."""
+        for optimizer in optimizers:
+            for server in self._setting_servers(optimizer):
+                answers = self.servers.ask("ps.optimizer_options", {server: self._number_of(optimizer)})
+                for group, new in zip(optimizer.param_groups, answers[server], strict=False):
+                    group.update(new)
+
+    def push_options(self, optimizer: Optimizer) -> None:
+        """Give the servers whose steps set them what is in the groups now."""
+        options = [{k: v for k, v in _as_they_are(group).items() if k != "params"} for group in optimizer.param_groups]
+        for server in self._setting_servers(optimizer):
+            self.servers.ask("ps.load_optimizer_options", {server: (self._number_of(optimizer), options)})
+
+    def optimizers(self) -> list[Optimizer]:
+        return self._registry.optimizers()
+
+    def _setting_servers(self, optimizer: Optimizer) -> set[int]:
+        """Where steps of an optimizer may set hyperparameters: at most one."""
+        if self._kinds.of(optimizer).tier is not Tier.ALL or self.optimizer_number(optimizer) not in self._optimizers:
+            return set()
+        return {shard.server for spec in self._specs_of(optimizer).values() for shard in spec.shards}
 
     def _specs_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
         found = {}

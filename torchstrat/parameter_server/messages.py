@@ -63,19 +63,21 @@ class InitialOp:
 
 @dataclass(frozen=True)
 class NewShard:
-    """A shard to create: with ``value``, or by replaying ``recipe`` under ``seed`` (then ``value`` is None)."""
+    """A shard to create: with ``value``, or by replaying ``recipe`` under ``seed`` (then ``value`` is None).
+    ``whole_for``: the class of an optimizer because of which the variable is not cut."""
 
     spec: VariableSpec
     shard: int
     value: torch.Tensor | None
     recipe: tuple[InitialOp, ...] = ()
     seed: int = 0
+    whole_for: str = ""
 
 
 @dataclass(frozen=True)
 class NewOptimizer:
-    """An optimizer of the job. ``blob``: the optimizer object without state and without parameters, pickled, one entry
-    in ``groups`` per parameter group: the numbers of its variables, in order."""
+    """An optimizer of the job. ``blob``: what `pack_optimizer` makes of it. One entry in ``groups`` per parameter
+    group: the numbers of its variables, in order."""
 
     number: int
     blob: bytes

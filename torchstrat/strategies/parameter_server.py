@@ -7,13 +7,14 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchstrat import nest
 from torchstrat._torch_private import optimizers_without_compiler
@@ -26,6 +27,7 @@ from torchstrat.extended import StrategyExtended
 from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
+from torchstrat.parameter_server.variables.elementwise import Kinds
 from torchstrat.parameter_server.variables.remote_storage import RemoteStorage, recipe_of_variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
@@ -62,6 +64,12 @@ class ParameterServerStrategy(Strategy):
             variables along their first axis, and makes embedding tables travel by rows.
         rows_only: rows of a table that no gradient touches stay as they are, momentum and weight decay included, for
             every optimizer (as `torch.optim.SparseAdam` does). False: the rule for dense gradients, on whole shards.
+            None: True, and a warning where an optimizer would move them on one device.
+        elementwise_optimizers: classes of optimizers whose steps treat each element, or each row of a table, by
+            itself, as those of SGD and Adam do: their variables are cut and spread over the servers. It is said of
+            classes that torchstrat does not know; twelve steps are tried, and an error says where the numbers differ.
+            Variables of other classes that it does not know stay whole and together, on one server, where any step is
+            right.
         gradient_reduce_op: accepted on every strategy; a worker is one replica.
         on_server_loss: what the coordinator does when a server was lost, and with it the variables it held. ``"raise"``
             `ParameterServerUnavailable`, and leave restoring a checkpoint to the program; or ``"restore"`` the newest
@@ -83,7 +91,8 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: ClusterResolver,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
-        rows_only: bool = True,
+        rows_only: bool | None = None,
+        elementwise_optimizers: Sequence[type[Optimizer]] = (),
         gradient_reduce_op: ReduceOp | str = "mean",
         on_server_loss: Literal["raise", "restore"] = "raise",
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -93,6 +102,7 @@ class ParameterServerStrategy(Strategy):
             (cluster_resolver, variable_partitioner),
             {
                 "rows_only": rows_only,
+                "elementwise_optimizers": elementwise_optimizers,
                 "gradient_reduce_op": gradient_reduce_op,
                 "on_server_loss": on_server_loss,
                 "timeout": timeout,
@@ -112,6 +122,7 @@ class ParameterServerStrategy(Strategy):
         check_parameter_server_cluster(self._spec, cluster_resolver.task_type, cluster_resolver.task_id)
         self._partitioner = variable_partitioner
         self._rows_only = rows_only
+        self._kinds = Kinds(elementwise_optimizers)
         self._timeout = timeout
         self._membership = _membership
         self._connected: Job | None = None
@@ -182,6 +193,7 @@ class ParameterServerStrategy(Strategy):
             self._spec.num_tasks(PARAMETER_SERVER),
             self._partitioner,
             rows_only=self._rows_only,
+            kinds=self._kinds,
             timeout_seconds=seconds,
         )
         _close_at_exit(self)

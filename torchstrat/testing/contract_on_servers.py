@@ -21,7 +21,6 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lbfgs": UnsupportedError,  # step(closure)
     "lbfgs_strong_wolfe": UnsupportedError,
     "closure_of_sgd": UnsupportedError,
-    "third_party_optimizer": UnsupportedError,  # keeps state beside state[parameter]
     "scheduler_in_step": ContextError,  # schedulers are stepped by the coordinator
     "one_cycle_scheduler_in_step": ContextError,
     "lazy_in_run": UnsupportedError,  # has no shape when it is to be placed

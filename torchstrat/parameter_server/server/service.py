@@ -57,6 +57,8 @@ class VariableServer:
     ``ps.forget_below``         id of a function                           None
     ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
+    ``ps.optimizer_options``    optimizer                                  by group, what steps have set
+    ``ps.load_optimizer_options``  (optimizer, by group)                   None
     ``ps.snapshot``             None                                       `Snapshot`
     ``ps.restore``              `Snapshot`                                 None
     ``ps.begin_checkpoint``     token                                      `CutReport`
@@ -96,6 +98,8 @@ class VariableServer:
             "ps.add_optimizer": store.add_optimizer,
             "ps.optimizer_state": lambda payload: store.optimizer_state(*payload),
             "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),
+            "ps.optimizer_options": store.optimizer_options,
+            "ps.load_optimizer_options": lambda payload: store.load_optimizer_options(*payload),
             "ps.snapshot": lambda _: store.snapshot(),
             "ps.restore": store.restore,
             "ps.begin_checkpoint": lambda token: store.begin_cut(token).report(),

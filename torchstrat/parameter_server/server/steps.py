@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +11,16 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.host_memory import check_fits
+from torchstrat.optimizer_tiers import Gradients, Tier, is_listed
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.catalog import describe_optimizer
 from torchstrat.parameter_server.server.fast_steps import fast_step_of
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
-from torchstrat.parameter_server.server.row_optimizer import gather_state, learn_state, scatter_state
-from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, check_supported, sparse_rows
-from torchstrat.parameter_server.variables.elementwise import steps_rows_alone
+from torchstrat.parameter_server.server.live_optimizer import LiveOptimizer, keep_values
+from torchstrat.parameter_server.server.packing import Options, check_supported, unpack_kind
+from torchstrat.parameter_server.server.row_optimizer import RowState, gather_state, learn_state, scatter_state
+from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, sparse_rows
 from torchstrat.parameter_server.variables.put_rows import put_rows
 
 
@@ -27,24 +31,43 @@ class HeldOptimizer:
         self.number = new.number
         self.groups = tuple(tuple(group) for group in new.groups)
         self.rows_only = new.rows_only
-        self.optimizer = ShardOptimizer.from_bytes(new.blob)
-        if len(self.optimizer.options) != len(new.groups):
-            raise InvalidArgumentError(
-                f"optimizer {new.number} has {len(self.optimizer.options)} parameter groups; got variables for "
-                f"{len(new.groups)}."
-            )
+        self._live: LiveOptimizer | None = None
+        self.kind, packed = unpack_kind(new.blob)
+        self.reaches: frozenset[int] = frozenset()
+        """Variables that any of its steps may change, whatever has a gradient."""
+        if self.kind.tier is Tier.ALL:
+            self._live = LiveOptimizer(packed, new.groups)
+            self.reaches = frozenset(number for group in self.groups for number in group)
+            self._check_groups(self._live.options)
+            self.cls, self.name = self._live.cls, self._live.name
+        else:
+            needs_sparse = self.kind.gradients is Gradients.SPARSE
+            self.optimizer = ShardOptimizer.from_bytes(packed, needs_sparse=needs_sparse)
+            self._check_groups(self.optimizer.options)
+            self.cls, self.name = self.optimizer.cls, self.optimizer.name
         self._place_of = {v: (group, place) for group, vs in enumerate(new.groups) for place, v in enumerate(vs)}
-        self._by_rows: dict[tuple[int, ...], bool] = {}
-        self._fast = fast_step_of(self.optimizer.cls)
+        self._fast = fast_step_of(self.cls)
+
+    def _check_groups(self, options: Sequence[Options]) -> None:
+        if len(options) != len(self.groups):
+            raise InvalidArgumentError(
+                f"optimizer {self.number} has {len(options)} parameter groups; got variables for {len(self.groups)}."
+            )
+
+    def take_over(self, earlier: HeldOptimizer) -> None:
+        """Go on from what an optimizer that this one `continues` has come to."""
+        if self._live is not None and earlier._live is not None:
+            earlier._live.grow(self._live)
+            self._live = earlier._live
 
     @property
     def description(self) -> dict[str, Any]:
         """What makes it the same optimizer as before, for a coordinator that is started again."""
-        return describe_optimizer(self.number, self.optimizer.name, self.groups, self.rows_only)
+        return describe_optimizer(self.number, self.name, self.groups, self.rows_only)
 
     def continues(self, earlier: HeldOptimizer) -> bool:
         """Whether this is the same optimizer, perhaps with parameters added since."""
-        same = (self.optimizer.name, self.rows_only) == (earlier.optimizer.name, earlier.rows_only)
+        same = (self.name, self.kind, self.rows_only) == (earlier.name, earlier.kind, earlier.rows_only)
         grown = len(self.groups) >= len(earlier.groups)
         return (
             same
@@ -52,15 +75,28 @@ class HeldOptimizer:
             and all(own[: len(old)] == old for own, old in zip(self.groups, earlier.groups, strict=False))
         )
 
+    def untouched_state(self, group: int, table: torch.Tensor) -> dict[str, RowState]:
+        """Of a shard that no step has changed yet, while others of the variable have been stepped."""
+        assert self._live is None, "its variables have one shard"
+        return learn_state(self.optimizer, self.optimizer.options[group], group, table)
+
+    def hand_out_options(self) -> list[dict[str, Any]]:
+        """By group, the hyperparameters that its steps have set."""
+        return [{} for _ in self.groups] if self._live is None else self._live.hand_out()
+
+    def load_options(self, options: Sequence[Options]) -> None:
+        if self._live is not None:
+            self._live.load_options(options)
+
     def check(self, step: OptimizerStep, shards: HeldShards) -> None:
         """Raise for what `make` could not do, before anything has changed."""
-        name = self.optimizer.name
+        name = self.name
         if len(step.options) != len(self.groups):
             raise InvalidArgumentError(
                 f"a step of {name} on {shards.owner} came with hyperparameters of {len(step.options)} parameter "
                 f"groups; it has {len(self.groups)}."
             )
-        check_supported(self.optimizer.cls, step.options)
+        check_supported(self.cls, step.options)
         keys = [*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)]
         if len(set(keys)) < len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
@@ -71,7 +107,7 @@ class HeldOptimizer:
             if key[0] not in self._place_of:
                 raise InvalidArgumentError(f"{shards.name(key)} is in no parameter group of optimizer {name}.")
         for key, gradient in step.dense:
-            if self.optimizer.needs_sparse:
+            if self.kind.gradients is Gradients.SPARSE:
                 raise UnsupportedError(
                     f"{name} steps on sparse gradients alone, and that of {shards.name(key)} is dense. Use it for "
                     "embedding tables, and a second optimizer (Adam) for the rest."
@@ -83,19 +119,25 @@ class HeldOptimizer:
                 raise InvalidArgumentError(f"{shards.name(key)} is a scalar and has no rows to step.")
             check_rows(ids, shard.shape[0], shards.name(key), sorted_and_unique=True)
             _check_gradient(gradient, shards, key, (ids.shape[0], *shard.shape[1:]))
-            if self._goes_by_rows(shard):
+            if self._goes_by_rows:
                 self._learn_rows(key, step, shards)
+        if self._live is not None:
+            self._live.check(step)
 
     def make(self, step: OptimizerStep, shards: HeldShards) -> None:
         """Step all of it in one call of the optimizer, but for what a few lines step as well. The caller holds the
         variables' locks, and has checked."""
+        if self._live is not None:
+            with self._naming([*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)], shards):
+                self._live.make(step, self.number, self.groups, shards)
+            return
         parts = [
             self._whole(key, gradient, step, shards)
             for key, gradient in step.dense
             if not self._is_stepped_fast(key, None, gradient, step, shards)
         ]
         for key, ids, gradient in step.rows:
-            if self._goes_by_rows(shards.tensor(key)):
+            if self._goes_by_rows:
                 if not self._is_stepped_fast(key, ids, gradient, step, shards):
                     parts.append(self._rows(key, ids, gradient, step, shards))
             else:
@@ -105,16 +147,24 @@ class HeldOptimizer:
         parameters: list[list[torch.Tensor]] = [[] for _ in self.groups]
         for part in sorted(parts, key=lambda part: self._place_of[part.key[0]] + part.key):
             parameters[self._group(part.key)].append(part.parameter)
-        try:
+        with self._naming([part.key for part in parts], shards):
             states = self.optimizer.step(step.options, parameters, {part.parameter: part.state for part in parts})
-        except Exception as error:  # a class of the user's own
-            names = ", ".join(shards.name(part.key) for part in parts)
-            raise TorchstratError(
-                f"{self.optimizer.name}.step raised {type(error).__name__}: {error}. It may have changed some of "
-                f"{names} already; restore a checkpoint before training goes on."
-            ) from error
         for part in parts:
             self._keep(part, _without_gradient(states.get(part.parameter, {}), part.parameter), step, shards)
+
+    @contextmanager
+    def _naming(self, keys: Sequence[ShardKey], shards: HeldShards) -> Iterator[None]:
+        """Around a step: what a class of the user's own raises says what it may have changed."""
+        try:
+            yield
+        except TorchstratError:
+            raise
+        except Exception as error:
+            names = ", ".join(shards.name(key) for key in keys)
+            raise TorchstratError(
+                f"{self.name}.step raised {type(error).__name__}: {error}. It may have changed some of {names} "
+                "already; restore a checkpoint before training goes on."
+            ) from error
 
     def _is_stepped_fast(
         self, key: ShardKey, ids: torch.Tensor | None, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards
@@ -126,16 +176,14 @@ class HeldOptimizer:
     def _group(self, key: ShardKey) -> int:
         return self._place_of[key[0]][0]
 
-    def _goes_by_rows(self, shard: torch.Tensor) -> bool:
-        """Otherwise the rows make a dense gradient, and the dense rule applies: as asked for (``rows_only=False``), or
-        because the optimizer looks at the whole variable (Adafactor) and has no meaning on a few of its rows."""
-        shape = tuple(shard.shape)
-        if shape not in self._by_rows:
-            self._by_rows[shape] = self.rows_only and steps_rows_alone(self.optimizer, shape)
-        return self._by_rows[shape]
+    @property
+    def _goes_by_rows(self) -> bool:
+        """Otherwise rows make a gradient of the whole shard, and its rule applies: as asked for (``rows_only=False``),
+        or because the optimizer looks at the whole variable (Adafactor), or at the gradient's layout."""
+        return self.rows_only and self.kind.may_cut_rows and self.kind.gradients is not Gradients.BY_LAYOUT
 
     def _spread(self, ids: torch.Tensor, gradient: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        if self.optimizer.needs_sparse:
+        if self.kind.gradients is not Gradients.ALIKE:
             return sparse_rows(ids, gradient, shard.shape[0])
         return torch.zeros_like(shard).index_copy_(0, ids, gradient)
 
@@ -158,8 +206,14 @@ class HeldOptimizer:
             needed = sum(entry.bytes_for(table.shape[0]) for entry in learned.values())
             check_fits(needed, f"the state of {self.optimizer.name} for {shards.name(key)}", MORE_SERVERS)
 
+    def _parameter(self, key: ShardKey, value: torch.Tensor) -> torch.Tensor:
+        parameter = torch.nn.Parameter(value)
+        if self.optimizer.tags:
+            vars(parameter).update(self.optimizer.tags.get(self._place_of[key[0]], {}))
+        return parameter
+
     def _whole(self, key: ShardKey, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards) -> _Part:
-        parameter = torch.nn.Parameter(shards.changing(key))
+        parameter = self._parameter(key, shards.changing(key))
         parameter.grad = gradient
         state = shards.changing_state(key, self.number)
         if state is None:
@@ -169,8 +223,8 @@ class HeldOptimizer:
     def _rows(
         self, key: ShardKey, ids: torch.Tensor, gradient: torch.Tensor, step: OptimizerStep, shards: HeldShards
     ) -> _Part:
-        parameter = torch.nn.Parameter(shards.tensor(key).index_select(0, ids))
-        sparse = self.optimizer.needs_sparse
+        parameter = self._parameter(key, shards.tensor(key).index_select(0, ids))
+        sparse = self.kind.gradients is Gradients.SPARSE
         parameter.grad = sparse_rows(torch.arange(len(ids)), gradient, len(ids)) if sparse else gradient
         learned = shards.row_state(key, self.number) or {}
         held = shards.changing_state(key, self.number, ids, learned)
@@ -182,6 +236,8 @@ class HeldOptimizer:
 
     def _keep(self, part: _Part, state: StateOfShard, step: OptimizerStep, shards: HeldShards) -> None:
         if part.ids is None:
+            if not is_listed(self.cls):
+                keep_values(shards.tensor(part.key), part.parameter, self.name, shards.name(part.key))
             shards.put_state(part.key, self.number, state)
             return
         table, learned = shards.changing(part.key, part.ids), shards.row_state(part.key, self.number) or {}

@@ -28,13 +28,13 @@ from torchstrat.parameter_server.messages import (
     Snapshot,
     StateOfShard,
 )
-from torchstrat.parameter_server.server.advice import MORE_SERVERS
+from torchstrat.parameter_server.server.advice import MORE_SERVERS, advice_for_whole
 from torchstrat.parameter_server.server.applied import AppliedRecords
 from torchstrat.parameter_server.server.catalog import describe_variable, make_catalog
 from torchstrat.parameter_server.server.cut import Cut, FrozenRows, VariableCut
 from torchstrat.parameter_server.server.edits import apply_edit, check_edit
 from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
-from torchstrat.parameter_server.server.row_optimizer import RowState, learn_state
+from torchstrat.parameter_server.server.row_optimizer import RowState
 from torchstrat.parameter_server.server.steps import HeldOptimizer
 from torchstrat.parameter_server.variables.initial_values import replay
 from torchstrat.parameter_server.worker import phases
@@ -101,6 +101,8 @@ class VariableStore:
             known = self._optimizers.get(new.number)
             is_fine = known is None or held.continues(known)
             if is_fine:
+                if known is not None:
+                    held.take_over(known)
                 self._optimizers[new.number] = held
         if known is not None and not is_fine:
             raise InvalidArgumentError(
@@ -191,7 +193,7 @@ class VariableStore:
         An optimizer of the user's own that raises in the middle of its arithmetic leaves the variables of that step
         half-stepped; the error says so, and the push counts as not applied.
         """
-        with self._locked(_numbers_of(push)) as shards:
+        with self._locked(self._numbers_of(push)) as shards:
             if self._applied.begin(push.function, push.index, push.incarnation):
                 applied = False
                 try:
@@ -256,12 +258,24 @@ class VariableStore:
             for key, state in states.items():
                 shards.put_state(key, optimizer, _copy(state))
 
+    def optimizer_options(self, optimizer: int) -> list[dict[str, Any]]:
+        """By parameter group, the hyperparameters that steps have set here; of most optimizers none."""
+        held = self._optimizer(optimizer)
+        with self._locked(held.reaches):
+            return held.hand_out_options()
+
+    def load_optimizer_options(self, optimizer: int, options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace what is in the groups of an optimizer whose steps set it."""
+        held = self._optimizer(optimizer)
+        with self._locked(held.reaches):
+            held.load_options(options)
+
     def untouched_entries(self, optimizer: int, key: ShardKey) -> dict[str, RowState]:
         """What an optimizer's state of a shard is before any step: the entries that go by rows. Changes nothing."""
         held = self._optimizer(optimizer)
         group = next(number for number, variables in enumerate(held.groups) if key[0] in variables)
         with self._locked([key[0]]) as shards:
-            return learn_state(held.optimizer, held.optimizer.options[group], group, shards.tensor(key))
+            return held.untouched_state(group, shards.tensor(key))
 
     def shard_rows(self, key: ShardKey) -> int:
         with self._locked([key[0]]) as shards:
@@ -434,6 +448,16 @@ class VariableStore:
                 )
             return self._optimizers[number]
 
+    def _numbers_of(self, push: Push) -> set[int]:
+        """The variables that a push reads or changes."""
+        numbers = {key[0] for key in push.wants} | {edit.key[0] for edit in push.edits}
+        for step in push.steps:
+            numbers |= {key[0] for key, _ in step.dense} | {key[0] for key, _, _ in step.rows}
+            optimizer = self._optimizers.get(step.optimizer)
+            if optimizer is not None:
+                numbers |= optimizer.reaches
+        return numbers
+
     def _is_new(self, new: NewShard) -> bool:
         if not 0 <= new.shard < len(new.spec.shards):
             raise InvalidArgumentError(f"{new.spec.name!r} has {len(new.spec.shards)} shards; got shard {new.shard}.")
@@ -455,7 +479,7 @@ class VariableStore:
             needed += size
             before = f" after {needed - size:,} bytes for others" if needed > size else ""
             what = f"{one.spec.name!r} (shard {one.shard} on {self.owner}: {size:,} bytes{before})"
-            check_fits(needed, what, MORE_SERVERS)
+            check_fits(needed, what, advice_for_whole(one.whole_for) if one.whole_for else MORE_SERVERS)
 
     def _initial_value(self, new: NewShard) -> torch.Tensor:
         spec, shape = new.spec, new.spec.shard_shape(new.shard)
@@ -465,13 +489,6 @@ class VariableStore:
         _check_value(new.value, torch.empty(shape, dtype=spec.dtype, device="meta"), f"{spec.name!r} on {self.owner}")
         # A copy of its own: what came by message may be a view of something larger, or of somebody's live variable.
         return new.value.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _numbers_of(push: Push) -> set[int]:
-    numbers = {key[0] for key in push.wants} | {edit.key[0] for edit in push.edits}
-    for step in push.steps:
-        numbers |= {key[0] for key, _ in step.dense} | {key[0] for key, _, _ in step.rows}
-    return numbers
 
 
 def _check_value(value: torch.Tensor, like: torch.Tensor, name: str) -> None:

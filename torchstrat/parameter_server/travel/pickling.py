@@ -11,15 +11,16 @@ script, a notebook or another function. Three kinds of things leave the pickle:
 
 from __future__ import annotations
 
+import collections
 import copyreg
-import functools
 import importlib
 import io
 import pickle
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -28,8 +29,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchstrat.parameter_server.travel.classes_here import ClassesHere
 from torchstrat.parameter_server.travel.plain_tensors import is_dense, snapshot
-from torchstrat.parameter_server.travel.reach import members_used
+from torchstrat.parameter_server.travel.reach import is_library, members_used
 from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
 from torchstrat.parameter_server.travel.sendable import StaysHere
 
@@ -69,7 +71,50 @@ modules_sent_by_value: Callable[[], set[str]] = cloudpickle.list_registry_pickle
 """Modules that the program has registered to be sent by value."""
 
 
-class ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
+def _reduce_cell(cell: types.CellType) -> Any:
+    """Empty first, since it may hold the function that it belongs to."""
+    try:
+        contents = cell.cell_contents
+    except ValueError:  # a name that is assigned later
+        return types.CellType, ()
+    return types.CellType, (), (contents,), None, None, _set_cell  # None would be no state
+
+
+def _set_cell(cell: types.CellType, contents: tuple[Any]) -> None:
+    (cell.cell_contents,) = contents
+
+
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, with two differences.
+
+    A library's wrapper around a function of the program stays the library's. cloudpickle takes it, which has the
+    function's name, for the program's own and copies the globals that it uses. PyTorch's wrapper around ``step`` of an
+    optimizer would then ask a copy of the dictionary of global hooks, and no hook of the other process would be called.
+
+    Functions that share a variable of a function around them share it in the other process, too: two methods of a
+    class, one of which counts and the other reads. cloudpickle gives each a variable of its own.
+    """
+
+    dispatch_table: ClassVar[Any] = collections.ChainMap(
+        {types.CellType: _reduce_cell}, cloudpickle.Pickler.dispatch_table
+    )
+
+    def _dynamic_function_reduce(self, fn: types.FunctionType) -> Any:
+        make, (code, space, name, defaults, _), (attributes, slots), *others = super()._dynamic_function_reduce(fn)
+        slots = {**slots, "__closure__": None}
+        module = sys.modules.get(fn.__globals__.get("__name__", ""))
+        if module is None or vars(module) is not fn.__globals__ or not is_library(module.__name__):
+            return make, (code, space, name, defaults, fn.__closure__), (attributes, slots), *others
+        slots["__globals__"] = {}
+        arguments = module.__name__, code, name, defaults, fn.__closure__
+        return _function_in, arguments, (attributes, slots), *others
+
+
+def _function_in(module: str, code: types.CodeType, *rest: Any) -> types.FunctionType:
+    return types.FunctionType(code, vars(importlib.import_module(module)), *rest)
+
+
+class ObjectPickler(ValuePickler):
     """One pickle. Afterwards ``tensors`` has what travels beside it; the last ``buffers`` of these are bytes."""
 
     def __init__(self, references: References) -> None:
@@ -173,35 +218,8 @@ class ObjectUnpickler(pickle.Unpickler):
         return self._data[index]
 
 
-class ResultUnpickler(ObjectUnpickler):
-    """For what comes back. A class of the user's program comes home: it is the one that is here, as it is here.
-
-    cloudpickle would find the same class, and then replace its methods by the copies that travelled.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._at_home: set[type] = set()
-
-    def find_class(self, module_name: str, name: str) -> Any:
-        found = super().find_class(module_name, name)
-        if module_name == "cloudpickle.cloudpickle":
-            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
-                return functools.partial(self._make_class, found)
-            if name == "_class_setstate":
-                return functools.partial(self._set_state, found)
-        return found
-
-    def _make_class(self, make: Callable[..., type], *args: Any) -> type:
-        *_, tracker_id, _ = args
-        own: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-        if own is None:
-            return make(*args)
-        self._at_home.add(own)
-        return own
-
-    def _set_state(self, set_state: Callable[[type, Any], type], made: type, state: Any) -> type:
-        return made if made in self._at_home else set_state(made, state)
+class ResultUnpickler(ClassesHere, ObjectUnpickler):
+    """For what comes back. A class of the user's program comes home."""
 
 
 class PartOfModule(types.ModuleType):

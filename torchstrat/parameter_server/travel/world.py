@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.errors import FunctionError
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.travel.catalog import Increment
 from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
+from torchstrat.stand_ins import take_over_steps
 
 _CPU = torch.device("cpu")
 
@@ -73,6 +75,8 @@ class World:
             self._drop(token)
         for token, value in objects:
             self.register(token, value)
+            if isinstance(value, Optimizer) and not is_listed(type(value)):
+                take_over_steps(type(value))
         self.version = increment.number
 
     def unpickle(self, blob: bytes, tensors: tuple[torch.Tensor, ...], buffers: int, what: str) -> Any:

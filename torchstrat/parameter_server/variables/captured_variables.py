@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.elementwise import is_elementwise
+from torchstrat.parameter_server.variables.bonds import Bonds
+from torchstrat.parameter_server.variables.elementwise import Kinds
 from torchstrat.parameter_server.variables.placement import Placement
 from torchstrat.variables import BufferSlot, VariableRegistry
 
@@ -19,9 +19,10 @@ from torchstrat.variables import BufferSlot, VariableRegistry
 class CapturedVariables:
     """Parameters, buffers and leaf tensors of the registry, by the variables they became. Held weakly."""
 
-    def __init__(self, registry: VariableRegistry, placement: Placement) -> None:
+    def __init__(self, registry: VariableRegistry, placement: Placement, kinds: Kinds) -> None:
         self._registry = registry
         self._placement = placement
+        self._kinds = kinds
         self._specs: dict[int, VariableSpec] = {}
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}  # by id of the tensor
@@ -30,6 +31,7 @@ class CapturedVariables:
         self._beside: dict[int, VariableSpec] = {}
         self._versions: dict[int, int] = {}
         self._to_create: list[VariableSpec] = []
+        self._whole_for: dict[int, str] = {}
 
     # -- who is who -------------------------------------------------------------------------------------------------
 
@@ -73,10 +75,12 @@ class CapturedVariables:
 
     def place_new(self) -> None:
         """Give every variable that has none yet its place, in order of creation."""
-        tables = set(_possible_tables(self._registry.modules()))
-        for name, tensor in self._registry.named_tensors().items():
-            if self.spec_of(tensor) is None:
-                self._place(name, tensor, is_table=id(tensor) in tables)
+        new = {name: t for name, t in self._registry.named_tensors().items() if self.spec_of(t) is None}
+        if new:
+            tables = set(_possible_tables(self._registry.modules()))
+            bonds = Bonds((one, self._kinds.of(one)) for one in self._registry.optimizers())
+            for name, tensor in new.items():
+                self._place(name, tensor, bonds, is_table=id(tensor) in tables)
         for name, slot in self._registry.named_buffer_slots().items():
             if slot.tensor is not None and (id(slot.module), slot.name) not in self._slots:
                 self._place_buffer(name, slot)
@@ -96,17 +100,22 @@ class CapturedVariables:
         if self.spec_of(tensor) is None:
             self.place_new()
 
-    def _place(self, name: str, tensor: torch.Tensor, *, is_table: bool) -> None:
+    def _place(self, name: str, tensor: torch.Tensor, bonds: Bonds, *, is_table: bool) -> None:
+        others = (self.spec_of(other) for other in bonds.stepped_together_with(tensor))
+        beside = self._beside.pop(id(tensor), None) or next((spec for spec in others if spec is not None), None)
+        whole_for = bonds.keeps_whole(tensor)
         spec = self._placement.place(
             name,
             tensor.shape,
             tensor.dtype,
             "parameter",
             requires_grad=tensor.requires_grad,
-            with_variable=self._beside.pop(id(tensor), None),
-            may_split=self._may_split(tensor),
-            is_table=is_table,
+            with_variable=beside,
+            may_split=whole_for is None,
+            is_table=is_table and not bonds.looks_at_layout(tensor),
         )
+        if whole_for is not None:
+            self._whole_for[spec.number] = whole_for
         number, key = spec.number, id(tensor)
         numbers = self._numbers
         self._parameters[number] = weakref.ref(tensor, lambda _: numbers.pop(key, None))
@@ -125,13 +134,9 @@ class CapturedVariables:
         self._numbers[id(tensor)] = spec.number
         self._versions[spec.number] = tensor._version
 
-    def _may_split(self, tensor: torch.Tensor) -> bool:
-        """Optimizers that look at a whole tensor (Adafactor, Muon) keep it whole."""
-        return all(
-            is_elementwise(optimizer, tuple(tensor.shape))
-            for optimizer in self._registry.optimizers()
-            if any(tensor is own for own in _tensors(optimizer))
-        )
+    def whole_for(self, spec: VariableSpec) -> str:
+        """The class of the optimizer because of which a variable is not cut; empty if it is not for any."""
+        return self._whole_for.get(spec.number, "")
 
     def _follow_buffers(self) -> None:
         """Modules may have put another tensor in a buffer's place."""
@@ -185,8 +190,3 @@ def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:
     for module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or not type(module).__module__.startswith("torch."):
             yield from (id(parameter) for parameter in module._parameters.values())
-
-
-def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

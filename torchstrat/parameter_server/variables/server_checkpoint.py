@@ -19,8 +19,8 @@ import uuid
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path as Folder
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,10 @@ class ServerCheckpoint:
     def number_of(self, optimizer: Optimizer) -> int | None:
         return self._job.optimizer_number(optimizer)
 
+    def push_options(self, optimizer: Optimizer) -> None:
+        """The servers get the parameter groups that the program has now."""
+        self._job.push_options(optimizer)
+
     # -- random numbers ---------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
@@ -93,11 +97,15 @@ class ServerCheckpoint:
         """The servers get what the program has made or written since. Raises `ParameterServerUnavailable`."""
         self._job.commit()
 
-    def paused(self) -> AbstractContextManager[None]:
-        """A block in which no function is half-way on the servers, and none begins. Raises `CommunicationTimeoutError`
-        naming functions that do not end, and `ParameterServerUnavailable`."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which no function is half-way on the servers, and none begins; the program's optimizers have what
+        steps have set in their groups. Raises `CommunicationTimeoutError` naming functions that do not end, and
+        `ParameterServerUnavailable`."""
         dispatcher: Dispatcher = self._strategy._coordinator._dispatcher
-        return dispatcher.paused(self._job.timeout_seconds, "saving a checkpoint")
+        with dispatcher.paused(self._job.timeout_seconds, "saving a checkpoint"):
+            self._job.pull_options(self._job.optimizers())
+            yield
 
     def begin(self) -> ServerCut:
         """Let all servers mark what they hold at this moment. Raises `ParameterServerUnavailable`."""

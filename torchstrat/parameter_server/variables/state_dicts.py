@@ -26,6 +26,9 @@ def hook_module(strategy: ParameterServerStrategy, module: nn.Module) -> None:
 def hook_optimizer(strategy: ParameterServerStrategy, optimizer: Optimizer) -> None:
     """Pull the state before ``optimizer.state_dict()``, push it after ``optimizer.load_state_dict()``."""
     if _hooked.add(optimizer):
+        # Wrappers around another optimizer often leave `Optimizer.__init__` out, and with it the places for hooks.
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
         optimizer.register_state_dict_pre_hook(_PullOptimizer(strategy))
         optimizer.register_load_state_dict_post_hook(_PushOptimizer(strategy))
 

@@ -85,6 +85,9 @@ class Copies:
         """Whether ``tensor`` stands for rows on the servers, and holds no values itself."""
         return self._numbers.get(id(tensor)) in self._by_rows
 
+    def tables(self) -> Iterator[torch.Tensor]:
+        return (self._tensors[number] for number in self._by_rows)
+
     def has_tables(self, numbers: Iterable[int]) -> bool:
         return not self._by_rows.isdisjoint(numbers)
 
@@ -173,8 +176,9 @@ class Copies:
         self._fresh.add(spec.number)
 
     def _store_buffer(self, spec: VariableSpec, value: torch.Tensor) -> None:
-        tensor = self._buffer(spec)
-        tensor.copy_(value)
+        # Not counted as a change in place, as with parameters: it may come between a forward and its backward, when
+        # another model's optimizer steps.
+        self._buffer(spec).data.copy_(value)
         self._reference[spec.number] = value.to(self._device, copy=True)
 
     def _buffer(self, spec: VariableSpec) -> torch.Tensor:

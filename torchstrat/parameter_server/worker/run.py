@@ -117,6 +117,7 @@ class Executor:
         with _RunningHere(run), self._context, _Seeded(seed):
             fn, args, kwargs, captured = load()
             self._reached = reached = frozenset(self._variables(captured))
+            self._steps.watch(captured)
             if reached:
                 result = self._call_with_variables(reached, fn, args, kwargs)
             else:
@@ -132,6 +133,7 @@ class Executor:
         has_tables = self._copies.has_tables(reached)
         with self._steps, self._lookups if has_tables else nullcontext():
             result = _call(fn, args, kwargs)
+        self._steps.check_states()
         self._access.push(self._copies.take_edits(reached))
         return result
 

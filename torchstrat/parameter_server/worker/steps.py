@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchstrat._torch_private import DisableTorchFunction
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
+from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.row_gradients import ROWS
 from torchstrat.replicas.central_step import closure_of
-from torchstrat.stand_ins import make_stand_in
+from torchstrat.stand_ins import be_idle, make_stand_in
 
 
 class _Here(threading.local):
@@ -85,6 +88,7 @@ class RemoteSteps:
         self._reached = reached
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
+        self._watched: list[Optimizer] = []
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
 
@@ -98,6 +102,24 @@ class RemoteSteps:
     def __exit__(self, *_: Any) -> None:
         _here.before = None
 
+    def watch(self, captured: Iterable[Any]) -> None:
+        """What the function that begins reaches: the optimizers among it have no state here, now and when it ends."""
+        self._watched = [value for value in captured if isinstance(value, Optimizer) and hasattr(value, "state")]
+
+    def check_states(self) -> None:
+        """Raise `UnsupportedError` where the function has given an optimizer state of its own, which nobody would send
+        anywhere: by methods other than ``step()``."""
+        found = [optimizer for optimizer in self._watched if optimizer.state and any(optimizer.state.values())]
+        for optimizer in found:
+            optimizer.state.clear()
+        if found:
+            raise UnsupportedError(
+                f"a scheduled function has put state into {type(found[0]).__name__}.state outside of its step(). The "
+                "state of optimizers is on the parameter servers, which make the steps; a worker would keep this for "
+                "itself, and what it changes by it would overwrite the steps of others. Call step() alone, or use a "
+                "synchronous strategy such as MirroredStrategy for optimizers with steps of several parts (SAM)."
+            )
+
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What PyTorch asks before a step of this thread: what to call instead, or None."""
         number = self._number_of(optimizer)
@@ -109,9 +131,10 @@ class RemoteSteps:
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
                 "parameter servers do not hold still. Call loss.backward() and step() without a closure."
             )
+        self.check_states()
         with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
             self._push(number, optimizer)
-        return (make_stand_in(optimizer), *args[1:]), kwargs
+        return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
 
     def _check_foreign(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -153,14 +176,20 @@ class _Gradients:
         self._scale = getattr(optimizer, "grad_scale", None)
         found = getattr(optimizer, "found_inf", None)
         self.found_inf = found is not None and bool(found)
+        self._servers: set[int] = set()
+        # A step without any gradient is one too for a class that may do anything: it may count them.
+        always = not is_listed(type(optimizer))
         if not self.found_inf:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
-                        self._add(_known(spec_of(tensor), tensor, optimizer), tensor.grad.detach())
+                        self._add(_known(spec_of(tensor), tensor, optimizer), _by_rows(tensor.grad))
+                    elif always:
+                        shards = _known(spec_of(tensor), tensor, optimizer).shards
+                        self._servers |= {shard.server for shard in shards}
 
     def servers(self) -> set[int]:
-        return set(self.dense) | set(self.rows)
+        return self._servers.union(self.dense, self.rows)
 
     def _add(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
         if self._scale is not None:
@@ -186,6 +215,17 @@ class _Gradients:
         for number, shard in enumerate(spec.shards):
             where = slice(ends[number], ends[number + 1])
             self.rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
+
+
+def _by_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """The sparse gradient of a table that has become dense in the function is one of rows still: of those that it had,
+    and of those that have numbers now."""
+    rows: torch.Tensor | None = getattr(gradient, ROWS, None)
+    gradient = gradient.detach()
+    if rows is None:
+        return gradient
+    ids = torch.cat([rows, gradient.flatten(1).ne(0).any(1).nonzero().flatten()]).unique()
+    return sparse_rows(ids, gradient[ids], len(gradient))
 
 
 def _sorted_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

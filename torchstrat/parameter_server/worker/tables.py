@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchstrat import row_prefetch
-from torchstrat._torch_private import DisableTorchFunction
+from torchstrat._torch_private import DisableTorchFunction, foreach_norm
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.row_gradients import NOT_FOR_SPARSE, RowGradients
 from torchstrat.parameter_server.worker.table_rows import Rows, TableRows
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
@@ -76,6 +77,7 @@ class TableLookups(TorchFunctionMode):
         self._copies = copies
         self._access = access
         self._table_rows = table_rows
+        self._gradients = RowGradients(copies.tables)
         # The step may be compiled, and this is in the middle of it.
         self._make_dense = uncompiled(self._make_dense_now)
         self._rows = uncompiled(self._rows_now)
@@ -85,6 +87,7 @@ class TableLookups(TorchFunctionMode):
     def __enter__(self) -> TableLookups:
         super().__enter__()  # type: ignore[no-untyped-call]
         row_prefetch.here.prefetch = self._prefetch
+        self._gradients.begin()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -100,7 +103,21 @@ class TableLookups(TorchFunctionMode):
             return lookup(self, *args, **kwargs)
         if getattr(func, "__name__", "") not in _ATTRIBUTES:
             self._make_dense_where_used(args, kwargs)
+        if self._gradients.became:
+            args, kwargs = self._with_current_gradients(args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NOT_FOR_SPARSE:
+            if not self._gradients.make_dense((*args, *kwargs.values())):
+                raise
+        args, kwargs = self._with_current_gradients(args, kwargs)
         return func(*args, **kwargs)
+
+    def _with_current_gradients(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        current = self._gradients.current
+        return tuple(map(current, args)), {name: current(value) for name, value in kwargs.items()}
 
     def _make_dense_where_used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -223,7 +240,11 @@ def _place_of(padding_idx: int | None, ids: torch.Tensor, rows: int) -> int | No
 _LOOKUPS: dict[Any, Callable[..., Any]] = {
     F.embedding: TableLookups.embedding,
     F.embedding_bag: TableLookups.embedding_bag,
+    torch.linalg.vector_norm: lambda self, *args, **kwargs: self._gradients.vector_norm(*args, **kwargs),
+    foreach_norm: lambda self, *args, **kwargs: self._gradients.foreach_norm(*args, **kwargs),
+    torch.Tensor.clamp_: lambda self, *args, **kwargs: self._gradients.clamp_(*args, **kwargs),
 }
+"""Also what is done with gradients of tables, and not by PyTorch."""
 
 _ATTRIBUTES = frozenset(
     {
