@@ -191,11 +191,13 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
 
 
 def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factors: Sequence[float]) -> None:
-    """``columns[replica][i]``: the replicas' gradients of tensor i, plain and on one device. All become the same
-    Σ factors[replica] · columns[replica][i]; each stays a tensor of its own."""
+    """``columns[replica][i]``: the replicas' gradients of tensor i, plain, on one device and all or none of them of
+    half precision. All become the same Σ factors[replica] · columns[replica][i]; each stays a tensor of its own."""
     first, others = list(columns[0]), [list(column) for column in columns[1:]]
+    is_half = first[0].dtype == torch.float16
     with torch.no_grad():
-        if all(factor == factors[0] for factor in factors):
+        # A sum in half precision may not exist where the mean does.
+        if not is_half and all(factor == factors[0] for factor in factors):
             for other in others:
                 foreach_add_(first, other)
             if factors[0] != 1.0:

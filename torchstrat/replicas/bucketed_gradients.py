@@ -54,7 +54,7 @@ class BucketedGradients:
         """``owners``: leave each gradient with those that own it, if there are any."""
         self._op = op
         self._owners = owners
-        self.no_sync = False
+        self._no_sync = 0  # open blocks
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
         self.records = GradientRecords(op)
@@ -100,6 +100,14 @@ class BucketedGradients:
         return [tensor for tensor in tensors if id(tensor) in self._index]
 
     @property
+    def no_sync(self) -> bool:
+        return self._no_sync > 0
+
+    def set_no_sync(self, active: bool) -> None:
+        """A `no_sync` block begins or ends. Blocks nest."""
+        self._no_sync += 1 if active else -1
+
+    @property
     def is_in_pass(self) -> bool:
         return self._active and self._ready is not None
 
@@ -127,6 +135,8 @@ class BucketedGradients:
         if self._factors is None:
             self._factors = self._exchange_weights(WEIGHTS)
         factor = self._factors[self._communicator.rank] * self._everyone
+        if factor == 0.0:
+            return torch.zeros_like(gradient)  # whatever it is, nan not excepted
         return None if factor == 1.0 else gradient * factor
 
     def after_accumulation(self, tensor: torch.Tensor) -> None:
@@ -226,7 +236,9 @@ class BucketedGradients:
             if self._works_by_parts and state.accumulated and state.base is not None:
                 view.sub_(state.base)
             factor, _ = self._factors_of(tensor)
-            if factor != 1.0:
+            if factor == 0.0:
+                view.zero_()  # whatever it is, nan not excepted
+            elif factor != 1.0:
                 view.mul_(factor)
 
     def _contributes(self, index: int, ready: Container[int]) -> bool:
@@ -415,6 +427,8 @@ class BucketedGradients:
             part = _dense(part).detach().clone(memory_format=torch.contiguous_format)
         if self._works_by_parts and state.accumulated and state.base is not None:
             part.sub_(_dense(state.base))
+        if factor == 0.0:
+            return part.zero_()
         return part if factor == 1.0 else part.mul_(factor)
 
     def _put(self, index: int, combined: torch.Tensor) -> None:
@@ -460,6 +474,8 @@ class BucketedGradients:
             if own is not None and earlier is not None:
                 own = own - earlier
             before, after = self._factors_of(tensor)
+            if own is not None and not before:
+                own = torch.zeros_like(own)  # whatever it is, nan not excepted
             total = sum_of_sparse(self._communicator, tensor, own, before * after, self._call)
             tensor.grad = (total if earlier is None else total + earlier).to(tensor.device)
             self.records.note_combined(tensor)

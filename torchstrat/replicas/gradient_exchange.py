@@ -249,7 +249,7 @@ class GradientExchange:
                 factors = [1.0 / self._everyone] * len(self._replicas)
             else:
                 factors = arithmetic.shares(self._op, self._weights())
-            plain: dict[torch.device, list[TensorSlot]] = {}
+            plain: dict[tuple[torch.device, bool], list[TensorSlot]] = {}
             done = []
             for slot in slots:
                 grads = [slot.grads.get(replica) for replica in self._replicas]
@@ -258,7 +258,8 @@ class GradientExchange:
                 done.append(slot)
                 if self._combines_in_place(slot, grads):
                     assert grads[0] is not None
-                    plain.setdefault(grads[0].device, []).append(slot)
+                    kind = grads[0].device, grads[0].dtype == torch.float16
+                    plain.setdefault(kind, []).append(slot)
                 else:
                     self._combine_one(slot, grads, factors)
             for group in plain.values():
@@ -286,7 +287,10 @@ class GradientExchange:
     def _combine_one(self, slot: TensorSlot, grads: list[torch.Tensor | None], factors: list[float]) -> None:
         device = next(grad for grad in grads if grad is not None).device
         bases = [slot.bases.get(r, grad) for r, grad in zip(self._replicas, grads, strict=True)] if slot.bases else []
-        counted = [grad if factor else None for grad, factor in zip(grads, factors, strict=True)]
+        counted = [
+            grad if grad is None or factor else torch.zeros_like(grad)
+            for grad, factor in zip(grads, factors, strict=True)
+        ]
         total = arithmetic.combine_out_of_place(counted, factors, device)
         for base in bases:
             # A sum adds what this pass contributed; what was combined earlier is in every replica's gradient. One

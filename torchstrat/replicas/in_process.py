@@ -281,6 +281,8 @@ class InProcessReplicas:
 
     def _combine_losses(self, losses: dict[int, Any]) -> Any:
         assert self._weights is not None
+        if any(loss is None for loss in losses.values()):
+            return None
         factors = shares(self.gradient_op, self._weights.values())
         return sum(loss * factor for loss, factor in zip(losses.values(), factors, strict=True))
 

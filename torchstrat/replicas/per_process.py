@@ -192,7 +192,7 @@ class PerProcessReplica:
         self._watch_optimizers()
 
     def set_no_sync(self, active: bool) -> None:
-        self._gradients.no_sync = active
+        self._gradients.set_no_sync(active)
 
     def close(self) -> None:
         error = sys.exc_info()[1]
