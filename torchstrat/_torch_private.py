@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,16 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     """
     _engine.queue_callback(callback)
 
+
+hooks_on_gradient: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
+"""What `Tensor.register_hook` has registered, in the order in which it is called; None before the first."""
+
+hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The same of `Tensor.register_post_accumulate_grad_hook`."""
+
+look_up("Tensor._backward_hooks"), look_up("Tensor._post_accumulate_grad_hooks")
 
 current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
 """A number for the backward pass that is now running on this thread; nested passes have their own. -1 outside."""

@@ -1,0 +1,43 @@
+"""Which gradient replicas combine next where hooks of the user's own wait for it in the midst of a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
+
+from torchstrat.errors import ReplicaDivergenceError
+
+Place = TypeVar("Place", bound=Hashable)
+
+
+class HookTurns:
+    """The turns of one pass after the other. Replicas mostly wait at the same gradient; one that a branch has spared
+    it waits at a later one, or at the end of the pass, and counts as one without a gradient."""
+
+    def __init__(self) -> None:
+        self._missed: dict[int, set[Hashable]] = {}
+
+    def next(self, places: Mapping[int, Place | None], order: Callable[[], Iterable[Place]]) -> Place | None:
+        """Where the replicas are, which is None at the end of the pass → the gradient to combine now; None: all are at
+        the end. Everyone who is elsewhere has to ask again.
+
+        ``order``: all gradients, the first ones the last to be ready, as backward passes mostly have it. If a replica
+        turns out to have another order, everyone raises `ReplicaDivergenceError`.
+        """
+        waiting = {place for place in places.values() if place is not None}
+        if not waiting:
+            self._missed = {}
+            return None
+        late = [replica for replica, place in places.items() if place in self._missed.get(replica, ())]
+        if late:
+            raise ReplicaDivergenceError(
+                f"replica {late[0]} comes in its backward pass to a gradient that hooks look at after the others have "
+                "been there. A hook on a gradient gets the one of all replicas, so all have to come to such gradients "
+                "in the same order; look for a branch that depends on the replica's data or id, or look at gradients "
+                "when backward() has returned."
+            )
+        (chosen,) = waiting if len(waiting) == 1 else [[place for place in order() if place in waiting][-1]]
+        for replica, place in places.items():
+            if place != chosen:
+                self._missed.setdefault(replica, set()).add(chosen)
+        return chosen
