@@ -231,16 +231,15 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
 
 
 def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether some of these have elements in common, as PyTorch lets gradients of ``a + b`` have: what is done to one
+    """Whether some of these, all dense, may have elements in common, as PyTorch lets gradients of ``a + b`` have: what is done to one
     of them in place is done to another."""
-    dense = [gradient for gradient in gradients if gradient.layout == torch.strided and gradient.numel()]
-    sizes = {gradient.data_ptr(): gradient.nbytes for gradient in dense}
+    sizes = {gradient.data_ptr(): gradient.nbytes for gradient in gradients}
     end = 0
     for start in sorted(sizes):
         if start < end:
             return True
         end = start + sizes[start]
-    return len(sizes) < len(dense)
+    return len(sizes) < len(gradients)
 
 
 def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factors: Sequence[float]) -> None:

@@ -425,8 +425,8 @@ class BucketedGradients:
     def _combine_in_place(self, communicator: SumsInPlace, indices: Sequence[int], ready: Container[int]) -> None:
         """The same without buckets: gradients are added up where they lie."""
         groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
-        gradients = [gradient for index in indices if (gradient := self._tensors[index].grad) is not None]
-        copies = share_memory(gradients)
+        gradients = [self._tensors[index].grad for index in indices]
+        copies = share_memory([one for one in gradients if one is not None and one.layout == torch.strided])
         with torch.no_grad():
             for index in indices:
                 before, after = self._factors_of(self._tensors[index])
