@@ -10,10 +10,11 @@ import functools
 import importlib
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -137,9 +138,74 @@ def before_transforms_take(callback: Callable[[Any], None]) -> None:
         setattr(importlib.import_module(path), name, asking(take))
 
 
+_current_compilation = look_up("CompileContext.current_compile_id", importlib.import_module("torch._guards"))
+
+
+def is_compiler_at_work() -> bool:
+    """Whether PyTorch's compiler traces something right now, so that what comes into being may be its own."""
+    return _current_compilation() is not None
+
+
 def before_compilations(callback: Callable[[], None]) -> None:
     """From now on call ``callback()`` before PyTorch's compiler traces anything. Imports the compiler."""
     look_up("on_compile_start", importlib.import_module("torch._dynamo.callback"))(lambda _: callback())
+
+
+_eval_frame: ModuleType = look_up("_C._dynamo.eval_frame")
+_set_eval_frame: Callable[[Any], Any] = look_up("set_eval_frame", _eval_frame)
+_set_strategy: Callable[..., None] = look_up("set_code_exec_strategy", _eval_frame)
+_strategy = look_up("_FrameExecStrategy", _eval_frame)
+_skip, _default = look_up("_FrameAction.SKIP", _eval_frame), look_up("_FrameAction.DEFAULT", _eval_frame)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """A decorator: PyTorch's compiler, where it traces or runs what calls ``function``, leaves this and all that it
+    calls alone. Unlike `torch.compiler.disable` it costs nothing and does not import the compiler."""
+    return _left_alone(function, _skip)
+
+
+def _left_alone(function: Function, inner: Any) -> Function:
+    setattr(function, "_torchdynamo_disable", True)
+    _set_strategy(function.__code__, _strategy(_skip, inner))
+    return function
+
+
+_paused: dict[tuple[int, int], Any] = {}  # by thread and optimizer: what compiled until our hook gave it another step
+
+
+def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook before an optimizer's step that the compiler leaves alone. Where the hook has another optimizer stepped,
+    which is a new one every time, that step is not compiled either."""
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        compiling, instead = _set_eval_frame(None), None
+        try:
+            instead = hook(optimizer, args, kwargs)
+        finally:
+            if instead is None:
+                _set_eval_frame(compiling)
+            elif compiling is not None:
+                _paused.setdefault((threading.get_ident(), id(optimizer)), compiling)
+        return instead
+
+    return _left_alone(before, _default)  # at its end the compiler would be what it was at its beginning, otherwise
+
+
+def after_step(hook: Callable[..., None]) -> Callable[..., None]:
+    """The same of a hook after the step."""
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        compiling = _set_eval_frame(None)
+        try:
+            hook(optimizer, args, kwargs)
+        finally:
+            if _paused:
+                compiling = _paused.pop((threading.get_ident(), id(optimizer)), compiling)
+            _set_eval_frame(compiling)
+
+    return _left_alone(after, _default)
 
 
 # Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all

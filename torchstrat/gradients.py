@@ -22,6 +22,7 @@ from torchstrat._torch_private import (
     foreach_mul_,
     hooks_after_accumulation,
     hooks_on_gradient,
+    uncompiled,
 )
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import ReduceOp
@@ -130,6 +131,7 @@ class _Late(GradientHook):
     def __init__(self, sink: weakref.ref[GradientSink]) -> None:
         self._sink = sink
 
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> None:
         sink = self._sink()
         if sink is not None:
@@ -141,6 +143,7 @@ class _Early(GradientHook):
     def __init__(self, sink: weakref.ref[GradientSink], tensor: weakref.ref[torch.Tensor]) -> None:
         self._sink, self._tensor = sink, tensor
 
+    @uncompiled
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         sink, tensor = self._sink(), self._tensor()
         if sink is None or tensor is None:

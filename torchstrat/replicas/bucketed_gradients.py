@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchstrat._torch_private import DisableTorchFunction, queue_backward_callback
+from torchstrat._torch_private import DisableTorchFunction, queue_backward_callback, uncompiled
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.gradients import Owned, is_plain, is_watched, share_memory, shares
@@ -646,6 +646,7 @@ class _EndOfPass:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
+    @uncompiled
     def __call__(self) -> None:
         self._call()
 

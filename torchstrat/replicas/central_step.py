@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat._torch_private import after_step, before_step, optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.baton import Baton, ReplicaAborted
 from torchstrat.replicas.components import Components
@@ -83,8 +83,8 @@ class CentralStep:
         optimizers = [helper for helper in helpers if isinstance(helper, Optimizer)]
         self._numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
         self._leader = self._baton.first
-        optimizer_pre_hooks[self._hook_key] = self._before
-        optimizer_post_hooks[self._hook_key] = self._after
+        optimizer_pre_hooks[self._hook_key] = before_step(self._before)
+        optimizer_post_hooks[self._hook_key] = after_step(self._after)
 
     def end(self) -> None:
         optimizer_pre_hooks.pop(self._hook_key, None)

@@ -14,6 +14,7 @@ from torchstrat._torch_private import (
     current_backward_pass,
     foreach_copy_,
     queue_backward_callback,
+    uncompiled,
 )
 from torchstrat.gradients import CombinedGradient, is_left_over
 from torchstrat.reduction import ReduceOp
@@ -234,6 +235,7 @@ class GradientExchange:
             self._queued.add(key)
             queue_backward_callback(functools.partial(self._flush, key))
 
+    @uncompiled
     def _flush(self, key: tuple[int, int]) -> None:
         self._queued.discard(key)
         replica = self._holder()

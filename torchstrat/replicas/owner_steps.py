@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import after_step, before_step
 from torchstrat.replicas.process_step import ProcessStep
 
 
@@ -38,8 +39,8 @@ class OwnerSteps:
         for optimizer in optimizers:
             if optimizer not in self._watched:
                 self._watched.add(optimizer)
-                optimizer.register_step_pre_hook(self._before)
-                optimizer.register_step_post_hook(self._after)
+                optimizer.register_step_pre_hook(before_step(self._before))
+                optimizer.register_step_post_hook(after_step(self._after))
                 optimizer.register_load_state_dict_post_hook(self._after_loading)
 
     def pause(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat._torch_private import after_step, before_step, optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.optimizer_blocks import step_in_blocks
@@ -58,8 +58,8 @@ class ProcessStep:
         self._last_hooks = LastHooks()
 
     def __enter__(self) -> ProcessStep:
-        optimizer_pre_hooks[self._hook_key] = self.before
-        optimizer_post_hooks[self._hook_key] = self.after
+        optimizer_pre_hooks[self._hook_key] = before_step(self.before)
+        optimizer_post_hooks[self._hook_key] = after_step(self.after)
         return self
 
     def __exit__(self, *_: Any) -> None:
