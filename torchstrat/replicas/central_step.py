@@ -19,8 +19,9 @@ from torchstrat.replicas.baton import Baton, ReplicaAborted
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.last_hooks import LastHooks
+from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.stand_ins import make_stand_in
+from torchstrat.stand_ins import make_stand_in, stepped_by
 
 
 def make_inert_stand_in(optimizer: Optimizer) -> Optimizer:
@@ -77,6 +78,7 @@ class CentralStep:
         self._driver_threads: set[int] = set()
         self._hook_key = hook_key
         self._last_hooks = LastHooks()
+        self._in_progress = StepInProgress()  # the leader's
 
     def begin(self, helpers: list[Any]) -> None:
         """``helpers``: with the optimizers that there are before the run."""
@@ -105,7 +107,9 @@ class CentralStep:
         replica = self._baton.holder
         if replica is None or self._is_driver():
             return None
-        tensors = _tensors(optimizer)
+        tensors = stepped_by(optimizer)
+        if not tensors or (replica == self._leader and self._in_progress.is_around()):
+            return None
         known = [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
         is_ours = self._is_replica_thread()
         if all(slot.is_copy and not slot.is_shared for slot in known):
@@ -126,6 +130,7 @@ class CentralStep:
             return None
         if replica != self._leader:
             return (make_stand_in(optimizer), *args[1:]), kwargs
+        self._in_progress.begin()
         self._baton.shield()  # until `_after`: an interrupted step would leave the variables half-stepped
         with OwnSettings():
             self._components.enter_step(tensors)
@@ -150,7 +155,7 @@ class CentralStep:
         return bool(self._baton.meet(self._call_name(optimizer), optimizer, combine))
 
     def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
-        slots = [self._components.slot_of(tensor) for tensor in _tensors(optimizer)]
+        slots = [self._components.slot_of(tensor) for tensor in stepped_by(optimizer)]
         return all(slot is not None and slot.made_by == replica and not slot.is_shared for slot in slots)
 
     def _note_own(self, optimizer: Optimizer, replica: int) -> None:
@@ -167,7 +172,9 @@ class CentralStep:
         replica = self._baton.holder
         if replica is None or self._is_driver() or id(optimizer) in self._own:
             return
-        tensors = _tensors(optimizer)
+        if replica == self._leader and self._in_progress.is_around() and not self._in_progress.is_this():
+            return
+        tensors = stepped_by(optimizer)
         if not any(self._components.slot_of(tensor) is not None for tensor in tensors):
             return
         if replica != self._leader:
@@ -176,6 +183,7 @@ class CentralStep:
             return
         if closure_of(args, kwargs) is not None:
             return
+        self._in_progress.end()
         self._last_hooks.remove(optimizer)
         with OwnSettings():
             self._components.leave_step(tensors)
@@ -188,11 +196,14 @@ class CentralStep:
     def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """One central step, on a thread of its own, asks all replicas to evaluate their closures together."""
         call = f"{self._call_name(optimizer)} with a closure"
+        tensors = stepped_by(optimizer)
         driver: list[ClosureDriver] = []
 
         def combine(losses: dict[int, Any]) -> dict[int, Any]:
             with OwnSettings():
+                self._gradients.catch_up(tensors)
                 self._components.install_central()
+                before = self._gradients.central()
             if not driver:
                 driver.append(ClosureDriver(optimizer, args, kwargs, self._driver_threads))
                 self._drivers.append(driver[0])
@@ -200,6 +211,7 @@ class CentralStep:
             evaluate = driver[0].resume(loss)
             with OwnSettings():
                 self._components.spread_central()
+                self._gradients.spread_central(before)
             return dict.fromkeys(losses, (evaluate, driver[0].value))
 
         loss: Any = _NOTHING
@@ -276,17 +288,13 @@ def _let_be_one(optimizers: dict[int, Optimizer]) -> None:
     """Each replica's code has made an optimizer anew, over the same variables; whichever the user keeps is the one."""
     first_replica, first = next(iter(optimizers.items()))
     for replica, other in optimizers.items():
-        if {id(tensor) for tensor in _tensors(other)} != {id(tensor) for tensor in _tensors(first)}:
+        if set(map(id, stepped_by(other))) != set(map(id, stepped_by(first))):
             raise ReplicaDivergenceError(
                 f"replicas {first_replica} and {replica} step different optimizers: a {type(first).__name__} and a "
                 f"{type(other).__name__} over other variables. Every replica has to make the same steps in the same "
                 "order; look for a branch that depends on the replica's data or id."
             )
         other.state = first.state
-
-
-def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 __all__ = ["CentralStep", "closure_of", "make_inert_stand_in", "with_closure"]

@@ -244,6 +244,15 @@ class Components:
     def slots(self) -> Iterable[TensorSlot]:
         return self._slots.values()
 
+    def keyed_slots(self) -> Iterable[tuple[int, TensorSlot]]:
+        """The same by `id` of their tensors."""
+        return self._slots.items()
+
+    @property
+    def home(self) -> int:
+        """The key of the central components: the leader's, or CENTRAL."""
+        return self._home
+
     def slot_of(self, tensor: torch.Tensor) -> TensorSlot | None:
         return self._slots.get(id(tensor))
 

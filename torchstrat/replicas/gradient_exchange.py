@@ -316,6 +316,25 @@ class GradientExchange:
                 missing.append(slot)
         self.combine(missing)
 
+    def central(self) -> dict[int, tuple[torch.Tensor | None, int]]:
+        """While the central components are installed for code that runs once: what gradients there are, by ``id`` of
+        their tensors, and their versions."""
+        found = ((key, slot.tensor.grad) for key, slot in self._components.keyed_slots())
+        return {key: (grad, 0 if grad is None else grad._version) for key, grad in found}
+
+    def spread_central(self, before: dict[int, tuple[torch.Tensor | None, int]]) -> None:
+        """After `Components.spread_central` and such code: gradients that it zeroed, removed or replaced are so for
+        every replica."""
+        for key, slot in self._components.keyed_slots():
+            grad = slot.grads.get(self._components.home)
+            earlier, version = before.get(key, (None, 0))
+            if grad is earlier and (grad is None or grad._version == version):
+                continue
+            for replica in self._replicas:
+                if replica != self._components.home:
+                    slot.grads[replica] = None if grad is None else self._copy_for(replica, grad.detach())
+            self._finish(slot)
+
     def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
         """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
         for tensor in tensors:

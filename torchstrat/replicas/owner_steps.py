@@ -39,9 +39,12 @@ class OwnerSteps:
         for optimizer in optimizers:
             if optimizer not in self._watched:
                 self._watched.add(optimizer)
+                if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                    continue  # a wrapper that does without torch's constructor: what it wraps is watched
                 optimizer.register_step_pre_hook(before_step(self._before))
                 optimizer.register_step_post_hook(after_step(self._after))
-                optimizer.register_load_state_dict_post_hook(self._after_loading)
+                if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+                    optimizer.register_load_state_dict_post_hook(self._after_loading)
 
     def pause(self) -> None:
         """In a run its own hooks are at work."""

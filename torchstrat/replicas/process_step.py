@@ -19,9 +19,11 @@ from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, with_closure
 from torchstrat.replicas.edits import ParameterEdits
+from torchstrat.replicas.gradient_records import GradientRecords
 from torchstrat.replicas.last_hooks import LastHooks
+from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
-from torchstrat.stand_ins import bare_step, make_stand_in
+from torchstrat.stand_ins import bare_step, make_stand_in, stepped_by
 
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
@@ -56,6 +58,7 @@ class ProcessStep:
         self._hook_key = hook_key
         self._in_closure_step = False
         self._last_hooks = LastHooks()
+        self._in_progress = StepInProgress()  # the owner's, which it makes alone
 
     def __enter__(self) -> ProcessStep:
         optimizer_pre_hooks[self._hook_key] = before_step(self.before)
@@ -78,7 +81,7 @@ class ProcessStep:
         return f"{type(optimizer).__name__}.step() (optimizer {number})"
 
     def _variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        return self._gradients.known(t for group in optimizer.param_groups for t in group["params"])
+        return self._gradients.known(stepped_by(optimizer))
 
     def _elsewhere(self, tensors: list[torch.Tensor], *, alone: bool) -> list[torch.Tensor]:
         """Those that each rank has a copy of, which nobody but this class makes equal.
@@ -95,6 +98,8 @@ class ProcessStep:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """A pre-hook of all optimizers: make gradients and parameters equal; a rank that does not own gets a stand-in
         to step. Where the step is shared out that is done later."""
+        if self._in_progress.is_around():
+            return None
         if self._storage is None or not self._storage.shares(optimizer):
             changed = self.before_alone(optimizer, args, kwargs)
             if changed is None and closure_of(args, kwargs) is None:
@@ -107,7 +112,7 @@ class ProcessStep:
     def before_alone(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The same as the hook of one optimizer, and the last one."""
         tensors = self._variables_of(optimizer)
-        if not tensors or self._in_closure_step:
+        if not tensors or self._in_closure_step or self._in_progress.is_around():
             return None
         closure = closure_of(args, kwargs)
         call = self._call_name(optimizer) + (" with a closure" if closure is not None else "")
@@ -118,15 +123,20 @@ class ProcessStep:
             return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
         if not self._owns:
             return (make_stand_in(optimizer), *args[1:]), kwargs
+        if self._central:
+            self._in_progress.begin()
         if self._storage is not None:
             self._storage.lead(tensors)
         return None
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A post-hook: the owner's new values become everyone's."""
+        if self._in_progress.is_around() and not self._in_progress.is_this():
+            return
         tensors = self._variables_of(optimizer)
         if not tensors or self._in_closure_step:
             return
+        self._in_progress.end()
         self._last_hooks.remove(optimizer)
         if self._storage is not None and self._storage.shares(optimizer):
             return
@@ -230,6 +240,7 @@ class ProcessStep:
         what = f"{self._call_name(optimizer)} with a closure"
 
         elsewhere = self._elsewhere(tensors, alone=True)
+        gradients = _LeadersGradients(self._communicator, self._gradients.records, tensors, what)
 
         def evaluate() -> Any:
             if self._storage is not None:
@@ -241,6 +252,7 @@ class ProcessStep:
                 self._level_edits(self._storage, what)
                 if self._owns:
                     self._storage.lead(tensors)
+            gradients.note()
             return loss
 
         if self._owns:
@@ -248,7 +260,7 @@ class ProcessStep:
                 self._storage.lead(tensors)
 
             def lead() -> Any:
-                self._communicator.broadcast_object(("evaluate", None), OWNER, what)
+                gradients.tell(("evaluate", None))
                 broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
                 return evaluate()
 
@@ -258,10 +270,10 @@ class ProcessStep:
                 value = type(optimizer).step(*call_args, **call_kwargs)
             finally:
                 self._in_closure_step = False
-            self._communicator.broadcast_object(("done", value), OWNER, what)
+            gradients.tell(("done", value))
         else:
             while True:
-                order, value = self._communicator.broadcast_object(None, OWNER, what)
+                order, value = gradients.hear()
                 if order == "done":
                     break
                 broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
@@ -272,3 +284,43 @@ class ProcessStep:
         """What a closure has done to parameters in place: the owner's counts."""
         if any(row[0] for row in agree(self._communicator, what, (float(storage.look_for_edits()),))):
             storage.publish_edits(self._communicator, what)
+
+
+class _LeadersGradients:
+    """Gradients that the owner's ``step(closure)`` zeroes, removes or replaces are so on every rank."""
+
+    def __init__(
+        self, communicator: Communicator, records: GradientRecords, tensors: list[torch.Tensor], what: str
+    ) -> None:
+        self._communicator, self._records, self._tensors, self._what = communicator, records, tensors, what
+        self.note()
+
+    def note(self) -> None:
+        """They are alike on all ranks now."""
+        self._noted = [(grad, 0 if grad is None else grad._version) for grad in (t.grad for t in self._tensors)]
+
+    def tell(self, order: tuple[str, Any]) -> None:
+        """On the owner: send ``order``, and what has become of gradients since they were noted."""
+        changed = [
+            place
+            for place, (tensor, (grad, version)) in enumerate(zip(self._tensors, self._noted, strict=True))
+            if tensor.grad is not grad or (grad is not None and grad._version != version)
+        ]
+        self._communicator.broadcast_object((order, changed), OWNER, self._what)
+        self._level(changed)
+
+    def hear(self) -> tuple[str, Any]:
+        """On the others."""
+        order: tuple[str, Any]
+        order, changed = self._communicator.broadcast_object(None, OWNER, self._what)
+        self._level(changed)
+        return order
+
+    def _level(self, changed: list[int]) -> None:
+        if not changed:
+            return
+        tensors = [self._tensors[place] for place in changed]
+        received = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, OWNER, self._what)
+        for tensor, gradient in zip(tensors, received, strict=True):
+            self._records.take_over(tensor, gradient, used=False)
+        self.note()
