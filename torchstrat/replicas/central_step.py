@@ -17,6 +17,11 @@ from torchstrat._torch_private import after_step, before_step, optimizer_post_ho
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.baton import Baton, ReplicaAborted
 from torchstrat.replicas.components import Components
+from torchstrat.replicas.differing_edits import (
+    DifferingEdits,
+    edited_differently,
+    gradients_edited_differently,
+)
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.nested_steps import StepInProgress
@@ -62,6 +67,7 @@ class CentralStep:
         self,
         components: Components,
         gradients: GradientExchange,
+        differing: DifferingEdits,
         baton: Baton,
         is_replica_thread: Callable[[], bool],
         combine_losses: Callable[[dict[int, Any]], Any],
@@ -69,6 +75,7 @@ class CentralStep:
     ) -> None:
         self._components = components
         self._gradients = gradients
+        self._differing = differing
         self._baton = baton
         self._is_replica_thread = is_replica_thread
         self._combine_losses = combine_losses
@@ -148,11 +155,20 @@ class CentralStep:
                     return dict.fromkeys(optimizers, False)
                 _let_be_one(optimizers)
             with OwnSettings():
+                self._report_differing(tensors, list(optimizers))
                 self._gradients.catch_up(tensors)
                 self._components.merge_rows()
             return dict.fromkeys(optimizers, True)
 
         return bool(self._baton.meet(self._call_name(optimizer), optimizer, combine))
+
+    def _report_differing(self, tensors: list[torch.Tensor], replicas: list[int]) -> None:
+        if self._differing.is_told or len(replicas) < 2:
+            return
+        stepped = set(map(id, tensors))
+        slots = [slot for slot in self._components.unmerged_slots() if id(slot.tensor) in stepped]
+        edited = edited_differently(slots, replicas, probe=False)
+        self._differing.report(edited, gradients_edited_differently(slots, replicas))
 
     def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
         slots = [self._components.slot_of(tensor) for tensor in stepped_by(optimizer)]

@@ -244,6 +244,11 @@ class Components:
     def slots(self) -> Iterable[TensorSlot]:
         return self._slots.values()
 
+    def unmerged_slots(self) -> list[TensorSlot]:
+        """Those of which one component counts when replicas have edited them; not tables that `merge_rows` merges."""
+        merged = {id(table._parameters.get("weight")) for table in self._tables}
+        return [slot for key, slot in self._slots.items() if key not in merged]
+
     def keyed_slots(self) -> Iterable[tuple[int, TensorSlot]]:
         """The same by `id` of their tensors."""
         return self._slots.items()

@@ -29,6 +29,7 @@ from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.central_step import CentralStep
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.components import Components
+from torchstrat.replicas.differing_edits import DifferingEdits, edited_differently
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.newborn import Newborn, parameters_of
@@ -71,6 +72,7 @@ class InProcessReplicas:
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._hook_key = new_hook_key()
         self._entry = threading.Lock()
+        self._differing = DifferingEdits(self.registry.describe)
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
@@ -185,7 +187,13 @@ class InProcessReplicas:
     ) -> dict[int, Any]:
         state = ThreadState()
         step = CentralStep(
-            self._components, self._gradients, baton, self._is_current, self._combine_losses, self._hook_key
+            self._components,
+            self._gradients,
+            self._differing,
+            baton,
+            self._is_current,
+            self._combine_losses,
+            self._hook_key,
         )
         newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
 
@@ -223,6 +231,9 @@ class InProcessReplicas:
         with OwnSettings():
             try:
                 self._components.activate(None)
+                if not failed and not self._differing.is_told and len(weights.active) > 1:
+                    slots = self._components.unmerged_slots()
+                    self._differing.report(edited_differently(slots, weights.active, probe=True))
             except BaseException:
                 failed = True
                 raise

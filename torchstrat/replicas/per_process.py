@@ -36,6 +36,7 @@ from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
+from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.exchange import gather_components, gather_values, reduce_values, require_alike
@@ -97,6 +98,7 @@ class PerProcessReplica:
             gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
         )
         self._edits = ParameterEdits()
+        self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
@@ -270,6 +272,7 @@ class PerProcessReplica:
             communicator,
             self._gradients,
             self._edits,
+            self._differing,
             self._mean_loss,
             self._hook_key,
             central=self._central,
@@ -392,7 +395,7 @@ class PerProcessReplica:
         numbers = (*self._edits.summary(roster), *buffers.summary(members.buffer_slots))
         rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
         if not all_equal([row[1:4] for row in rows]):
-            self._edits.make_equal(self._communicator, roster, END_OF_RUN)
+            self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
         if not all_equal([row[4:] for row in rows]):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
 

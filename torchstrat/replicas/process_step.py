@@ -18,6 +18,7 @@ from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, with_closure
+from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.gradient_records import GradientRecords
 from torchstrat.replicas.last_hooks import LastHooks
@@ -42,6 +43,7 @@ class ProcessStep:
         communicator: Communicator,
         gradients: BucketedGradients,
         edits: ParameterEdits,
+        differing: DifferingEdits,
         mean_loss: Callable[[Any], Any],
         hook_key: int,
         *,
@@ -51,6 +53,7 @@ class ProcessStep:
         self._communicator = communicator
         self._gradients = gradients
         self._edits = edits
+        self._differing = differing
         self._mean_loss = mean_loss
         self._central = central
         self._storage = storage
@@ -178,7 +181,9 @@ class ProcessStep:
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
             is_torn = not as_combined and self._gradients.records.torn(tensors)
-            numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
+            has_edits = storage.look_for_edits()
+            edits = fingerprint([tensor.detach() for tensor in tensors])[0] if has_edits else 0.0
+            numbers = (*numbers, float(has_edits), float(is_foreign), float(is_torn), edits)
         everyone = agree(self._communicator, call, numbers)
         if storage is not None and any(row[7] for row in everyone):
             raise InvalidArgumentError(
@@ -189,15 +194,35 @@ class ProcessStep:
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
         if not all_equal([row[1:5] for row in everyone]):
+            self._report_differing(tensors, elsewhere, call)
             broadcast_tensors(self._communicator, [t.data for t in elsewhere], 0, call)
             grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, call)
             for tensor, grad in zip(tensors, grads, strict=True):
                 if tensor.grad is not grad:
                     self._gradients.records.take_over(tensor, grad, used=False)
         if storage is not None and any(row[5] for row in everyone):
+            if any(row[8] != everyone[0][8] for row in everyone):
+                self._report_differing(tensors, tensors, call)
             storage.publish_edits(self._communicator, call)
         if storage is not None and shared is not None and any(row[6] for row in everyone):
             storage.take_state(self._communicator, shared, call)
+
+    def _report_differing(self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor], call: str) -> None:
+        if self._differing.is_told:
+            return
+        prints = [fingerprint([tensor]) for tensor in elsewhere], {
+            place: fingerprint([tensor.grad]) for place, tensor in enumerate(tensors) if tensor.grad is not None
+        }
+        everyone = self._communicator.all_gather_object(prints, call)
+        first = everyone[0]
+
+        def differs(which: int, place: int) -> bool:
+            return any(one[which][place] != first[which][place] for one in everyone)
+
+        self._differing.report(
+            [tensor for place, tensor in enumerate(elsewhere) if differs(0, place)],
+            [t for place, t in enumerate(tensors) if all(place in one[1] for one in everyone) and differs(1, place)],
+        )
 
     def _share_out(
         self,
