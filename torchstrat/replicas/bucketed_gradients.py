@@ -137,7 +137,7 @@ class BucketedGradients:
     ) -> torch.Tensor | None:
         if not self._active or id(tensor) not in self._index:
             return None
-        if is_watched and not self.no_sync:
+        if is_watched:
             return self._combine_incoming(tensor, gradient)
         if not self._works_by_parts:
             return None
@@ -165,7 +165,7 @@ class BucketedGradients:
             return
         state = self.records.current(tensor)
         state.accumulated, state.combined = True, None
-        if self.no_sync:
+        if self.no_sync and not is_watched:
             return
         ready = self._ready_in_pass()
         index = self._index.get(id(tensor))
@@ -289,6 +289,9 @@ class BucketedGradients:
             self._combine_with_graphs()
             if self._is_watched:
                 self._meet_at(None)
+            if self.no_sync:  # only what hooks look at is combined
+                self._ready = None
+                return
             if self._summing is not None:
                 self._flush_in_place()
                 return

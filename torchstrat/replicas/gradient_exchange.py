@@ -52,6 +52,7 @@ class GradientExchange:
         self._queued: set[tuple[int, int]] = set()  # replica and backward pass, at whose end it will meet the others
         self._factors: list[float] | None = None
         self._turns = HookTurns()
+        self._combines = False  # at the end of the pass
         self._came_combined: set[tuple[int, int]] = set()  # replica and tensor, whose incoming gradient is combined
 
     def begin(
@@ -182,7 +183,7 @@ class GradientExchange:
         replica, slot = self._find(tensor)
         if replica is None or slot is None:
             return None
-        if is_watched and not slot.is_copy and not self.is_no_sync:
+        if is_watched and not slot.is_copy:
             slot.note_use(replica)
             self._meet_at_end_of_pass(replica)
             self._came_combined.add((replica, id(tensor)))
@@ -220,7 +221,7 @@ class GradientExchange:
             return
         slot.synced.pop(replica, None)
         slot.note_use(replica)
-        if self.is_no_sync:
+        if self.is_no_sync and not is_watched:
             slot.unsynced = True
             return
         self._touched[replica][id(tensor)] = slot
@@ -229,6 +230,7 @@ class GradientExchange:
             self._combine_with_graphs(replica) if has_graph(tensor.grad) else self._meet_at(slot)
 
     def _meet_at_end_of_pass(self, replica: int) -> None:
+        self._combines |= not self.is_no_sync
         # A pass that fails never gets to its end, so what was queued in an earlier one does not count.
         key = (replica, current_backward_pass())
         if key not in self._queued:
@@ -281,7 +283,9 @@ class GradientExchange:
         """Where hooks wait for a gradient, combine that; at the end of the pass, all that it has touched."""
         chosen = self._turns.next({replica: slot for replica, (slot, _) in payloads.items()}, self._components.slots)
         if chosen is None:
-            self._combine_touched()
+            if self._combines:  # under `no_sync` only what hooks look at is
+                self._combine_touched()
+            self._combines = False
             return dict.fromkeys(payloads, (None, None))
         incoming = [gradient if slot is chosen else None for slot, gradient in payloads.values()]
         comes = any(gradient is not None for gradient in incoming)
