@@ -399,17 +399,19 @@ class PerProcessReplica:
         if not all_equal([row[4:] for row in rows]):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
 
-    def _mean_loss(self, loss: Any) -> Any:
-        """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike."""
+    def _mean_loss(self, loss: Any, flag: bool) -> tuple[Any, bool]:
+        """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike. And
+        whether any of them has set the ``flag``."""
         assert self._weights is not None
         value = 0.0 if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        rows = agree(self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank)))
+        rows = agree(self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank), float(flag)))
+        is_flagged = any(row[2] for row in rows)
         if loss is None:
-            return None
+            return None, is_flagged
         weights = [row[1] for row in rows]
         factors = shares(self.gradient_op, weights if any(weights) else [1.0] * len(weights))
         mean = sum(row[0] * factor for row, factor in zip(rows, factors, strict=True))
-        return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+        return (loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean), is_flagged
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class ProcessStep:
         gradients: BucketedGradients,
         edits: ParameterEdits,
         differing: DifferingEdits,
-        mean_loss: Callable[[Any], Any],
+        mean_loss: Callable[[Any, bool], tuple[Any, bool]],
         hook_key: int,
         *,
         central: bool,
@@ -241,7 +241,7 @@ class ProcessStep:
         value = None
         if closure is not None:
             with torch.enable_grad():
-                value = self._mean_loss(closure())
+                value, _ = self._mean_loss(closure(), False)
         tensors = self._variables_of(optimizer)
         self._make_equal(call, tensors, optimizer)
         own = storage.begin_step(self._communicator, optimizer, self._gradients.records.owned, call)
@@ -261,7 +261,7 @@ class ProcessStep:
     ) -> Any:
         """The closure's loss is averaged, so every rank decides alike; under central storage the owner leads."""
         if not self._central:
-            return with_closure(optimizer, lambda: self._mean_loss(closure()), args, kwargs)
+            return with_closure(optimizer, lambda: self._evaluate(closure, tensors), args, kwargs)
         what = f"{self._call_name(optimizer)} with a closure"
 
         elsewhere = self._elsewhere(tensors, alone=True)
@@ -272,7 +272,7 @@ class ProcessStep:
                 self._storage.follow()
                 self._storage.parameters.stepped(tensors)
             with torch.enable_grad():
-                loss = self._mean_loss(closure())
+                loss = self._evaluate(closure, tensors)
             if self._storage is not None:
                 self._level_edits(self._storage, what)
                 if self._owns:
@@ -304,6 +304,16 @@ class ProcessStep:
                 broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
                 evaluate()
         return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
+
+    def _evaluate(self, closure: Callable[[], Any], tensors: list[torch.Tensor]) -> Any:
+        """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
+        loss = closure()
+        records = self._gradients.records
+        has_left_over = not records.are_as_combined(tensors) and bool(records.left_over(tensors))
+        loss, is_left_over = self._mean_loss(loss, has_left_over)
+        if is_left_over:
+            self._gradients.catch_up(tensors)
+        return loss
 
     def _level_edits(self, storage: CentralStorage, what: str) -> None:
         """What a closure has done to parameters in place: the owner's counts."""
