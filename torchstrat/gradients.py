@@ -149,9 +149,7 @@ class _Early(GradientHook):
         if sink is None or tensor is None:
             return None
         with DisableTorchFunction():
-            return sink.before_accumulation(
-                tensor, gradient, is_watched=len(hooks_on_gradient(tensor) or ()) > 1
-            )
+            return sink.before_accumulation(tensor, gradient, is_watched=len(hooks_on_gradient(tensor) or ()) > 1)
 
 
 # -- what has been combined ----------------------------------------------------------------------------------------
@@ -234,8 +232,8 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
 
 
 def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether some of these, all dense, may have elements in common, as PyTorch lets gradients of ``a + b`` have: what is done to one
-    of them in place is done to another."""
+    """Whether some of these, all dense, may have elements in common, as PyTorch lets gradients of ``a + b`` have: what
+    is done to one of them in place is done to another."""
     sizes = {gradient.data_ptr(): gradient.nbytes for gradient in gradients}
     end = 0
     for start in sorted(sizes):

@@ -110,7 +110,9 @@ def hooks_that_edit(model: nn.Module) -> tuple[Forward, Update]:
 
 
 def module_hooks(model: nn.Module) -> tuple[Forward, Update]:
-    model.last.register_full_backward_hook(lambda module, inputs, outputs: tuple(i * 0.5 for i in inputs if i is not None))
+    model.last.register_full_backward_hook(
+        lambda module, inputs, outputs: tuple(i * 0.5 for i in inputs if i is not None)
+    )
     model.last.register_full_backward_pre_hook(lambda module, outputs: tuple(o * 0.7 for o in outputs))
     return model, _stepping(_sgd(model))
 
@@ -278,8 +280,16 @@ COLUMNS = (
     Column("hooks that free", hooks_that_free, _of("accumulates", "frees")),
     Column("hooks that edit", hooks_that_edit, _of("accumulates", "in place", "dense only", "changes in backward")),
     Column("module backward hooks", module_hooks),
-    Column("clip by norm", partial(clipped, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.05)), _of("dense only", "in place")),
-    Column("clip by value", partial(clipped, clip=lambda p: nn.utils.clip_grad_value_(p, 0.02)), _of("dense only", "in place")),
+    Column(
+        "clip by norm",
+        partial(clipped, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.05)),
+        _of("dense only", "in place"),
+    ),
+    Column(
+        "clip by value",
+        partial(clipped, clip=lambda p: nn.utils.clip_grad_value_(p, 0.02)),
+        _of("dense only", "in place"),
+    ),
     Column("foreach", partial(stepped_by, optimizer=Adam, foreach=True), _of("dense only")),
     Column("fused", partial(stepped_by, optimizer=AdamW, fused=True), _of("dense only")),
     Column("compiled optimizer", compiled_optimizer, _of("dense only"), around=compiler_afresh),

@@ -110,12 +110,11 @@ def nan_without_weight(model: nn.Module, forward: Forward, x: torch.Tensor, y: t
 
 
 def after_one_that_raised(model: nn.Module, forward: Forward, x: torch.Tensor, y: torch.Tensor) -> None:
-    kept = [p.grad for p in model.parameters()]
+    before = [p.grad for p in model.parameters()]
     try:
-        _Raises.apply(model.first(x)).sum().backward() if isinstance(model, Net) else None
-        (model.last(_Raises.apply(torch.ones(len(x), 5))).sum() + 0).backward()
+        model.last(_Raises.apply(torch.tanh(model.first(x)))).sum().backward()
     except ArithmeticError:
-        for p, gradient in zip(model.parameters(), kept, strict=True):
+        for p, gradient in zip(model.parameters(), before, strict=True):
             p.grad = gradient
     mean_loss(forward, x, y).backward()
 
@@ -173,7 +172,7 @@ LEFT_OUT = (
     ("sparse", "dense only", "PyTorch refuses it: not for sparse gradients"),
     ("shared", "in place", "PyTorch itself does to such gradients twice what it does in place"),
     ("shared", "accumulates twice", "PyTorch itself adds to such gradients twice"),
-    ("flat", "frees", "a freed gradient is no view of the buffer any more: the row \"one backward\" has it"),
+    ("flat", "frees", 'a freed gradient is no view of the buffer any more: the row "one backward" has it'),
     ("raises", "changes in backward", "hooks have stepped before the pass raises, in a plain program too"),
     ("raises", "closure", "what a step does when its closure has raised is the optimizer's affair"),
     ("nan", "half", "the row is about weights, and float64 shows them"),
@@ -253,10 +252,18 @@ class Program:
                         with strategy.no_sync():
                             pass
                 strategy.run(run, args=(batch,))
+                if self.row.blocks and self.is_accumulating(index) and "hooks" not in self.column.name:
+                    require_own_gradients(strategy, next(model.parameters()))
         return numbers(model)
 
     def is_accumulating(self, index: int) -> bool:
         return (index + 1) % self.row.over != 0
+
+
+def require_own_gradients(strategy: Any, parameter: torch.Tensor) -> None:
+    """Under `no_sync` each replica has its own."""
+    own = strategy.gather(strategy.run(lambda: parameter.grad.unsqueeze(0)), axis=0)
+    assert not torch.equal(own[0], own[1]), "gradients were combined under no_sync"
 
 
 def move_by_one_ulp(model: nn.Module, seed: int) -> None:

@@ -219,6 +219,7 @@ CONTROLS: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:the step uses trainable variables made outside")
+@pytest.mark.filterwarnings("ignore:the replicas have changed")
 @pytest.mark.parametrize("control", CONTROLS)
 def test_it_is_not_seen_with_the_check_switched_off(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, off, name = CONTROLS[control]

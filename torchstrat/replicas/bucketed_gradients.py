@@ -63,6 +63,7 @@ class BucketedGradients:
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
         self.records = GradientRecords(op)
         self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
+        self._plan = Plan((), ())
         self._index: dict[int, int] = {}
         self._set_roster(_EMPTY)
         self._active = False

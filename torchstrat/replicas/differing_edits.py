@@ -1,4 +1,4 @@
-"""Says once, by name, that replicas have changed the same thing in different ways: one way lasts, the others are lost."""
+"""Says once, by name, that replicas have changed the same thing in different ways, of which one lasts."""
 
 from __future__ import annotations
 

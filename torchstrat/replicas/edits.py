@@ -76,8 +76,8 @@ _is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
 
 
 def sample(tensor: torch.Tensor) -> bytes:
-    """Some of the bytes of a tensor in host memory, from all over it. Read at its address: through a view it takes ten times as long, and
-    every run asks for every tensor."""
+    """Some of the bytes of a tensor in host memory, from all over it. Read at its address: through a view it takes ten
+    times as long, and every run asks for every tensor."""
     if not _is_memory(type(tensor)) or not tensor.is_cpu:
         return b""
     if tensor.layout != torch.strided or not tensor.is_contiguous():

@@ -272,7 +272,7 @@ class GradientExchange:
         def combine(payloads: dict[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
             with OwnSettings():
                 columns = zip(*payloads.values(), strict=True)
-                totals = [self._weighted_sum(column, self._shares()) for column in columns]
+                totals: list[Any] = [self._weighted_sum(column, self._shares()) for column in columns]
                 return {r: [self._copy_for(r, total) for total in totals] for r in payloads}
 
         return self._meet(call, tensors, combine)  # type: ignore[no-any-return]

@@ -404,7 +404,9 @@ class PerProcessReplica:
         whether any of them has set the ``flag``."""
         assert self._weights is not None
         value = 0.0 if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        rows = agree(self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank), float(flag)))
+        rows = agree(
+            self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank), float(flag))
+        )
         is_flagged = any(row[2] for row in rows)
         if loss is None:
             return None, is_flagged

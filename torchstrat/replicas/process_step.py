@@ -210,9 +210,10 @@ class ProcessStep:
     def _report_differing(self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor], call: str) -> None:
         if self._differing.is_told:
             return
-        prints = [fingerprint([tensor]) for tensor in elsewhere], {
-            place: fingerprint([tensor.grad]) for place, tensor in enumerate(tensors) if tensor.grad is not None
-        }
+        prints = (
+            [fingerprint([tensor]) for tensor in elsewhere],
+            {place: fingerprint([tensor.grad]) for place, tensor in enumerate(tensors) if tensor.grad is not None},
+        )
         everyone = self._communicator.all_gather_object(prints, call)
         first = everyone[0]
 
