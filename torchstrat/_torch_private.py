@@ -167,7 +167,7 @@ def uncompiled(function: Function) -> Function:
 
 
 def _left_alone(function: Function, inner: Any) -> Function:
-    function._torchdynamo_disable = True
+    vars(function).update(_torchdynamo_disable=True)
     _set_strategy(function.__code__, _strategy(_skip, inner))
     return function
 
