@@ -138,6 +138,11 @@ FAULTS = (
         *_both("one backward", "compiled optimizer", "mirrored x2"),
     ),
     _fault(
+        "what is assigned by hand is clipped as it is",
+        partial(put, nothing, (process_step, "put_clipping_hook")),
+        *_both("autograd.grad", "clip by norm", "torchrun mirrored"),
+    ),
+    _fault(
         "different edits are not told of",
         partial(put, nothing, (DifferingEdits, "report")),
         *_both("autograd.grad", "update by hand, each with its own", "torchrun central_storage"),

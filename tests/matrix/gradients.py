@@ -16,7 +16,7 @@ import torchstrat as ts
 from tests.matrix.gradient_faults import FAULTS
 from tests.matrix.gradient_updates import COLUMNS, Column
 from tests.matrix.places import opened
-from tests.matrix.table import RIGHT, Cell, Expected, Table, assert_close, documented, known_wrong
+from tests.matrix.table import RIGHT, Cell, Expected, Table, assert_close, documented
 
 PLACES = (
     *("mirrored x2", "central_storage x2", "torchrun mirrored", "torchrun multi_worker_mirrored"),
@@ -179,14 +179,10 @@ LEFT_OUT = (
 )
 
 
-def expected(row: Row, column: Column, place: str) -> Expected:
+def expected(column: Column) -> Expected:
     if "own gradients" in column.traits:
         return documented("what the first replica did counts", warns="each in another way.*all_reduce.*p.grad = g")
-    return OPEN.get((row.name, column.name, place), RIGHT)
-
-
-OPEN: dict[tuple[str, str, str], Expected] = {}
-CAUSES: dict[str, str] = {}
+    return RIGHT
 
 
 def batches(row: Row, dtype: torch.dtype) -> list[Batch]:
@@ -304,7 +300,7 @@ def check(row: Row, column: Column, place: str) -> None:
 def make_cells() -> Iterator[Cell]:
     for row, column, place in itertools.product(ROWS, COLUMNS, PLACES):
         if not why_left_out(row, column):
-            verdict = expected(row, column, place)
+            verdict = expected(column)
             yield Cell(row.name, column.name, place, partial(check, row, column, place), verdict)
 
 
@@ -312,8 +308,5 @@ TABLE = Table(
     "gradients",
     "Which gradients does an update use, whatever they come from and whatever looks at them on the way?",
     make_cells,
-    causes=CAUSES,
     faults=FAULTS,
 )
-
-__all__ = ["TABLE", "known_wrong"]

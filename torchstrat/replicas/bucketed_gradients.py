@@ -631,6 +631,20 @@ class BucketedGradients:
 
     # -- at the optimizer's step ------------------------------------------------------------------------------------
 
+    def before_clipping(self, gradients: list[torch.Tensor]) -> None:
+        """What no backward pass has combined is to be clipped as on one device."""
+        if not self._active:
+            return
+        places = {id(gradient): place for place, gradient in enumerate(gradients)}
+        tensors = [tensor for tensor in self._tensors if id(tensor.grad) in places]
+        if self.records.are_as_combined(tensors) or not self.records.left_over(tensors):
+            return
+        at = [places[id(tensor.grad)] for tensor in tensors]
+        self.catch_up(tensors)
+        for place, tensor in zip(at, tensors, strict=True):
+            if tensor.grad is not None:
+                gradients[place] = tensor.grad
+
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
         """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
         self._begin_pass(CATCH_UP)

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import after_step, before_step, optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat._torch_private import (
+    after_step,
+    before_step,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+    put_clipping_hook,
+    remove_clipping_hook,
+)
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.baton import Baton, ReplicaAborted
 from torchstrat.replicas.components import Components
@@ -94,10 +101,12 @@ class CentralStep:
         self._leader = self._baton.first
         optimizer_pre_hooks[self._hook_key] = before_step(self._before)
         optimizer_post_hooks[self._hook_key] = after_step(self._after)
+        put_clipping_hook(self._hook_key, self._gradients.before_clipping)
 
     def end(self) -> None:
         optimizer_pre_hooks.pop(self._hook_key, None)
         optimizer_post_hooks.pop(self._hook_key, None)
+        remove_clipping_hook(self._hook_key)
         self._last_hooks.clear()
         for driver in self._drivers:
             driver.abandon()

@@ -27,6 +27,7 @@ from torchstrat.replicas.thread_state import OwnSettings
 Meet = Callable[[str, Any, Callable[[dict[int, Any]], dict[int, Any]]], Any]
 
 BACKWARD = "backward() (gradients are combined at its end)"
+CLIPPING = "clipping (combining gradients that no backward pass has combined)"
 WEIGHTS = "backward() under no_sync (weights are exchanged at its start)"
 
 
@@ -319,6 +320,26 @@ class GradientExchange:
             if any(is_left_over(slot.grads.get(r), slot.synced.get(r), self._op) for r in self._replicas):
                 missing.append(slot)
         self.combine(missing)
+
+    def before_clipping(self, gradients: list[torch.Tensor]) -> None:
+        """On a replica: what no backward pass has combined is to be clipped as on one device."""
+        replica = self._holder()
+        places = {id(gradient): place for place, gradient in enumerate(gradients)}
+        slots = [] if replica is None else [s for s in self._components.slots() if id(s.tensor.grad) in places]
+        left_over = [s for s in slots if is_left_over(s.tensor.grad, s.synced.get(replica), self._op)]  # type: ignore[arg-type]
+        if not left_over:
+            return
+        at = [(places[id(slot.tensor.grad)], slot.tensor) for slot in slots]
+
+        def combine(payloads: dict[int, Any]) -> dict[int, Any]:
+            with OwnSettings():
+                self.catch_up([slot.tensor for slot in slots])
+            return dict.fromkeys(payloads)
+
+        self._meet(f"{CLIPPING} of {len(left_over)} parameters", None, combine)
+        for place, tensor in at:
+            if tensor.grad is not None:
+                gradients[place] = tensor.grad
 
     def central(self) -> dict[int, tuple[torch.Tensor | None, int]]:
         """While the central components are installed for code that runs once: what gradients there are, by ``id`` of

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import after_step, before_step, optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat._torch_private import (
+    after_step,
+    before_step,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+    put_clipping_hook,
+    remove_clipping_hook,
+)
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.optimizer_blocks import step_in_blocks
@@ -66,11 +73,13 @@ class ProcessStep:
     def __enter__(self) -> ProcessStep:
         optimizer_pre_hooks[self._hook_key] = before_step(self.before)
         optimizer_post_hooks[self._hook_key] = after_step(self.after)
+        put_clipping_hook(self._hook_key, self._gradients.before_clipping)
         return self
 
     def __exit__(self, *_: Any) -> None:
         optimizer_pre_hooks.pop(self._hook_key, None)
         optimizer_post_hooks.pop(self._hook_key, None)
+        remove_clipping_hook(self._hook_key)
         self._last_hooks.clear()
         if self._storage is not None:
             self._storage.follow()  # a step that raised
