@@ -21,14 +21,14 @@ def test_half_precision_beside_others_in_a_step():
     with opened("mirrored x2") as strategy:
         with strategy.scope():
             half, single = (torch.zeros(2, dtype=dtype) for dtype in (torch.float16, torch.float32))
-            model = torch.nn.ParameterDict({"half": half, "single": single})
+            model = torch.nn.ParameterDict({"sixteen": half, "thirty_two": single})
 
         def step():
-            ((model["half"] * 40_000.0).sum() + (model["single"] * 3.0).sum()).backward()
+            ((model["sixteen"] * 40_000.0).sum() + (model["thirty_two"] * 3.0).sum()).backward()
 
         strategy.run(step)
-    assert torch.equal(model["half"].grad, torch.full((2,), 40_000.0, dtype=torch.float16))
-    assert torch.equal(model["single"].grad, torch.full((2,), 3.0))
+    assert torch.equal(model["sixteen"].grad, torch.full((2,), 40_000.0, dtype=torch.float16))
+    assert torch.equal(model["thirty_two"].grad, torch.full((2,), 3.0))
 
 
 FLAT = torch.zeros(10)
