@@ -190,7 +190,8 @@ def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
                 _paused.setdefault((threading.get_ident(), id(optimizer)), compiling)
         return instead
 
-    return _left_alone(before, _default)  # at its end the compiler would be what it was at its beginning, otherwise
+    vars(before).update(_torchdynamo_disable=True)
+    return before
 
 
 def after_step(hook: Callable[..., None]) -> Callable[..., None]:
@@ -205,7 +206,18 @@ def after_step(hook: Callable[..., None]) -> Callable[..., None]:
                 compiling = _paused.pop((threading.get_ident(), id(optimizer)), compiling)
             _set_eval_frame(compiling)
 
-    return _left_alone(after, _default)
+    vars(after).update(_torchdynamo_disable=True)
+    return after
+
+
+def _make_no_frames_of_these() -> None:
+    """They share their code, each with its kind. What they call may be compiled: otherwise the compiler would be at
+    their end what it was at their beginning."""
+    _left_alone(before_step(print), _default)
+    _left_alone(after_step(print), _default)
+
+
+_make_no_frames_of_these()
 
 
 # Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all

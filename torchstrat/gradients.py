@@ -32,14 +32,14 @@ class GradientSink(Protocol):
     """Who is told about gradients: an engine."""
 
     def before_accumulation(
-        self, tensor: torch.Tensor, gradient: torch.Tensor, *, is_watched: bool
+        self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
     ) -> torch.Tensor | None:
         """``gradient`` is about to be added to ``tensor.grad``. A returned tensor takes its place.
 
         ``is_watched``: hooks of the user's own are called with it before it is.
         """
 
-    def after_accumulation(self, tensor: torch.Tensor, *, is_watched: bool) -> None:
+    def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
         """``tensor.grad`` now holds what this pass contributed. ``is_watched``: hooks of the user's own come next."""
 
 
@@ -65,8 +65,11 @@ class GradientHooks:
                     continue
                 own = self._hook(tensor, own, early=is_early)
                 before = hooks_on_gradient(tensor)
-            _put_first(hooks_after_accumulation(tensor), own.late)
-            _put_first(before, own.early)
+            after = hooks_after_accumulation(tensor)
+            if after and len(after) > 1:
+                _put_first(after, own.late)
+            if before and len(before) > 1:
+                _put_first(before, own.early)
 
     def _hook(self, tensor: torch.Tensor, own: _Own | None, *, early: bool) -> _Own:
         frozen = not tensor.requires_grad
@@ -100,9 +103,9 @@ class _Own:
         self.early: Any = None
 
 
-def _put_first(hooks: dict[int, Any] | None, handle: Any) -> None:
+def _put_first(hooks: dict[int, Any], handle: Any) -> None:
     """Have the hook of ``handle`` called before the others, some of which may have been there before it."""
-    if handle is None or not hooks or handle.id not in hooks or next(iter(hooks)) == handle.id:
+    if handle is None or handle.id not in hooks or next(iter(hooks)) == handle.id:
         return
     own, others = hooks[handle.id], [item for item in hooks.items() if item[0] != handle.id]
     hooks.clear()  # torch goes by the order of insertion, which an OrderedDict's `move_to_end` leaves as it is
@@ -136,7 +139,7 @@ class _Late(GradientHook):
         sink = self._sink()
         if sink is not None:
             with DisableTorchFunction():
-                sink.after_accumulation(tensor, is_watched=len(hooks_after_accumulation(tensor) or ()) > 1)
+                sink.after_accumulation(tensor, len(hooks_after_accumulation(tensor) or ()) > 1)
 
 
 class _Early(GradientHook):
@@ -149,7 +152,7 @@ class _Early(GradientHook):
         if sink is None or tensor is None:
             return None
         with DisableTorchFunction():
-            return sink.before_accumulation(tensor, gradient, is_watched=len(hooks_on_gradient(tensor) or ()) > 1)
+            return sink.before_accumulation(tensor, gradient, len(hooks_on_gradient(tensor) or ()) > 1)
 
 
 # -- what has been combined ----------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class BucketedGradients:
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
     def before_accumulation(
-        self, tensor: torch.Tensor, gradient: torch.Tensor, *, is_watched: bool
+        self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
     ) -> torch.Tensor | None:
         if not self._active or id(tensor) not in self._index:
             return None
@@ -156,7 +156,7 @@ class BucketedGradients:
             return torch.zeros_like(gradient)  # whatever it is, nan not excepted
         return None if factor == 1.0 else gradient * factor
 
-    def after_accumulation(self, tensor: torch.Tensor, *, is_watched: bool) -> None:
+    def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
         index = self._index.get(id(tensor))
         if index is None or not self._active:
             return

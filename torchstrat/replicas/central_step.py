@@ -174,9 +174,8 @@ class CentralStep:
     def _report_differing(self, tensors: list[torch.Tensor], replicas: list[int]) -> None:
         if self._differing.is_told or len(replicas) < 2:
             return
-        stepped = set(map(id, tensors))
-        slots = [slot for slot in self._components.unmerged_slots() if id(slot.tensor) in stepped]
-        edited = edited_differently(slots, replicas, probe=False)
+        slots = [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
+        edited = edited_differently(self._components.unmerged(slots), replicas) if self._components.has_edits else []
         self._differing.report(edited, gradients_edited_differently(slots, replicas))
 
     def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
@@ -197,7 +196,7 @@ class CentralStep:
         replica = self._baton.holder
         if replica is None or self._is_driver() or id(optimizer) in self._own:
             return
-        if replica == self._leader and self._in_progress.is_around() and not self._in_progress.is_this():
+        if replica == self._leader and self._in_progress.is_around():
             return
         tensors = stepped_by(optimizer)
         if not any(self._components.slot_of(tensor) is not None for tensor in tensors):

@@ -34,24 +34,28 @@ class DifferingEdits:
         )
 
 
-def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int], *, probe: bool) -> list[torch.Tensor]:
-    """Parameters that replicas in one process have changed in place, each in another way. For parked slots.
-
-    ``probe``: look also for edits through ``.data``, which no version counter shows, where there is no gradient that a
-    backward pass has combined: what an optimizer steps is hardly edited otherwise.
-    """
+def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+    """Parameters that replicas in one process have changed in place, each in another way. For parked slots."""
     first, *others = replicas
+    return [
+        slot.tensor
+        for slot in slots
+        if any(slot.is_edited(replica) for replica in replicas)
+        and any(not _are_equal(slot.data[first], slot.data[other]) for other in others)
+        and slot.is_shared
+        and not slot.is_copy
+    ]
+
+
+def data_edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+    """The same through ``.data``, which no version counter shows: looked for where there is no gradient that a backward
+    pass has combined, for what an optimizer steps is hardly edited otherwise."""
     found = []
     for slot in slots:
-        version = slot.version
-        if any(slot.versions[replica] != version for replica in replicas):
-            differs = any(not _are_equal(slot.data[first], slot.data[other]) for other in others)
-        elif probe and not slot.synced and slot.tensor.requires_grad:
-            own = sample(slot.data[first])
-            differs = any(sample(slot.data[other]) != own for other in others)
-        else:
+        if slot.synced or not slot.tensor.requires_grad or not slot.is_shared or slot.is_copy:
             continue
-        if differs and slot.is_shared and not slot.is_copy:
+        own, *others = [sample(slot.data[replica]) for replica in replicas]
+        if any(other != own for other in others):
             found.append(slot.tensor)
     return found
 
@@ -62,7 +66,9 @@ def gradients_edited_differently(slots: Iterable[TensorSlot], replicas: Sequence
     found = []
     for slot in slots:
         combined, grad = slot.synced.get(first), slot.grads.get(first)
-        if combined is None or grad is None or combined.used or not combined.is_edited(grad):
+        if combined is None or grad is None or combined.version == grad._version:
+            continue
+        if combined.used or not combined.is_in(grad):
             continue
         own = sample(grad)
         if any(other is not None and sample(other) != own for other in (slot.grads.get(one) for one in others)):

@@ -179,14 +179,14 @@ class GradientExchange:
         return replica, slot
 
     def before_accumulation(
-        self, tensor: torch.Tensor, gradient: torch.Tensor, *, is_watched: bool
+        self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
     ) -> torch.Tensor | None:
         replica, slot = self._find(tensor)
         if replica is None or slot is None:
             return None
         if is_watched and not slot.is_copy:
             slot.note_use(replica)
-            self._meet_at_end_of_pass(replica)
+            self._meet_at_end_of_pass(replica, combines=not self.is_no_sync)
             self._came_combined.add((replica, id(tensor)))
             if has_graph(gradient):
                 return combine_with_graphs(self._exchange_with_graphs, [gradient], [None])[0]
@@ -211,7 +211,7 @@ class GradientExchange:
         self._factors = arithmetic.shares(self._op, self._weights())
         return dict.fromkeys(payloads)
 
-    def after_accumulation(self, tensor: torch.Tensor, *, is_watched: bool) -> None:
+    def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
         replica, slot = self._find(tensor)
         if replica is None or slot is None or slot.is_copy:
             return
@@ -222,16 +222,17 @@ class GradientExchange:
             return
         slot.synced.pop(replica, None)
         slot.note_use(replica)
-        if self.is_no_sync and not is_watched:
+        is_no_sync = self.is_no_sync
+        if is_no_sync and not is_watched:
             slot.unsynced = True
             return
         self._touched[replica][id(tensor)] = slot
-        self._meet_at_end_of_pass(replica)
+        self._meet_at_end_of_pass(replica, combines=not is_no_sync)
         if is_watched:
             self._combine_with_graphs(replica) if has_graph(tensor.grad) else self._meet_at(slot)
 
-    def _meet_at_end_of_pass(self, replica: int) -> None:
-        self._combines |= not self.is_no_sync
+    def _meet_at_end_of_pass(self, replica: int, *, combines: bool) -> None:
+        self._combines |= combines
         # A pass that fails never gets to its end, so what was queued in an earlier one does not count.
         key = (replica, current_backward_pass())
         if key not in self._queued:

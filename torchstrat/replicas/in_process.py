@@ -29,7 +29,7 @@ from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.central_step import CentralStep
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.components import Components
-from torchstrat.replicas.differing_edits import DifferingEdits, edited_differently
+from torchstrat.replicas.differing_edits import DifferingEdits, data_edited_differently, edited_differently
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.newborn import Newborn, parameters_of
@@ -232,8 +232,7 @@ class InProcessReplicas:
             try:
                 self._components.activate(None)
                 if not failed and not self._differing.is_told and len(weights.active) > 1:
-                    slots = self._components.unmerged_slots()
-                    self._differing.report(edited_differently(slots, weights.active, probe=True))
+                    self._report_differing(weights.active)
             except BaseException:
                 failed = True
                 raise
@@ -246,6 +245,12 @@ class InProcessReplicas:
                     self._components.end(None if failed else weights.values())
                 finally:
                     self._baton = None
+
+    def _report_differing(self, replicas: list[int]) -> None:
+        slots = self._components.slots()
+        if self._components.has_edits:
+            self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
+        self._differing.report(data_edited_differently(slots, replicas))
 
     def _is_current(self) -> bool:
         """Whether the calling thread is in this strategy's scope or runs one of its replicas."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -19,24 +18,26 @@ class StepInProgress:
 
     def begin(self) -> None:
         """Called by a hook of that step."""
-        self._frame = next((frame for frame in _stack() if frame.f_globals.get("__name__") == _TORCHS), None)
+        self._frame = _innermost_step()
 
     def end(self) -> None:
         self._frame = None
 
     def is_around(self) -> bool:
-        """Whether what calls this is within that step. A step that has raised is over, though nobody has said so."""
-        return self._frame is not None and any(frame is self._frame for frame in _stack())
+        """Whether the step whose hook calls this is another one, within that step. A step that has raised is over,
+        though nobody has said so."""
+        if self._frame is None:
+            return False
+        frame = _innermost_step()
+        if frame is self._frame:
+            return False
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
-    def is_this(self) -> bool:
-        """Whether a hook calls this that belongs to that step itself."""
-        return self._frame is not None and self._frame is next(
-            (frame for frame in _stack() if frame.f_globals.get("__name__") == _TORCHS), None
-        )
 
-
-def _stack() -> Iterator[FrameType]:
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        yield frame
+def _innermost_step() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != _TORCHS:
         frame = frame.f_back
+    return frame

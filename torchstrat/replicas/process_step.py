@@ -143,7 +143,7 @@ class ProcessStep:
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A post-hook: the owner's new values become everyone's."""
-        if self._in_progress.is_around() and not self._in_progress.is_this():
+        if self._in_progress.is_around():
             return
         tensors = self._variables_of(optimizer)
         if not tensors or self._in_closure_step:
