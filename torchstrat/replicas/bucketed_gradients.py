@@ -551,10 +551,11 @@ class BucketedGradients:
             if any(row[2] != rows[0][2] for row in rows):
                 self._use_what_all_have([row[2] for row in rows], WATCHED)
                 continue
-            places = {rank: None if row[0] < 0 else int(row[0]) for rank, row in enumerate(rows)}
-            chosen = self._turns.next(places, lambda: range(len(self._tensors)))
-            if chosen is None:
+            places = {rank: int(row[0]) for rank, row in enumerate(rows) if row[0] >= 0}
+            if not places:
+                self._turns.forget()
                 return None
+            chosen = self._turns.next(places, range(len(rows)), lambda: range(len(self._tensors)))
             self._set_shares(WATCHED, self._shares_of([row[1] for row in rows]))
             own = chosen == index
             comes = any(row[3] for row in rows if row[0] == chosen)

@@ -42,17 +42,18 @@ class GradientExchange:
         self._op = op
         self._no_sync: dict[int | None, int] = {}  # replica, or None for outside of runs → open `no_sync` blocks
         self._holder: Callable[[], int | None] = lambda: None
+        self._turns = HookTurns()
         self._reset([])
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def _reset(self, replicas: list[int]) -> None:
         self._replicas = replicas
+        self._turns.forget()
         self._idle: list[int] = []
         self._touched: dict[int, dict[int, TensorSlot]] = {replica: {} for replica in replicas}
         self._queued: set[tuple[int, int]] = set()  # replica and backward pass, at whose end it will meet the others
         self._factors: list[float] | None = None
-        self._turns = HookTurns()
         self._combines = False  # at the end of the pass
         self._came_combined: set[tuple[int, int]] = set()  # replica and tensor, whose incoming gradient is combined
 
@@ -244,8 +245,7 @@ class GradientExchange:
         self._queued.discard(key)
         replica = self._holder()
         if replica is not None:
-            with DisableTorchFunction():
-                self._combine_with_graphs(replica)
+            self._combine_with_graphs(replica)
             self._meet_at(None)
 
     def _meet_at(self, slot: TensorSlot | None, incoming: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -258,12 +258,13 @@ class GradientExchange:
 
     def _combine_with_graphs(self, replica: int) -> None:
         touched = self._touched[replica]
-        slots = [slot for slot in touched.values() if has_graph(slot.tensor.grad)]
+        slots = [slot for slot in touched.values() if (grad := slot.tensor.grad) is not None and grad.requires_grad]
         if not slots:
             return
         gradients: Any = [slot.tensor.grad for slot in slots]
         bases = [slot.bases.pop(replica, None) for slot in slots]
-        combined = combine_with_graphs(self._exchange_with_graphs, gradients, bases)
+        with DisableTorchFunction():
+            combined = combine_with_graphs(self._exchange_with_graphs, gradients, bases)
         for slot, gradient in zip(slots, combined, strict=True):
             del touched[id(slot.tensor)]
             slot.tensor.grad = gradient
@@ -283,7 +284,8 @@ class GradientExchange:
 
     def _combine_next(self, payloads: dict[int, Any]) -> dict[int, Any]:
         """Where hooks wait for a gradient, combine that; at the end of the pass, all that it has touched."""
-        chosen = self._turns.next({replica: slot for replica, (slot, _) in payloads.items()}, self._components.slots)
+        places = {replica: slot for replica, (slot, _) in payloads.items() if slot is not None}
+        chosen = self._turns.next(places, payloads, self._components.slots) if places else self._turns.forget()
         if chosen is None:
             if self._combines:  # under `no_sync` only what hooks look at is
                 self._combine_touched()

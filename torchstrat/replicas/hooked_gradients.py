@@ -17,17 +17,19 @@ class HookTurns:
     def __init__(self) -> None:
         self._missed: dict[int, set[Hashable]] = {}
 
-    def next(self, places: Mapping[int, Place | None], order: Callable[[], Iterable[Place]]) -> Place | None:
-        """Where the replicas are, which is None at the end of the pass → the gradient to combine now; None: all are at
-        the end. Everyone who is elsewhere has to ask again.
+    def forget(self) -> None:
+        """All are at the end of the pass."""
+        if self._missed:
+            self._missed = {}
+
+    def next(self, places: Mapping[int, Place], replicas: Iterable[int], order: Callable[[], Iterable[Place]]) -> Place:
+        """Where those of the ``replicas`` are that are not at the end of the pass → the gradient to combine now.
+        Everyone who is elsewhere has to ask again.
 
         ``order``: all gradients, the first ones the last to be ready, as backward passes mostly have it. If a replica
         turns out to have another order, everyone raises `ReplicaDivergenceError`.
         """
-        waiting = {place for place in places.values() if place is not None}
-        if not waiting:
-            self._missed = {}
-            return None
+        waiting = set(places.values())
         late = [replica for replica, place in places.items() if place in self._missed.get(replica, ())]
         if late:
             raise ReplicaDivergenceError(
@@ -37,7 +39,7 @@ class HookTurns:
                 "when backward() has returned."
             )
         (chosen,) = waiting if len(waiting) == 1 else [[place for place in order() if place in waiting][-1]]
-        for replica, place in places.items():
-            if place != chosen:
+        for replica in replicas:
+            if places.get(replica) != chosen:
                 self._missed.setdefault(replica, set()).add(chosen)
         return chosen
