@@ -25,6 +25,7 @@ from torchstrat.replicas.gradients_with_graphs import combine_with_graphs, has_g
 from torchstrat.replicas.hooked_gradients import HookTurns
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
+from torchstrat.replicas.transfer import broadcast_gradients
 
 BACKWARD = "backward() (gradients are combined as they become ready)"
 WEIGHTS = "backward() under no_sync (weights are exchanged at its start)"
@@ -88,7 +89,7 @@ class BucketedGradients:
         self._ready: dict[int, None] | None = None
         self._end_of_pass: Callable[[], object] = _nothing  # a weak reference to what is called then
         self._factors: list[float] | None = None
-        self._turns = HookTurns()
+        self._turns = HookTurns[int]()
         self._came_combined: set[int] = set()  # whose incoming gradient is combined
         self.use(roster)
         self._active = True
@@ -553,7 +554,7 @@ class BucketedGradients:
                 continue
             places = {rank: int(row[0]) for rank, row in enumerate(rows) if row[0] >= 0}
             if not places:
-                self._turns.forget()
+                self._hand_over_missed()
                 return None
             chosen = self._turns.next(places, range(len(rows)), lambda: range(len(self._tensors)))
             self._set_shares(WATCHED, self._shares_of([row[1] for row in rows]))
@@ -564,6 +565,12 @@ class BucketedGradients:
             combined = self._combine_loose(chosen, incoming if own else None) if comes else None
             if own:
                 return combined
+
+    def _hand_over_missed(self) -> None:
+        for index, source, _ in self._turns.end():
+            tensor = self._tensors[index]
+            (gradient,) = broadcast_gradients(self._communicator, [tensor.grad], [tensor], source, WATCHED)
+            self.records.take_over(tensor, gradient, used=False)
 
     def _combine_one(self, index: int) -> None:
         """Combine a gradient at once, on all ranks, with what each has accumulated of it by now."""

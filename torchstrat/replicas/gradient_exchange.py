@@ -42,14 +42,14 @@ class GradientExchange:
         self._op = op
         self._no_sync: dict[int | None, int] = {}  # replica, or None for outside of runs → open `no_sync` blocks
         self._holder: Callable[[], int | None] = lambda: None
-        self._turns = HookTurns()
+        self._turns = HookTurns[TensorSlot]()
         self._reset([])
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def _reset(self, replicas: list[int]) -> None:
         self._replicas = replicas
-        self._turns.forget()
+        self._turns.end()
         self._idle: list[int] = []
         self._touched: dict[int, dict[int, TensorSlot]] = {replica: {} for replica in replicas}
         self._queued: set[tuple[int, int]] = set()  # replica and backward pass, at whose end it will meet the others
@@ -285,8 +285,9 @@ class GradientExchange:
     def _combine_next(self, payloads: dict[int, Any]) -> dict[int, Any]:
         """Where hooks wait for a gradient, combine that; at the end of the pass, all that it has touched."""
         places = {replica: slot for replica, (slot, _) in payloads.items() if slot is not None}
-        chosen = self._turns.next(places, payloads, self._components.slots) if places else self._turns.forget()
+        chosen = self._turns.next(places, payloads, self._components.slots) if places else None
         if chosen is None:
+            self._hand_over_missed()
             if self._combines:  # under `no_sync` only what hooks look at is
                 self._combine_touched()
             self._combines = False
@@ -303,6 +304,16 @@ class GradientExchange:
             total = self._weighted_sum(incoming, arithmetic.shares(self._op, self._weights()))
             assert total is not None
             return {replica: (chosen, self._copy_for(replica, total)) for replica in payloads}
+
+    def _hand_over_missed(self) -> None:
+        for slot, source, missing in self._turns.end():
+            grad = slot.grads.get(source)
+            for replica in missing:
+                slot.grads[replica] = None if grad is None else self._copy_for(replica, grad)
+                slot.synced.pop(replica, None)
+                if grad is not None:
+                    slot.synced[replica] = CombinedGradient(slot.grads[replica])  # type: ignore[arg-type]
+            self._components.reinstall_gradients([slot])
 
     def _combine_touched(self) -> None:
         touched: dict[int, TensorSlot] = {}

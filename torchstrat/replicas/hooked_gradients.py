@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from torchstrat.errors import ReplicaDivergenceError
 
 Place = TypeVar("Place", bound=Hashable)
 
 
-class HookTurns:
+class HookTurns(Generic[Place]):
     """The turns of one pass after the other. Replicas mostly wait at the same gradient; one that a branch has spared
     it waits at a later one, or at the end of the pass, and counts as one without a gradient."""
 
     def __init__(self) -> None:
-        self._missed: dict[int, set[Hashable]] = {}
+        self._missed: dict[int, set[Place]] = {}
+        self._had: dict[Place, int] = {}
 
-    def forget(self) -> None:
-        """All are at the end of the pass."""
-        if self._missed:
-            self._missed = {}
+    def end(self) -> list[tuple[Place, int, list[int]]]:
+        """All are at the end of the pass. Returns the gradients that not all have: one replica that has, and those that
+        have not. No hook has been called there, so what the hooks have made of it has to be handed over."""
+        if not self._missed:
+            return []
+        missed, self._missed = self._missed, {}
+        had, self._had = self._had, {}
+        return [(place, had[place], [one for one in missed if place in missed[one]]) for place in had]
 
     def next(self, places: Mapping[int, Place], replicas: Iterable[int], order: Callable[[], Iterable[Place]]) -> Place:
         """Where those of the ``replicas`` are that are not at the end of the pass → the gradient to combine now.
@@ -42,4 +47,5 @@ class HookTurns:
         for replica in replicas:
             if places.get(replica) != chosen:
                 self._missed.setdefault(replica, set()).add(chosen)
+                self._had[chosen] = next(one for one, place in places.items() if place == chosen)
         return chosen
