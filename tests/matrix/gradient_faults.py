@@ -70,12 +70,12 @@ FAULTS = (
     _fault(
         "hooks of the user's own come first",
         partial(put, nothing, (gradients, "_put_first")),
-        *_both("accumulated", "hooks that clip", "torchrun mirrored"),
+        *_both("accumulated", "hooks that update by hand", "torchrun mirrored"),
     ),
     _fault(
         "hooks after accumulation see one replica's gradient",
         partial(put, nothing, (gradients, "hooks_after_accumulation")),
-        *_both("one backward", "hooks that clip", "mirrored x2"),
+        *_both("one backward", "hooks that update by hand", "mirrored x2"),
     ),
     _fault(
         "hooks on a gradient see one replica's",
