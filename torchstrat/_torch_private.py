@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +42,16 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     """
     _engine.queue_callback(callback)
 
+
+hooks_on_gradient: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
+"""What `Tensor.register_hook` has registered, in the order in which it is called; None before the first."""
+
+hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The same of `Tensor.register_post_accumulate_grad_hook`."""
+
+look_up("Tensor._backward_hooks"), look_up("Tensor._post_accumulate_grad_hooks")
 
 current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
 """A number for the backward pass that is now running on this thread; nested passes have their own. -1 outside."""
@@ -126,9 +138,86 @@ def before_transforms_take(callback: Callable[[Any], None]) -> None:
         setattr(importlib.import_module(path), name, asking(take))
 
 
+_current_compilation = look_up("CompileContext.current_compile_id", importlib.import_module("torch._guards"))
+
+
+def is_compiler_at_work() -> bool:
+    """Whether PyTorch's compiler traces something right now, so that what comes into being may be its own."""
+    return _current_compilation() is not None
+
+
 def before_compilations(callback: Callable[[], None]) -> None:
     """From now on call ``callback()`` before PyTorch's compiler traces anything. Imports the compiler."""
     look_up("on_compile_start", importlib.import_module("torch._dynamo.callback"))(lambda _: callback())
+
+
+_eval_frame: ModuleType = look_up("_C._dynamo.eval_frame")
+_set_eval_frame: Callable[[Any], Any] = look_up("set_eval_frame", _eval_frame)
+_set_strategy: Callable[..., None] = look_up("set_code_exec_strategy", _eval_frame)
+_strategy = look_up("_FrameExecStrategy", _eval_frame)
+_skip, _default = look_up("_FrameAction.SKIP", _eval_frame), look_up("_FrameAction.DEFAULT", _eval_frame)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """A decorator: PyTorch's compiler, where it traces or runs what calls ``function``, leaves this and all that it
+    calls alone. Unlike `torch.compiler.disable` it costs nothing and does not import the compiler."""
+    return _left_alone(function, _skip)
+
+
+def _left_alone(function: Function, inner: Any) -> Function:
+    vars(function).update(_torchdynamo_disable=True)
+    _set_strategy(function.__code__, _strategy(_skip, inner))
+    return function
+
+
+_paused: dict[tuple[int, int], Any] = {}  # by thread and optimizer: what compiled until our hook gave it another step
+
+
+def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook before an optimizer's step that the compiler leaves alone. Where the hook has another optimizer stepped,
+    which is a new one every time, that step is not compiled either."""
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        compiling, instead = _set_eval_frame(None), None
+        try:
+            instead = hook(optimizer, args, kwargs)
+        finally:
+            if instead is None:
+                _set_eval_frame(compiling)
+            elif compiling is not None:
+                _paused.setdefault((threading.get_ident(), id(optimizer)), compiling)
+        return instead
+
+    vars(before).update(_torchdynamo_disable=True)
+    return before
+
+
+def after_step(hook: Callable[..., None]) -> Callable[..., None]:
+    """The same of a hook after the step."""
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        compiling = _set_eval_frame(None)
+        try:
+            hook(optimizer, args, kwargs)
+        finally:
+            if _paused:
+                compiling = _paused.pop((threading.get_ident(), id(optimizer)), compiling)
+            _set_eval_frame(compiling)
+
+    vars(after).update(_torchdynamo_disable=True)
+    return after
+
+
+def _make_no_frames_of_these() -> None:
+    """They share their code, each with its kind. What they call may be compiled: otherwise the compiler would be at
+    their end what it was at their beginning."""
+    _left_alone(before_step(print), _default)
+    _left_alone(after_step(print), _default)
+
+
+_make_no_frames_of_these()
 
 
 # Torch's global hooks, by keys that are theirs alone. What `RemovableHandle` does for each of them costs more than all
@@ -145,6 +234,29 @@ def new_hook_key() -> int:
     """One that no other hook has, in whichever of the dictionaries above."""
     key: int = torch.utils.hooks.RemovableHandle(optimizer_pre_hooks).id
     return key
+
+
+_clipping = importlib.import_module("torch.nn.utils.clip_grad")
+_group_for_clipping = look_up("_group_tensors_by_device_and_dtype", _clipping)
+_clipping_hooks: dict[int, Callable[[list[torch.Tensor]], None]] = {}
+
+
+def put_clipping_hook(key: int, hook: Callable[[list[torch.Tensor]], None]) -> None:
+    """Call ``hook(gradients)`` before torch.nn.utils clips them, or takes their norm to do so. It may put other
+    tensors into the list."""
+    _clipping_hooks[key] = hook
+    vars(_clipping)["_group_tensors_by_device_and_dtype"] = _group_after_hooks
+
+
+def remove_clipping_hook(key: int) -> None:
+    _clipping_hooks.pop(key, None)
+
+
+def _group_after_hooks(lists: list[list[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    if _clipping_hooks and not torch.compiler.is_compiling():
+        for hook in tuple(_clipping_hooks.values()):
+            hook(lists[0])
+    return _group_for_clipping(lists, *args, **kwargs)
 
 
 # Fused multi-tensor arithmetic: what the optimizers themselves run on.

@@ -2,6 +2,8 @@
 
 Gradients are combined when a backward pass ends, not when the optimizer steps, so that clipping, `GradScaler` and
 whatever else a step does to ``.grad`` sees the combined gradient on every replica, as under `DistributedDataParallel`.
+A gradient that hooks of the user's own look at is combined before they do: one that clips, or steps and frees, acts on
+the gradient of one device.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchstrat._torch_private import DisableTorchFunction, foreach_add_, foreach_copy_, foreach_mul_
+from torchstrat._torch_private import (
+    DisableTorchFunction,
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    uncompiled,
+)
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import ReduceOp
 
@@ -21,59 +31,91 @@ from torchstrat.reduction import ReduceOp
 class GradientSink(Protocol):
     """Who is told about gradients: an engine."""
 
-    def before_accumulation(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """``gradient`` is about to be added to ``tensor.grad``. A returned tensor takes its place."""
+    def before_accumulation(
+        self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
+    ) -> torch.Tensor | None:
+        """``gradient`` is about to be added to ``tensor.grad``. A returned tensor takes its place.
 
-    def after_accumulation(self, tensor: torch.Tensor) -> None:
-        """``tensor.grad`` now holds what this pass contributed."""
+        ``is_watched``: hooks of the user's own are called with it before it is.
+        """
+
+    def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
+        """``tensor.grad`` now holds what this pass contributed. ``is_watched``: hooks of the user's own come next."""
 
 
 class GradientHooks:
-    """Hooks on leaf tensors. They stay on the tensors and do nothing outside of a run."""
+    """Hooks on leaf tensors, before all others. They stay on the tensors and do nothing outside of a run."""
 
     def __init__(self, sink: GradientSink) -> None:
         self._sink = weakref.ref(sink)
-        self._hooked: dict[int, tuple[weakref.ref[torch.Tensor], list[Any]]] = {}
-        self._early: set[int] = set()
+        self._own: dict[int, _Own] = {}
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
-        """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation.
+        """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation, as do hooks of
+        the user's own there.
 
         Frozen ones too: a step may unfreeze them before its backward pass, as GANs do.
         """
-        done = self._early if early else self._hooked
-        for tensor in [tensor for tensor in tensors if id(tensor) not in done]:
-            key = id(tensor)
-            if not _may_require_grad(tensor):
-                continue
-            frozen = not tensor.requires_grad
-            if frozen:
-                tensor.requires_grad_(True)  # torch hooks no others
-            if key not in self._hooked:
-                self._hook(tensor)
-            if early and key not in self._early:
-                self._early.add(key)
-                self._hooked[key][1].append(tensor.register_hook(_Early(self._sink, weakref.ref(tensor))))
-            if frozen:
-                tensor.requires_grad_(False)
+        for tensor in tensors:
+            own = self._own.get(id(tensor))
+            before = hooks_on_gradient(tensor)
+            is_early = early or bool(before)
+            if own is None or (is_early and own.early is None):
+                if not _may_require_grad(tensor):
+                    continue
+                own = self._hook(tensor, own, early=is_early)
+                before = hooks_on_gradient(tensor)
+            after = hooks_after_accumulation(tensor)
+            if after and len(after) > 1:
+                _put_first(after, own.late)
+            if before and len(before) > 1:
+                _put_first(before, own.early)
 
-    def _hook(self, tensor: torch.Tensor) -> None:
-        key = id(tensor)
-        hooked, early = self._hooked, self._early
-
-        def forget(_: Any) -> None:
-            hooked.pop(key, None)
-            early.discard(key)
-
-        handle = tensor.register_post_accumulate_grad_hook(_Late(self._sink))
-        self._hooked[key] = (weakref.ref(tensor, forget), [handle])
+    def _hook(self, tensor: torch.Tensor, own: _Own | None, *, early: bool) -> _Own:
+        frozen = not tensor.requires_grad
+        if frozen:
+            tensor.requires_grad_(True)  # torch hooks no others
+        if own is None:
+            everyone, key = self._own, id(tensor)
+            reference = weakref.ref(tensor, lambda _: everyone.pop(key, None))
+            own = everyone[key] = _Own(reference, tensor.register_post_accumulate_grad_hook(_Late(self._sink)))
+        if early:
+            own.early = tensor.register_hook(_Early(self._sink, weakref.ref(tensor)))
+        if frozen:
+            tensor.requires_grad_(False)
+        return own
 
     def detach(self) -> None:
-        for _, handles in self._hooked.values():
-            for handle in handles:
-                handle.remove()
-        self._hooked.clear()
-        self._early.clear()
+        for own in self._own.values():
+            for handle in (own.early, own.late):
+                if handle is not None:
+                    handle.remove()
+        self._own.clear()
+
+
+class _Own:
+    """The handles of the hooks on one tensor."""
+
+    __slots__ = ("early", "late", "reference")
+
+    def __init__(self, reference: weakref.ref[torch.Tensor], late: Any) -> None:
+        self.reference, self.late = reference, late
+        self.early: Any = None
+
+
+def _put_first(hooks: dict[int, Any], handle: Any) -> None:
+    """Have the hook of ``handle`` called before the others, some of which may have been there before it."""
+    if handle is None or handle.id not in hooks or next(iter(hooks)) == handle.id:
+        return
+    own, others = hooks[handle.id], [item for item in hooks.items() if item[0] != handle.id]
+    hooks.clear()  # torch goes by the order of insertion, which an OrderedDict's `move_to_end` leaves as it is
+    hooks[handle.id] = own
+    hooks.update(others)
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Whether hooks of the user's own look at the gradient of a tensor that is hooked."""
+    return len(hooks_on_gradient(tensor) or ()) > 1 or len(hooks_after_accumulation(tensor) or ()) > 1
 
 
 def _may_require_grad(tensor: torch.Tensor) -> bool:
@@ -92,23 +134,25 @@ class _Late(GradientHook):
     def __init__(self, sink: weakref.ref[GradientSink]) -> None:
         self._sink = sink
 
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> None:
         sink = self._sink()
         if sink is not None:
             with DisableTorchFunction():
-                sink.after_accumulation(tensor)
+                sink.after_accumulation(tensor, len(hooks_after_accumulation(tensor) or ()) > 1)
 
 
 class _Early(GradientHook):
     def __init__(self, sink: weakref.ref[GradientSink], tensor: weakref.ref[torch.Tensor]) -> None:
         self._sink, self._tensor = sink, tensor
 
+    @uncompiled
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         sink, tensor = self._sink(), self._tensor()
         if sink is None or tensor is None:
             return None
         with DisableTorchFunction():
-            return sink.before_accumulation(tensor, gradient)
+            return sink.before_accumulation(tensor, gradient, len(hooks_on_gradient(tensor) or ()) > 1)
 
 
 # -- what has been combined ----------------------------------------------------------------------------------------
@@ -190,12 +234,26 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout == torch.strided and not gradient.requires_grad
 
 
+def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether some of these, all dense, may have elements in common, as PyTorch lets gradients of ``a + b`` have: what
+    is done to one of them in place is done to another."""
+    sizes = {gradient.data_ptr(): gradient.nbytes for gradient in gradients}
+    end = 0
+    for start in sorted(sizes):
+        if start < end:
+            return True
+        end = start + sizes[start]
+    return len(sizes) < len(gradients)
+
+
 def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factors: Sequence[float]) -> None:
-    """``columns[replica][i]``: the replicas' gradients of tensor i, plain and on one device. All become the same
-    Σ factors[replica] · columns[replica][i]; each stays a tensor of its own."""
+    """``columns[replica][i]``: the replicas' gradients of tensor i, plain, on one device and all or none of them of
+    half precision. All become the same Σ factors[replica] · columns[replica][i]; each stays a tensor of its own."""
     first, others = list(columns[0]), [list(column) for column in columns[1:]]
+    is_half = first[0].dtype == torch.float16
     with torch.no_grad():
-        if all(factor == factors[0] for factor in factors):
+        # A sum in half precision may not exist where the mean does.
+        if not is_half and all(factor == factors[0] for factor in factors):
             for other in others:
                 foreach_add_(first, other)
             if factors[0] != 1.0:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,69 @@ def stand_in_of(
     return stand_in
 
 
-def make_stand_in(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class and hyperparameters whose groups hold no parameters and whose state is its own."""
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    lists: dict[int, list[Any]] = {id(group["params"]): [] for group in optimizer.param_groups}
-    attributes = {name: lists.get(id(value), value) for name, value in vars(optimizer).items()}
-    return stand_in_of(type(optimizer), attributes, groups)
+def make_stand_in(optimizer: Optimizer, made: dict[int, Any] | None = None) -> Optimizer:
+    """An optimizer of the same class and hyperparameters whose groups hold no parameters and whose state is its own.
+    Optimizers that it wraps are stand-ins too.
+
+    ``made``: what has been made in the place of what, by ``id``.
+    """
+    made = {} if made is None else made
+    if id(optimizer) in made:
+        stand_in: Optimizer = made[id(optimizer)]
+        return stand_in
+    made[id(optimizer)] = stand_in = object.__new__(type(optimizer))
+    attributes = vars(optimizer)
+    for group in optimizer.param_groups:
+        made.setdefault(id(group["params"]), [])
+    for name in ("param_groups", "state"):
+        if id(attributes.get(name)) in made:  # the same object as another optimizer's
+            continue
+        if name == "state":
+            made[id(optimizer.state)] = collections.defaultdict(dict)
+        else:
+            made[id(optimizer.param_groups)] = [{**group, "params": []} for group in optimizer.param_groups]
+    replaced = made.get if _wraps_none(optimizer) else lambda _, value: _in_place_of(value, made)
+    vars(stand_in).update({name: replaced(id(value), value) for name, value in attributes.items()})
+    return stand_in
+
+
+def _wraps_none(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _in_place_of(value: Any, made: dict[int, Any]) -> Any:
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, Optimizer):
+        return make_stand_in(value, made)
+    if type(value) in (list, tuple) and any(isinstance(member, Optimizer) for member in value):
+        return type(value)(_in_place_of(member, made) for member in value)
+    if type(value) is dict and any(isinstance(member, Optimizer) for member in value.values()):
+        return {name: _in_place_of(member, made) for name, member in value.items()}
+    return value
+
+
+def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """What a step of ``optimizer`` may change: its own parameters, and those of optimizers that it wraps."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if _wraps_none(optimizer):
+        return tensors
+    known = {id(tensor) for tensor in tensors}
+    for inner in _wrapped_by(optimizer, {id(optimizer)}):
+        for group in inner.param_groups:
+            tensors += [tensor for tensor in group["params"] if id(tensor) not in known]
+            known.update(map(id, group["params"]))
+    return tensors
+
+
+def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
+    for value in vars(optimizer).values():
+        members = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        for member in members:
+            if isinstance(member, Optimizer) and id(member) not in seen:
+                seen.add(id(member))
+                yield member
+                yield from _wrapped_by(member, seen)
 
 
 def take_over_steps(kind: type[Optimizer]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import is_compiler_at_work
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
 from torchstrat.reachable import Reached, Start
 
@@ -136,6 +137,8 @@ class VariableRegistry:
                 self._add_tree(module)
 
     def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
+        if is_compiler_at_work():
+            return  # its graphs keep parameters and an optimizer's state as members of modules that nobody else has
         self.changes += 1
         self._modules.add(module)
         if self.on_member is not None:

@@ -10,6 +10,7 @@ from tests.matrix.table import Table
 MODULES: Mapping[str, str] = {
     # name of the table → module that has it as TABLE
     "optimizers": "tests.matrix.optimizers",
+    "gradients": "tests.matrix.gradients",
 }
 
 

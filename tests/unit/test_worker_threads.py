@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import torchstrat as ts
 from torchstrat._torch_private import optimizer_pre_hooks, registration_hooks
 from torchstrat.replicas.baton import Baton
-from torchstrat.replicas.worker_threads import WorkerThreads
+from torchstrat.replicas.worker_threads import AutogradBacklog, WorkerThreads
 
 pytestmark = pytest.mark.unit
 
@@ -191,3 +192,50 @@ def test_forked_children_do_not_disturb_the_threads(strategy: ts.Strategy) -> No
         os._exit(0)
     os.waitpid(child, 0)
     assert strategy.run(lambda: 1) == 1
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("not today")
+
+
+class _Leaves(torch.autograd.Function):
+    """Its gradient, which has an object in Python, waits in the queue for what comes before the failure."""
+
+    left: list[weakref.ref[torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        _Leaves.left.append(weakref.ref(gradient))
+        return gradient
+
+
+def test_what_a_failed_backward_pass_leaves_in_a_thread_is_dropped_before_the_thread_ends():
+    seen = []
+
+    def body() -> None:
+        backlog = AutogradBacklog()
+        x = torch.ones(3, requires_grad=True)
+        early = x.sin()  # made before what fails, so it would run after it
+        failing = _Fails.apply(x)
+        _Leaves.left = []
+        with pytest.raises(ArithmeticError):
+            (_Leaves.apply(early) + failing).sum().backward()
+        seen.append([one() is not None for one in _Leaves.left])
+        backlog.drop()
+        seen.append([one() is not None for one in _Leaves.left])
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [[True], [False]]

@@ -6,25 +6,30 @@ it ends: both cores of a busy machine have nothing to overlap.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from torchstrat._torch_private import DisableTorchFunction, queue_backward_callback
+from torchstrat._torch_private import DisableTorchFunction, queue_backward_callback, uncompiled
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.gradients import Owned, is_plain, shares
+from torchstrat.gradients import Owned, is_plain, is_watched, share_memory, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
 from torchstrat.replicas.gradient_records import GradientRecords
+from torchstrat.replicas.gradients_with_graphs import combine_with_graphs, has_graph
+from torchstrat.replicas.hooked_gradients import HookTurns
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
+from torchstrat.replicas.transfer import broadcast_gradients
 
 BACKWARD = "backward() (gradients are combined as they become ready)"
 WEIGHTS = "backward() under no_sync (weights are exchanged at its start)"
+WATCHED = "backward() (gradients are combined before hooks that look at them)"
 CATCH_UP = "optimizer step (combining gradients that no backward pass combined)"
 
 # Added to a gradient's place in the ready order:
@@ -54,14 +59,18 @@ class BucketedGradients:
         """``owners``: leave each gradient with those that own it, if there are any."""
         self._op = op
         self._owners = owners
-        self.no_sync = False
+        self._no_sync = 0  # open blocks
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
         self.records = GradientRecords(op)
         self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
+        self._plan = Plan((), ())
         self._index: dict[int, int] = {}
         self._set_roster(_EMPTY)
         self._active = False
+        self._is_watched = False  # in this pass, hooks of the user's own look at gradients
+        self._travels = False  # gradients of this pass go into buckets as they become ready
+        self._for_hooks = False  # what is combined now all ranks need
         self._communicator: Any = None  # a `Communicator` from the first run on
         self._summing: SumsInPlace | None = None
 
@@ -78,7 +87,10 @@ class BucketedGradients:
         self._scaled = self._op is ReduceOp.MEAN and (self.no_sync or self.pending)
         self._pass = 0
         self._ready: dict[int, None] | None = None
+        self._end_of_pass: Callable[[], object] = _nothing  # a weak reference to what is called then
         self._factors: list[float] | None = None
+        self._turns = HookTurns[int]()
+        self._came_combined: set[int] = set()  # whose incoming gradient is combined
         self.use(roster)
         self._active = True
 
@@ -100,6 +112,14 @@ class BucketedGradients:
         return [tensor for tensor in tensors if id(tensor) in self._index]
 
     @property
+    def no_sync(self) -> bool:
+        return self._no_sync > 0
+
+    def set_no_sync(self, active: bool) -> None:
+        """A `no_sync` block begins or ends. Blocks nest."""
+        self._no_sync += 1 if active else -1
+
+    @property
     def is_in_pass(self) -> bool:
         return self._active and self._ready is not None
 
@@ -114,8 +134,14 @@ class BucketedGradients:
 
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
-    def before_accumulation(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        if not self._active or id(tensor) not in self._index or not self._works_by_parts:
+    def before_accumulation(
+        self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
+    ) -> torch.Tensor | None:
+        if not self._active or id(tensor) not in self._index:
+            return None
+        if is_watched:
+            return self._combine_incoming(tensor, gradient)
+        if not self._works_by_parts:
             return None
         state = self.records.current(tensor)
         if tensor.grad is None:
@@ -127,41 +153,63 @@ class BucketedGradients:
         if self._factors is None:
             self._factors = self._exchange_weights(WEIGHTS)
         factor = self._factors[self._communicator.rank] * self._everyone
+        if factor == 0.0:
+            return torch.zeros_like(gradient)  # whatever it is, nan not excepted
         return None if factor == 1.0 else gradient * factor
 
-    def after_accumulation(self, tensor: torch.Tensor) -> None:
+    def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
         index = self._index.get(id(tensor))
         if index is None or not self._active:
             return
+        if index in self._came_combined:
+            self._came_combined.discard(index)
+            self.records.note_combined(tensor)
+            return
         state = self.records.current(tensor)
         state.accumulated, state.combined = True, None
-        if self.no_sync:
+        if self.no_sync and not is_watched:
             return
-        if self._ready is None:
-            self._ready = self._open_pass()
-        if self._summing is not None:
-            self._ready[index] = None
-            return
+        ready = self._ready_in_pass()
         index = self._index.get(id(tensor))
         if index is None:
             return  # no other rank has it
         assert tensor.grad is not None
-        if index in self._contributed:
+        if self._travels and index in self._contributed:
             # A reentrant backward pass (checkpointing) and the one around it both use the tensor.
             self._again.add(index)
-        self._ready[index] = None
-        bucket = self._plan.bucket_of.get(index)
-        if bucket is not None and tensor.grad.layout == torch.strided and index in bucket.waiting:
-            self._contribute(index, bucket)
-            self._plan.start_complete(self._communicator, BACKWARD)
+        ready[index] = None
+        if is_watched:
+            self._combine_with_graphs() if has_graph(tensor.grad) else self._meet_at(index)
+        elif self._travels:
+            bucket = self._plan.bucket_of.get(index)
+            if bucket is not None and tensor.grad.layout == torch.strided and index in bucket.waiting:
+                self._contribute(index, bucket)
+                self._plan.start_complete(self._communicator, BACKWARD)
 
-    def _open_pass(self) -> dict[int, None]:
-        if self._summing is None:
+    def _ready_in_pass(self) -> dict[int, None]:
+        """The gradients that are ready in the pass that goes on, which this opens if there is none.
+
+        A pass that fails never gets to its end; torch lets go of what it should have called there.
+        """
+        if self._ready is None or self._end_of_pass() is None:
+            self._open_pass()
+        assert self._ready is not None
+        return self._ready
+
+    def _open_pass(self) -> None:
+        failed, self._ready = self._ready or {}, None
+        self._is_watched = any(map(is_watched, self._tensors))
+        self._travels = self._summing is None and not self._is_watched
+        if self._travels:
+            if failed:
+                self._plan.wait()
             self._begin_pass(BACKWARD)
             self._plan = self._plan_of_pass()
             self._plan.reset()
-        queue_backward_callback(self._end_pass)
-        return {}
+        end_of_pass = _EndOfPass(self._end_pass)
+        self._end_of_pass = weakref.ref(end_of_pass)
+        queue_backward_callback(end_of_pass)
+        self._ready = failed
 
     def _plan_of_pass(self) -> Plan:
         if self._communicator.size < self._everyone:
@@ -226,7 +274,9 @@ class BucketedGradients:
             if self._works_by_parts and state.accumulated and state.base is not None:
                 view.sub_(state.base)
             factor, _ = self._factors_of(tensor)
-            if factor != 1.0:
+            if factor == 0.0:
+                view.zero_()  # whatever it is, nan not excepted
+            elif factor != 1.0:
                 view.mul_(factor)
 
     def _contributes(self, index: int, ready: Container[int]) -> bool:
@@ -238,7 +288,19 @@ class BucketedGradients:
 
     def _end_pass(self) -> None:
         with DisableTorchFunction():
-            self._flush() if self._summing is None else self._flush_in_place()
+            self._combine_with_graphs()
+            if self._is_watched:
+                self._meet_at(None)
+            if self.no_sync:  # only what hooks look at is combined
+                self._ready = None
+                return
+            if self._summing is not None:
+                self._flush_in_place()
+                return
+            if not self._travels:
+                self._begin_pass(BACKWARD)
+                self._plan = Plan((), self._tensors)
+            self._flush()
 
     def _flush(self) -> None:
         """At the end of a pass: send the rest, learn what the others had, write the combined gradients back."""
@@ -259,7 +321,8 @@ class BucketedGradients:
             self._write_back(index, self._plan.bucket_of[index].views[index])
         self._combine_dense(sorted(dense - in_time), ready)
         self._combine_sparse(sorted(sparse - dense), ready)
-        self._remake_plan(places, dense)
+        if self._travels:
+            self._remake_plan(places, dense)
         self._pass += 1
         self.pending = False
 
@@ -310,7 +373,8 @@ class BucketedGradients:
         if self._works_by_parts or self._owners is not None or _SPARSE_TOO in kinds:
             return []
         found = [t.grad for t, kind in zip(self._tensors, kinds, strict=True) if kind == _DENSE and t.grad is not None]
-        return found if all(g.dtype in _PLAIN and is_plain(g) and g.is_contiguous() and g.is_cpu for g in found) else []
+        can = all(g.dtype in _PLAIN and is_plain(g) and g.is_contiguous() and g.is_cpu for g in found)
+        return found if can and not share_memory(found) else []
 
     def _has_part(self, tensor: torch.Tensor) -> bool:
         """Whether something was accumulated under ``no_sync`` and is still there."""
@@ -366,10 +430,12 @@ class BucketedGradients:
     def _combine_in_place(self, communicator: SumsInPlace, indices: Sequence[int], ready: Container[int]) -> None:
         """The same without buckets: gradients are added up where they lie."""
         groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
+        gradients = [self._tensors[index].grad for index in indices]
+        copies = share_memory([one for one in gradients if one is not None and one.layout == torch.strided])
         with torch.no_grad():
             for index in indices:
                 before, after = self._factors_of(self._tensors[index])
-                groups.setdefault(after, []).append((index, self._own_part(index, ready, before)))
+                groups.setdefault(after, []).append((index, self._own_part(index, ready, before, copies)))
             for after, members in groups.items():
                 everywhere = self._combine_at_owners(communicator, members, after)
                 communicator.sum_in_place([part for _, part in everywhere], after, self._call)
@@ -380,7 +446,7 @@ class BucketedGradients:
         self, communicator: SumsInPlace, members: list[tuple[int, torch.Tensor]], after: float
     ) -> list[tuple[int, torch.Tensor]]:
         """Leave gradients with their owners; those that have none, and are still to be combined, are returned."""
-        if self._owners is None or self.no_sync or self.pending:
+        if self._owners is None or self.no_sync or self.pending or self._for_hooks:
             return members
         everywhere = []
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Owned]]] = {}
@@ -403,18 +469,21 @@ class BucketedGradients:
                 combined.owned = owned
         return everywhere
 
-    def _own_part(self, index: int, ready: Container[int], factor: float) -> torch.Tensor:
-        """What this rank contributes, where it may be overwritten: its gradient itself, if that can be."""
+    def _own_part(self, index: int, ready: Container[int], factor: float, copies: bool) -> torch.Tensor:
+        """What this rank contributes, where it may be overwritten: its gradient itself, if that can be and no
+        ``copies`` are wanted."""
         tensor = self._tensors[index]
         if not self._contributes(index, ready):
             return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         assert tensor.grad is not None
         self._contributed.add(index)
         state, part = self.records.current(tensor), tensor.grad
-        if not is_plain(part) or not part.is_contiguous():
+        if copies or not is_plain(part) or not part.is_contiguous():
             part = _dense(part).detach().clone(memory_format=torch.contiguous_format)
         if self._works_by_parts and state.accumulated and state.base is not None:
             part.sub_(_dense(state.base))
+        if factor == 0.0:
+            return part.zero_()
         return part if factor == 1.0 else part.mul_(factor)
 
     def _put(self, index: int, combined: torch.Tensor) -> None:
@@ -460,11 +529,129 @@ class BucketedGradients:
             if own is not None and earlier is not None:
                 own = own - earlier
             before, after = self._factors_of(tensor)
+            if own is not None and not before:
+                own = torch.zeros_like(own)  # whatever it is, nan not excepted
             total = sum_of_sparse(self._communicator, tensor, own, before * after, self._call)
             tensor.grad = (total if earlier is None else total + earlier).to(tensor.device)
             self.records.note_combined(tensor)
 
+    # -- in the midst of a pass -------------------------------------------------------------------------------------
+
+    def _meet_at(self, index: int | None, incoming: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Meet the others where hooks are about to see a gradient (or ``incoming``, which is yet to be added to it),
+        or, without an index, at the end of the pass. Returns ``incoming``, combined."""
+        tensor = None if index is None else self._tensors[index]
+        while True:
+            if tensor is not None and (index := self._index.get(id(tensor))) is None:
+                return incoming  # no other rank has it
+            place = -1.0 if index is None else float(index)
+            state = None if index is None else self.records.current(self._tensors[index])
+            has_left = incoming is not None and state is not None and state.accumulated
+            numbers = (place, self._weight(), self._roster.digest, float(incoming is not None), float(has_left))
+            rows = agree(self._communicator, WATCHED, numbers)
+            if any(row[2] != rows[0][2] for row in rows):
+                self._use_what_all_have([row[2] for row in rows], WATCHED)
+                continue
+            places = {rank: int(row[0]) for rank, row in enumerate(rows) if row[0] >= 0}
+            if not places:
+                self._hand_over_missed()
+                return None
+            chosen = self._turns.next(places, range(len(rows)), lambda: range(len(self._tensors)))
+            self._set_shares(WATCHED, self._shares_of([row[1] for row in rows]))
+            own = chosen == index
+            comes = any(row[3] for row in rows if row[0] == chosen)
+            if not comes or any(row[4] for row in rows if row[0] == chosen):
+                self._combine_one(chosen)
+            combined = self._combine_loose(chosen, incoming if own else None) if comes else None
+            if own:
+                return combined
+
+    def _hand_over_missed(self) -> None:
+        for index, source, _ in self._turns.end():
+            tensor = self._tensors[index]
+            (gradient,) = broadcast_gradients(self._communicator, [tensor.grad], [tensor], source, WATCHED)
+            self.records.take_over(tensor, gradient, used=False)
+
+    def _combine_one(self, index: int) -> None:
+        """Combine a gradient at once, on all ranks, with what each has accumulated of it by now."""
+        tensor, ready = self._tensors[index], self._ready or {}
+        is_sparse = tensor.grad is not None and tensor.grad.layout != torch.strided
+        kinds = agree(self._communicator, WATCHED, (float(tensor.grad is not None), float(is_sparse)))
+        self._for_hooks = True
+        if any(row[0] and not row[1] for row in kinds):
+            self._combine_dense([index], ready)
+        elif any(row[1] for row in kinds):
+            self._combine_sparse([index], ready)
+        self._for_hooks = False
+        ready.pop(index, None)
+
+    def _combine_loose(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Combine gradients that nobody has accumulated yet. Ranks without one bring none."""
+        tensor, record = self._tensors[index], self.records.current(self._tensors[index])
+        kept, ready = tensor.grad, self._ready
+        accumulated, base, combined = record.accumulated, record.base, record.combined
+        tensor.grad = None if gradient is None else gradient.detach().clone()
+        record.accumulated, self._ready = False, {} if gradient is None else {index: None}
+        try:
+            self._combine_one(index)
+            return tensor.grad
+        finally:
+            tensor.grad, self._ready = kept, ready
+            record.accumulated, record.base, record.combined = accumulated, base, combined
+
+    def _combine_incoming(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        self._ready_in_pass()
+        index = self._index.get(id(tensor))
+        if index is None:
+            return None
+        self._came_combined.add(index)
+        if has_graph(gradient):
+            return combine_with_graphs(self._exchange_with_graphs, [gradient], [None])[0]
+        return self._meet_at(index, gradient)
+
+    def _combine_with_graphs(self) -> None:
+        ready = self._ready or {}
+        indices = [index for index in ready if has_graph(self._tensors[index].grad)]
+        if not indices:
+            return
+        tensors = [self._tensors[index] for index in indices]
+        states = [self.records.current(tensor) for tensor in tensors]
+        bases = [state.base if self._works_by_parts else None for state in states]
+        gradients: Any = [tensor.grad for tensor in tensors]
+        combined = combine_with_graphs(self._exchange_with_graphs, gradients, bases)
+        for index, tensor, gradient in zip(indices, tensors, combined, strict=True):
+            del ready[index]
+            tensor.grad = gradient
+            self.records.note_combined(tensor)
+
+    def _exchange_with_graphs(self, call: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rows = agree(self._communicator, call, (self._weight(),))
+        share = self._shares_of([row[0] for row in rows])[self._communicator.rank]
+        if self._scaled:
+            share = 1.0 / self._everyone  # each was weighted when it was accumulated
+        totals = []
+        with torch.no_grad():
+            for tensor in tensors:
+                own = tensor * share if share else torch.zeros_like(tensor)
+                totals.append(own.clone(memory_format=torch.contiguous_format))
+                self._communicator.all_reduce(totals[-1], call).wait()
+        return totals
+
     # -- at the optimizer's step ------------------------------------------------------------------------------------
+
+    def before_clipping(self, gradients: list[torch.Tensor]) -> None:
+        """What no backward pass has combined is to be clipped as on one device."""
+        if not self._active:
+            return
+        places = {id(gradient): place for place, gradient in enumerate(gradients)}
+        tensors = [tensor for tensor in self._tensors if id(tensor.grad) in places]
+        if self.records.are_as_combined(tensors) or not self.records.left_over(tensors):
+            return
+        at = [places[id(tensor.grad)] for tensor in tensors]
+        self.catch_up(tensors)
+        for place, tensor in zip(at, tensors, strict=True):
+            if tensor.grad is not None:
+                gradients[place] = tensor.grad
 
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
         """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
@@ -475,6 +662,23 @@ class BucketedGradients:
         self._combine_dense(sorted(dense), ready)
         self._combine_sparse(sorted(sparse - dense), ready)
         self.pending = False
+
+
+class _EndOfPass:
+    """What a backward pass calls at its end. Nothing but the pass holds it."""
+
+    __slots__ = ("__weakref__", "_call")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    @uncompiled
+    def __call__(self) -> None:
+        self._call()
+
+
+def _nothing() -> object:
+    return None
 
 
 def _kinds(places: torch.Tensor) -> tuple[set[int], set[int], set[int]]:

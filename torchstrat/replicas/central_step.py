@@ -13,14 +13,27 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat._torch_private import (
+    after_step,
+    before_step,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+    put_clipping_hook,
+    remove_clipping_hook,
+)
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.baton import Baton, ReplicaAborted
 from torchstrat.replicas.components import Components
+from torchstrat.replicas.differing_edits import (
+    DifferingEdits,
+    edited_differently,
+    gradients_edited_differently,
+)
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.last_hooks import LastHooks
+from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.stand_ins import make_stand_in
+from torchstrat.stand_ins import make_stand_in, stepped_by
 
 
 def make_inert_stand_in(optimizer: Optimizer) -> Optimizer:
@@ -61,6 +74,7 @@ class CentralStep:
         self,
         components: Components,
         gradients: GradientExchange,
+        differing: DifferingEdits,
         baton: Baton,
         is_replica_thread: Callable[[], bool],
         combine_losses: Callable[[dict[int, Any]], Any],
@@ -68,6 +82,7 @@ class CentralStep:
     ) -> None:
         self._components = components
         self._gradients = gradients
+        self._differing = differing
         self._baton = baton
         self._is_replica_thread = is_replica_thread
         self._combine_losses = combine_losses
@@ -77,18 +92,21 @@ class CentralStep:
         self._driver_threads: set[int] = set()
         self._hook_key = hook_key
         self._last_hooks = LastHooks()
+        self._in_progress = StepInProgress()  # the leader's
 
     def begin(self, helpers: list[Any]) -> None:
         """``helpers``: with the optimizers that there are before the run."""
         optimizers = [helper for helper in helpers if isinstance(helper, Optimizer)]
         self._numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
         self._leader = self._baton.first
-        optimizer_pre_hooks[self._hook_key] = self._before
-        optimizer_post_hooks[self._hook_key] = self._after
+        optimizer_pre_hooks[self._hook_key] = before_step(self._before)
+        optimizer_post_hooks[self._hook_key] = after_step(self._after)
+        put_clipping_hook(self._hook_key, self._gradients.before_clipping)
 
     def end(self) -> None:
         optimizer_pre_hooks.pop(self._hook_key, None)
         optimizer_post_hooks.pop(self._hook_key, None)
+        remove_clipping_hook(self._hook_key)
         self._last_hooks.clear()
         for driver in self._drivers:
             driver.abandon()
@@ -105,7 +123,9 @@ class CentralStep:
         replica = self._baton.holder
         if replica is None or self._is_driver():
             return None
-        tensors = _tensors(optimizer)
+        tensors = stepped_by(optimizer)
+        if not tensors or (replica == self._leader and self._in_progress.is_around()):
+            return None
         known = [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
         is_ours = self._is_replica_thread()
         if all(slot.is_copy and not slot.is_shared for slot in known):
@@ -126,6 +146,7 @@ class CentralStep:
             return None
         if replica != self._leader:
             return (make_stand_in(optimizer), *args[1:]), kwargs
+        self._in_progress.begin()
         self._baton.shield()  # until `_after`: an interrupted step would leave the variables half-stepped
         with OwnSettings():
             self._components.enter_step(tensors)
@@ -143,14 +164,22 @@ class CentralStep:
                     return dict.fromkeys(optimizers, False)
                 _let_be_one(optimizers)
             with OwnSettings():
+                self._report_differing(tensors, list(optimizers))
                 self._gradients.catch_up(tensors)
                 self._components.merge_rows()
             return dict.fromkeys(optimizers, True)
 
         return bool(self._baton.meet(self._call_name(optimizer), optimizer, combine))
 
+    def _report_differing(self, tensors: list[torch.Tensor], replicas: list[int]) -> None:
+        if self._differing.is_told or len(replicas) < 2:
+            return
+        slots = [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
+        edited = edited_differently(self._components.unmerged(slots), replicas) if self._components.has_edits else []
+        self._differing.report(edited, gradients_edited_differently(slots, replicas))
+
     def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
-        slots = [self._components.slot_of(tensor) for tensor in _tensors(optimizer)]
+        slots = [self._components.slot_of(tensor) for tensor in stepped_by(optimizer)]
         return all(slot is not None and slot.made_by == replica and not slot.is_shared for slot in slots)
 
     def _note_own(self, optimizer: Optimizer, replica: int) -> None:
@@ -167,7 +196,9 @@ class CentralStep:
         replica = self._baton.holder
         if replica is None or self._is_driver() or id(optimizer) in self._own:
             return
-        tensors = _tensors(optimizer)
+        if replica == self._leader and self._in_progress.is_around():
+            return
+        tensors = stepped_by(optimizer)
         if not any(self._components.slot_of(tensor) is not None for tensor in tensors):
             return
         if replica != self._leader:
@@ -176,6 +207,7 @@ class CentralStep:
             return
         if closure_of(args, kwargs) is not None:
             return
+        self._in_progress.end()
         self._last_hooks.remove(optimizer)
         with OwnSettings():
             self._components.leave_step(tensors)
@@ -188,11 +220,14 @@ class CentralStep:
     def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """One central step, on a thread of its own, asks all replicas to evaluate their closures together."""
         call = f"{self._call_name(optimizer)} with a closure"
+        tensors = stepped_by(optimizer)
         driver: list[ClosureDriver] = []
 
         def combine(losses: dict[int, Any]) -> dict[int, Any]:
             with OwnSettings():
+                self._gradients.catch_up(tensors)
                 self._components.install_central()
+                before = self._gradients.central()
             if not driver:
                 driver.append(ClosureDriver(optimizer, args, kwargs, self._driver_threads))
                 self._drivers.append(driver[0])
@@ -200,6 +235,7 @@ class CentralStep:
             evaluate = driver[0].resume(loss)
             with OwnSettings():
                 self._components.spread_central()
+                self._gradients.spread_central(before)
             return dict.fromkeys(losses, (evaluate, driver[0].value))
 
         loss: Any = _NOTHING
@@ -276,17 +312,13 @@ def _let_be_one(optimizers: dict[int, Optimizer]) -> None:
     """Each replica's code has made an optimizer anew, over the same variables; whichever the user keeps is the one."""
     first_replica, first = next(iter(optimizers.items()))
     for replica, other in optimizers.items():
-        if {id(tensor) for tensor in _tensors(other)} != {id(tensor) for tensor in _tensors(first)}:
+        if set(map(id, stepped_by(other))) != set(map(id, stepped_by(first))):
             raise ReplicaDivergenceError(
                 f"replicas {first_replica} and {replica} step different optimizers: a {type(first).__name__} and a "
                 f"{type(other).__name__} over other variables. Every replica has to make the same steps in the same "
                 "order; look for a branch that depends on the replica's data or id."
             )
         other.state = first.state
-
-
-def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 __all__ = ["CentralStep", "closure_of", "make_inert_stand_in", "with_closure"]

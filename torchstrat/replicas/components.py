@@ -58,6 +58,8 @@ class Components:
         self._installed = 0
         self._is_parked = False
         self._steps = 0  # of optimizers, nested, that the leader makes now
+        self.has_edits = False
+        """Whether any replica has edited a parameter in place in this run, other than by an optimizer's step."""
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class Components:
         self._replicas = list(replicas)
         self._leader = replicas[0]
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
-        self._installed, self._is_parked, self._steps = self._home, False, 0
+        self._installed, self._is_parked, self._steps, self.has_edits = self._home, False, 0, False
         self._changes = members.changes
         self._tables = renormed_tables(members.modules)
         self._take(members.tensors)
@@ -116,8 +118,10 @@ class Components:
             slot.data[key] = tensor.data
             slot.grads[key] = tensor.grad
             version = slot.versions[key] = tensor._version
-            if keeps_unedited and version != slot.version and slot.unedited is None:
-                self._keep_unedited(slot)
+            if version != slot.version:
+                self.has_edits = True
+                if keeps_unedited and slot.unedited is None:
+                    self._keep_unedited(slot)
         if key != CENTRAL:
             if self._buffers.states:
                 self._buffers.park(key)
@@ -243,6 +247,20 @@ class Components:
 
     def slots(self) -> Iterable[TensorSlot]:
         return self._slots.values()
+
+    def unmerged(self, slots: Iterable[TensorSlot]) -> list[TensorSlot]:
+        """Those of which one component counts when replicas have edited them; not tables that `merge_rows` merges."""
+        merged = {id(table._parameters.get("weight")) for table in self._tables}
+        return [slot for slot in slots if id(slot.tensor) not in merged]
+
+    def keyed_slots(self) -> Iterable[tuple[int, TensorSlot]]:
+        """The same by `id` of their tensors."""
+        return self._slots.items()
+
+    @property
+    def home(self) -> int:
+        """The key of the central components: the leader's, or CENTRAL."""
+        return self._home
 
     def slot_of(self, tensor: torch.Tensor) -> TensorSlot | None:
         return self._slots.get(id(tensor))

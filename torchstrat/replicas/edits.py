@@ -49,23 +49,24 @@ class ParameterEdits:
         """Numbers that are equal on ranks whose parameters are."""
         return (*fingerprint(self.since_noted(roster.tensors)), _probe(roster.tensors))
 
-    def make_equal(self, communicator: Communicator, roster: Roster, call: str) -> None:
-        """Overwrite what differs with the first rank's. All ranks call it, when summaries differ."""
+    def make_equal(self, communicator: Communicator, roster: Roster, call: str) -> list[torch.Tensor]:
+        """Overwrite what differs with the first rank's; those tensors. All ranks call it, when summaries differ."""
         roster = roster.in_common(communicator, call)
         prints = [fingerprint([tensor]) for tensor in roster.tensors]
         everyone = communicator.all_gather_object(prints, call)
         differing = [
-            tensor.data
+            tensor
             for tensor, each in zip(roster.tensors, zip(*everyone, strict=True), strict=True)
             if any(one != each[0] for one in each)
         ]
-        broadcast_tensors(communicator, differing, 0, call)
+        broadcast_tensors(communicator, [tensor.data for tensor in differing], 0, call)
         self.note(roster.tensors)
+        return differing
 
 
 def _probe(tensors: Iterable[torch.Tensor]) -> float:
     """A checksum of a few bytes of each tensor in host memory. Reading them on a GPU would make the host wait."""
-    return float(zlib.crc32(b"".join([_sample(t) for t in tensors if _is_memory(type(t)) and t.is_cpu])))
+    return float(zlib.crc32(b"".join(map(sample, tensors))))
 
 
 # Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own.
@@ -74,9 +75,11 @@ _is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
 )
 
 
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Some of the tensor's bytes, from all over it. Read at its address: through a view it takes ten times as long, and
-    every run asks for every tensor."""
+def sample(tensor: torch.Tensor) -> bytes:
+    """Some of the bytes of a tensor in host memory, from all over it. Read at its address: through a view it takes ten
+    times as long, and every run asks for every tensor."""
+    if not _is_memory(type(tensor)) or not tensor.is_cpu:
+        return b""
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         return b""
     count, address = tensor.nbytes, tensor.data_ptr()

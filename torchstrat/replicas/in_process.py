@@ -29,6 +29,7 @@ from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.central_step import CentralStep
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.components import Components
+from torchstrat.replicas.differing_edits import DifferingEdits, data_edited_differently, edited_differently
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.newborn import Newborn, parameters_of
@@ -71,6 +72,7 @@ class InProcessReplicas:
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._hook_key = new_hook_key()
         self._entry = threading.Lock()
+        self._differing = DifferingEdits(self.registry.describe)
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
@@ -185,7 +187,13 @@ class InProcessReplicas:
     ) -> dict[int, Any]:
         state = ThreadState()
         step = CentralStep(
-            self._components, self._gradients, baton, self._is_current, self._combine_losses, self._hook_key
+            self._components,
+            self._gradients,
+            self._differing,
+            baton,
+            self._is_current,
+            self._combine_losses,
+            self._hook_key,
         )
         newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
 
@@ -223,6 +231,8 @@ class InProcessReplicas:
         with OwnSettings():
             try:
                 self._components.activate(None)
+                if not failed and not self._differing.is_told and len(weights.active) > 1:
+                    self._report_differing(weights.active)
             except BaseException:
                 failed = True
                 raise
@@ -235,6 +245,12 @@ class InProcessReplicas:
                     self._components.end(None if failed else weights.values())
                 finally:
                     self._baton = None
+
+    def _report_differing(self, replicas: list[int]) -> None:
+        slots = self._components.slots()
+        if self._components.has_edits:
+            self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
+        self._differing.report(data_edited_differently(slots, replicas))
 
     def _is_current(self) -> bool:
         """Whether the calling thread is in this strategy's scope or runs one of its replicas."""
@@ -281,6 +297,8 @@ class InProcessReplicas:
 
     def _combine_losses(self, losses: dict[int, Any]) -> Any:
         assert self._weights is not None
+        if any(loss is None for loss in losses.values()):
+            return None
         factors = shares(self.gradient_op, self._weights.values())
         return sum(loss * factor for loss, factor in zip(losses.values(), factors, strict=True))
 

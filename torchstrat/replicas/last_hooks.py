@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import before_step
 from torchstrat.optimizer_blocks import is_worth_blocks, step_in_blocks
 from torchstrat.stand_ins import make_stand_in
 
@@ -22,7 +23,7 @@ class LastHooks:
 
     def put(self, optimizer: Optimizer, hook: Hook) -> None:
         self.remove(optimizer)
-        self._handles[id(optimizer)] = optimizer.register_step_pre_hook(hook)
+        self._handles[id(optimizer)] = optimizer.register_step_pre_hook(before_step(hook))
 
     def remove(self, optimizer: Optimizer) -> None:
         handle = self._handles.pop(id(optimizer), None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import after_step, before_step
 from torchstrat.replicas.process_step import ProcessStep
 
 
@@ -38,9 +39,12 @@ class OwnerSteps:
         for optimizer in optimizers:
             if optimizer not in self._watched:
                 self._watched.add(optimizer)
-                optimizer.register_step_pre_hook(self._before)
-                optimizer.register_step_post_hook(self._after)
-                optimizer.register_load_state_dict_post_hook(self._after_loading)
+                if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                    continue  # a wrapper that does without torch's constructor: what it wraps is watched
+                optimizer.register_step_pre_hook(before_step(self._before))
+                optimizer.register_step_post_hook(after_step(self._after))
+                if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+                    optimizer.register_load_state_dict_post_hook(self._after_loading)
 
     def pause(self) -> None:
         """In a run its own hooks are at work."""

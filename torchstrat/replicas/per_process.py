@@ -36,6 +36,7 @@ from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
+from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.exchange import gather_components, gather_values, reduce_values, require_alike
@@ -97,6 +98,7 @@ class PerProcessReplica:
             gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
         )
         self._edits = ParameterEdits()
+        self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
@@ -192,7 +194,7 @@ class PerProcessReplica:
         self._watch_optimizers()
 
     def set_no_sync(self, active: bool) -> None:
-        self._gradients.no_sync = active
+        self._gradients.set_no_sync(active)
 
     def close(self) -> None:
         error = sys.exc_info()[1]
@@ -270,6 +272,7 @@ class PerProcessReplica:
             communicator,
             self._gradients,
             self._edits,
+            self._differing,
             self._mean_loss,
             self._hook_key,
             central=self._central,
@@ -392,21 +395,25 @@ class PerProcessReplica:
         numbers = (*self._edits.summary(roster), *buffers.summary(members.buffer_slots))
         rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
         if not all_equal([row[1:4] for row in rows]):
-            self._edits.make_equal(self._communicator, roster, END_OF_RUN)
+            self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
         if not all_equal([row[4:] for row in rows]):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
 
-    def _mean_loss(self, loss: Any) -> Any:
-        """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike."""
+    def _mean_loss(self, loss: Any, flag: bool) -> tuple[Any, bool]:
+        """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike. And
+        whether any of them has set the ``flag``."""
         assert self._weights is not None
         value = 0.0 if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        rows = agree(self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank)))
+        rows = agree(
+            self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank), float(flag))
+        )
+        is_flagged = any(row[2] for row in rows)
         if loss is None:
-            return None
+            return None, is_flagged
         weights = [row[1] for row in rows]
         factors = shares(self.gradient_op, weights if any(weights) else [1.0] * len(weights))
         mean = sum(row[0] * factor for row, factor in zip(rows, factors, strict=True))
-        return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+        return (loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean), is_flagged
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat._torch_private import (
+    after_step,
+    before_step,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+    put_clipping_hook,
+    remove_clipping_hook,
+)
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.optimizer_blocks import step_in_blocks
@@ -18,10 +25,13 @@ from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.central_step import closure_of, make_inert_stand_in, with_closure
+from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
+from torchstrat.replicas.gradient_records import GradientRecords
 from torchstrat.replicas.last_hooks import LastHooks
+from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
-from torchstrat.stand_ins import bare_step, make_stand_in
+from torchstrat.stand_ins import bare_step, make_stand_in, stepped_by
 
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
@@ -40,7 +50,8 @@ class ProcessStep:
         communicator: Communicator,
         gradients: BucketedGradients,
         edits: ParameterEdits,
-        mean_loss: Callable[[Any], Any],
+        differing: DifferingEdits,
+        mean_loss: Callable[[Any, bool], tuple[Any, bool]],
         hook_key: int,
         *,
         central: bool,
@@ -49,6 +60,7 @@ class ProcessStep:
         self._communicator = communicator
         self._gradients = gradients
         self._edits = edits
+        self._differing = differing
         self._mean_loss = mean_loss
         self._central = central
         self._storage = storage
@@ -56,15 +68,18 @@ class ProcessStep:
         self._hook_key = hook_key
         self._in_closure_step = False
         self._last_hooks = LastHooks()
+        self._in_progress = StepInProgress()  # the owner's, which it makes alone
 
     def __enter__(self) -> ProcessStep:
-        optimizer_pre_hooks[self._hook_key] = self.before
-        optimizer_post_hooks[self._hook_key] = self.after
+        optimizer_pre_hooks[self._hook_key] = before_step(self.before)
+        optimizer_post_hooks[self._hook_key] = after_step(self.after)
+        put_clipping_hook(self._hook_key, self._gradients.before_clipping)
         return self
 
     def __exit__(self, *_: Any) -> None:
         optimizer_pre_hooks.pop(self._hook_key, None)
         optimizer_post_hooks.pop(self._hook_key, None)
+        remove_clipping_hook(self._hook_key)
         self._last_hooks.clear()
         if self._storage is not None:
             self._storage.follow()  # a step that raised
@@ -78,7 +93,7 @@ class ProcessStep:
         return f"{type(optimizer).__name__}.step() (optimizer {number})"
 
     def _variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        return self._gradients.known(t for group in optimizer.param_groups for t in group["params"])
+        return self._gradients.known(stepped_by(optimizer))
 
     def _elsewhere(self, tensors: list[torch.Tensor], *, alone: bool) -> list[torch.Tensor]:
         """Those that each rank has a copy of, which nobody but this class makes equal.
@@ -95,6 +110,8 @@ class ProcessStep:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """A pre-hook of all optimizers: make gradients and parameters equal; a rank that does not own gets a stand-in
         to step. Where the step is shared out that is done later."""
+        if self._in_progress.is_around():
+            return None
         if self._storage is None or not self._storage.shares(optimizer):
             changed = self.before_alone(optimizer, args, kwargs)
             if changed is None and closure_of(args, kwargs) is None:
@@ -107,7 +124,7 @@ class ProcessStep:
     def before_alone(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The same as the hook of one optimizer, and the last one."""
         tensors = self._variables_of(optimizer)
-        if not tensors or self._in_closure_step:
+        if not tensors or self._in_closure_step or self._in_progress.is_around():
             return None
         closure = closure_of(args, kwargs)
         call = self._call_name(optimizer) + (" with a closure" if closure is not None else "")
@@ -118,15 +135,20 @@ class ProcessStep:
             return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
         if not self._owns:
             return (make_stand_in(optimizer), *args[1:]), kwargs
+        if self._central:
+            self._in_progress.begin()
         if self._storage is not None:
             self._storage.lead(tensors)
         return None
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """A post-hook: the owner's new values become everyone's."""
+        if self._in_progress.is_around():
+            return
         tensors = self._variables_of(optimizer)
         if not tensors or self._in_closure_step:
             return
+        self._in_progress.end()
         self._last_hooks.remove(optimizer)
         if self._storage is not None and self._storage.shares(optimizer):
             return
@@ -168,7 +190,9 @@ class ProcessStep:
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
             is_torn = not as_combined and self._gradients.records.torn(tensors)
-            numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
+            has_edits = storage.look_for_edits()
+            edits = fingerprint([tensor.detach() for tensor in tensors])[0] if has_edits else 0.0
+            numbers = (*numbers, float(has_edits), float(is_foreign), float(is_torn), edits)
         everyone = agree(self._communicator, call, numbers)
         if storage is not None and any(row[7] for row in everyone):
             raise InvalidArgumentError(
@@ -179,15 +203,36 @@ class ProcessStep:
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
         if not all_equal([row[1:5] for row in everyone]):
+            self._report_differing(tensors, elsewhere, call)
             broadcast_tensors(self._communicator, [t.data for t in elsewhere], 0, call)
             grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, call)
             for tensor, grad in zip(tensors, grads, strict=True):
                 if tensor.grad is not grad:
                     self._gradients.records.take_over(tensor, grad, used=False)
         if storage is not None and any(row[5] for row in everyone):
+            if any(row[8] != everyone[0][8] for row in everyone):
+                self._report_differing(tensors, tensors, call)
             storage.publish_edits(self._communicator, call)
         if storage is not None and shared is not None and any(row[6] for row in everyone):
             storage.take_state(self._communicator, shared, call)
+
+    def _report_differing(self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor], call: str) -> None:
+        if self._differing.is_told:
+            return
+        prints = (
+            [fingerprint([tensor]) for tensor in elsewhere],
+            {place: fingerprint([tensor.grad]) for place, tensor in enumerate(tensors) if tensor.grad is not None},
+        )
+        everyone = self._communicator.all_gather_object(prints, call)
+        first = everyone[0]
+
+        def differs(which: int, place: int) -> bool:
+            return any(one[which][place] != first[which][place] for one in everyone)
+
+        self._differing.report(
+            [tensor for place, tensor in enumerate(elsewhere) if differs(0, place)],
+            [t for place, t in enumerate(tensors) if all(place in one[1] for one in everyone) and differs(1, place)],
+        )
 
     def _share_out(
         self,
@@ -206,7 +251,7 @@ class ProcessStep:
         value = None
         if closure is not None:
             with torch.enable_grad():
-                value = self._mean_loss(closure())
+                value, _ = self._mean_loss(closure(), False)
         tensors = self._variables_of(optimizer)
         self._make_equal(call, tensors, optimizer)
         own = storage.begin_step(self._communicator, optimizer, self._gradients.records.owned, call)
@@ -226,21 +271,23 @@ class ProcessStep:
     ) -> Any:
         """The closure's loss is averaged, so every rank decides alike; under central storage the owner leads."""
         if not self._central:
-            return with_closure(optimizer, lambda: self._mean_loss(closure()), args, kwargs)
+            return with_closure(optimizer, lambda: self._evaluate(closure, tensors), args, kwargs)
         what = f"{self._call_name(optimizer)} with a closure"
 
         elsewhere = self._elsewhere(tensors, alone=True)
+        gradients = _LeadersGradients(self._communicator, self._gradients.records, tensors, what)
 
         def evaluate() -> Any:
             if self._storage is not None:
                 self._storage.follow()
                 self._storage.parameters.stepped(tensors)
             with torch.enable_grad():
-                loss = self._mean_loss(closure())
+                loss = self._evaluate(closure, tensors)
             if self._storage is not None:
                 self._level_edits(self._storage, what)
                 if self._owns:
                     self._storage.lead(tensors)
+            gradients.note()
             return loss
 
         if self._owns:
@@ -248,7 +295,7 @@ class ProcessStep:
                 self._storage.lead(tensors)
 
             def lead() -> Any:
-                self._communicator.broadcast_object(("evaluate", None), OWNER, what)
+                gradients.tell(("evaluate", None))
                 broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
                 return evaluate()
 
@@ -258,17 +305,67 @@ class ProcessStep:
                 value = type(optimizer).step(*call_args, **call_kwargs)
             finally:
                 self._in_closure_step = False
-            self._communicator.broadcast_object(("done", value), OWNER, what)
+            gradients.tell(("done", value))
         else:
             while True:
-                order, value = self._communicator.broadcast_object(None, OWNER, what)
+                order, value = gradients.hear()
                 if order == "done":
                     break
                 broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
                 evaluate()
         return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
 
+    def _evaluate(self, closure: Callable[[], Any], tensors: list[torch.Tensor]) -> Any:
+        """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
+        loss = closure()
+        records = self._gradients.records
+        has_left_over = not records.are_as_combined(tensors) and bool(records.left_over(tensors))
+        loss, is_left_over = self._mean_loss(loss, has_left_over)
+        if is_left_over:
+            self._gradients.catch_up(tensors)
+        return loss
+
     def _level_edits(self, storage: CentralStorage, what: str) -> None:
         """What a closure has done to parameters in place: the owner's counts."""
         if any(row[0] for row in agree(self._communicator, what, (float(storage.look_for_edits()),))):
             storage.publish_edits(self._communicator, what)
+
+
+class _LeadersGradients:
+    """Gradients that the owner's ``step(closure)`` zeroes, removes or replaces are so on every rank."""
+
+    def __init__(
+        self, communicator: Communicator, records: GradientRecords, tensors: list[torch.Tensor], what: str
+    ) -> None:
+        self._communicator, self._records, self._tensors, self._what = communicator, records, tensors, what
+        self.note()
+
+    def note(self) -> None:
+        """They are alike on all ranks now."""
+        self._noted = [(grad, 0 if grad is None else grad._version) for grad in (t.grad for t in self._tensors)]
+
+    def tell(self, order: tuple[str, Any]) -> None:
+        """On the owner: send ``order``, and what has become of gradients since they were noted."""
+        changed = [
+            place
+            for place, (tensor, (grad, version)) in enumerate(zip(self._tensors, self._noted, strict=True))
+            if tensor.grad is not grad or (grad is not None and grad._version != version)
+        ]
+        self._communicator.broadcast_object((order, changed), OWNER, self._what)
+        self._level(changed)
+
+    def hear(self) -> tuple[str, Any]:
+        """On the others."""
+        order: tuple[str, Any]
+        order, changed = self._communicator.broadcast_object(None, OWNER, self._what)
+        self._level(changed)
+        return order
+
+    def _level(self, changed: list[int]) -> None:
+        if not changed:
+            return
+        tensors = [self._tensors[place] for place in changed]
+        received = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, OWNER, self._what)
+        for tensor, gradient in zip(tensors, received, strict=True):
+            self._records.take_over(tensor, gradient, used=False)
+        self.note()

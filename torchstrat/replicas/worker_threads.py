@@ -9,6 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import torch
+
 
 class Gate:
     """Where a thread waits for something to become true; another makes it true and then calls `open`.
@@ -58,12 +60,32 @@ class Worker:
         return self.gate
 
 
+class AutogradBacklog:
+    """What backward passes that failed have left in the calling thread's queue.
+
+    PyTorch frees it when the thread is gone, and needs Python for that. If Python is about to end by then, the process
+    aborts ("terminate called without an active exception").
+    """
+
+    def __init__(self) -> None:
+        with torch.enable_grad():
+            self._leaf = torch.zeros((), requires_grad=True)
+            self._first = self._leaf.neg()
+
+    def drop(self) -> None:
+        """Run a pass of the node that this thread has made first. Later ones go before it: those of a pass that is
+        over are thrown away."""
+        torch.autograd.grad(self._first, self._leaf, retain_graph=True)
+
+
 def _work(jobs: collections.deque[Job | None], gate: Gate) -> None:
+    backlog = AutogradBacklog()
     while True:
         while not jobs:
             gate.wait()
         job = jobs.popleft()
         if job is None:
+            backlog.drop()
             return
         then = job()
         del job  # the last job must not keep a finished run alive

@@ -7,6 +7,7 @@ strategy, `torchstrat.testing.references` as a plain loop, and both read the sam
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -105,12 +106,17 @@ class Case:
     when no numbers are asked for at all, only that all replicas agree."""
     plain: Callable[[], Training] | None = None
     """What the reference builds, where it cannot be what ``build`` makes."""
+    warns: str = ""
+    """A regular expression for the beginning of a warning that the step may well come with."""
     needs_compiler: bool = False
     """Needs a C++ compiler, and the seconds it takes."""
 
     def conditions(self) -> AbstractContextManager[Any]:
         """Default dtype and seed, the same for every run of this case; both are put back on leaving."""
         stack = ExitStack()
+        if self.warns:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=self.warns)
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.set_default_dtype(self.dtype)

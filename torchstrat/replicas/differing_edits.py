@@ -1,0 +1,82 @@
+"""Says once, by name, that replicas have changed the same thing in different ways, of which one lasts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from torchstrat.replicas.edits import sample
+from torchstrat.replicas.tensor_slot import TensorSlot
+
+
+class DifferingEdits:
+    """Of one strategy. ``describe(tensor)`` names a variable."""
+
+    def __init__(self, describe: Callable[[torch.Tensor], str]) -> None:
+        self._describe = describe
+        self.is_told = False
+
+    def report(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] = ()) -> None:
+        """``gradients``: variables whose gradients they are. All replicas come to the same ones."""
+        if self.is_told or not (parameters or gradients):
+            return
+        self.is_told = True
+        names = [*map(self._describe, parameters), *(f"the gradient of {self._describe(one)}" for one in gradients)]
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"the replicas have changed {names[0]}{others} in the step, each in another way. What the first one did "
+            "counts for all of them, and what the others did is lost. If each has used what its own rows gave "
+            "(torch.autograd.grad, say), combine that first: g = ts.get_replica_context().all_reduce('mean', g); or "
+            "let an optimizer step with it: p.grad = g. If it was random noise, this is as it should be.",
+            stacklevel=2,
+        )
+
+
+def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+    """Parameters that replicas in one process have changed in place, each in another way. For parked slots."""
+    first, *others = replicas
+    return [
+        slot.tensor
+        for slot in slots
+        if any(slot.is_edited(replica) for replica in replicas)
+        and any(not _are_equal(slot.data[first], slot.data[other]) for other in others)
+        and slot.is_shared
+        and not slot.is_copy
+    ]
+
+
+def data_edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+    """The same through ``.data``, which no version counter shows: looked for where there is no gradient that a backward
+    pass has combined, for what an optimizer steps is hardly edited otherwise."""
+    found = []
+    for slot in slots:
+        if slot.synced or not slot.tensor.requires_grad or not slot.is_shared or slot.is_copy:
+            continue
+        own, *others = [sample(slot.data[replica]) for replica in replicas]
+        if any(other != own for other in others):
+            found.append(slot.tensor)
+    return found
+
+
+def gradients_edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+    """The same of combined gradients, which clipping changes alike on all of them."""
+    first, *others = replicas
+    found = []
+    for slot in slots:
+        combined, grad = slot.synced.get(first), slot.grads.get(first)
+        if combined is None or grad is None or combined.version == grad._version:
+            continue
+        if combined.used or not combined.is_in(grad):
+            continue
+        own = sample(grad)
+        if any(other is not None and sample(other) != own for other in (slot.grads.get(one) for one in others)):
+            found.append(slot.tensor)
+    return found
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != torch.strided:
+        return one.shape == other.shape
+    return torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
