@@ -200,7 +200,7 @@ def _with_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
     """The database's entries take the sizes of their tensors from names of their modules."""
     patched = []
     for name, module in list(sys.modules.items()):
-        if name.startswith("torch.testing._internal.") and ".opinfo" in name or name.endswith("methods_invocations"):
+        if (name.startswith("torch.testing._internal.") and ".opinfo" in name) or name.endswith("methods_invocations"):
             known = {key: value for key, value in sizes.items() if isinstance(vars(module).get(key), int)}
             if known:
                 patched.append(mock.patch.multiple(module, **known))

@@ -10,7 +10,7 @@ import torch
 
 from torchstrat.dtensor._torch_dtensor import local_of
 from torchstrat.dtensor.cut_tensor import CutTensor
-from torchstrat.dtensor.operators.reductions import axes_within, cut_after
+from torchstrat.dtensor.operators.reductions import axes_within, cut_after, root
 from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
 from torchstrat.half_precision import widen
 
@@ -28,8 +28,13 @@ def vector_norm(
         return call.leave(call.largest(local.abs().amax(dims, keepdim=keepdim), axes).to(kind), cut)
     if abs(ord) == math.inf or ord == 0:
         raise call.refused(f"of order {ord} over a dimension that is cut")
-    powers = local.abs().pow(ord).sum(dims, keepdim=keepdim)
-    return call.leave(call.added_up(powers, axes).pow(1 / ord).to(kind), cut)
+    sizes = local.abs()
+    if ord < 0:
+        powers = sizes.pow(ord)
+    else:  # without a power of 0, whose gradient may be infinite
+        is_zero = sizes == 0
+        powers = torch.where(is_zero, sizes, torch.where(is_zero, 1, sizes).pow(ord))
+    return call.leave(root(call.added_up(powers.sum(dims, keepdim=keepdim), axes), ord).to(kind), cut)
 
 
 @rule(torch._foreach_norm)

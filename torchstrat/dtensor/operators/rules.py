@@ -14,6 +14,7 @@ from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
 from torchstrat.dtensor.axes import Cut, cut_axes
 from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor, cut_tensor, refused, shape_of
 from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.dtensor.operators.as_plain import AsPlain
 from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
 
@@ -194,14 +195,18 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
     if first is None:
         raise refused(name_of(function))
     call = Call(function, first._devices)
+    as_plain = AsPlain(function, args, kwargs)
     try:
-        return found(call, *args, **kwargs)
+        result = found(call, *args, **kwargs)
     except TypeError as error:
         try:
             inspect.signature(found).bind(call, *args, **kwargs)
         except TypeError as of_arguments:
             raise call.refused(f"is not known with these arguments ({of_arguments})") from error
         raise
+    if difference := as_plain.check(result):
+        raise call.refused(difference)
+    return result
 
 
 def with_stand_ins(value: Any) -> Any:
