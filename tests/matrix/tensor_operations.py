@@ -17,8 +17,9 @@ import unittest
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
 from unittest import mock
@@ -198,19 +199,13 @@ _SMALL = {"S": 4, "XS": 2, "M": 6, "L": 8}
 @contextmanager
 def _with_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
     """The database's entries take the sizes of their tensors from names of their modules."""
-    patched = []
-    for name, module in list(sys.modules.items()):
-        if (name.startswith("torch.testing._internal.") and ".opinfo" in name) or name.endswith("methods_invocations"):
-            known = {key: value for key, value in sizes.items() if isinstance(vars(module).get(key), int)}
-            if known:
-                patched.append(mock.patch.multiple(module, **known))
-    for patch in patched:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            is_opinfo = name.startswith("torch.testing._internal.opinfo")
+            if is_opinfo or name.endswith("common_methods_invocations"):
+                for key in sizes.keys() & vars(module).keys():
+                    patches.enter_context(mock.patch.object(module, key, sizes[key]))
         yield
-    finally:
-        for patch in reversed(patched):
-            patch.stop()
 
 
 @functools.cache
@@ -245,7 +240,7 @@ def _entries() -> Mapping[str, list[Any]]:
 def _database() -> tuple[Any, ...]:
     if "expecttest" not in sys.modules:
         try:
-            import expecttest  # noqa: F401  # of torch's tests, which load it and for this need nothing of it
+            import_module("expecttest")  # of torch's tests, which load it and for this need nothing of it
         except ImportError:
             substitute: Any = types.ModuleType("expecttest")
             substitute.TestCase = unittest.TestCase

@@ -68,7 +68,7 @@ def test_everything_else_raises(two_processes: Workers) -> None:
         assert set(messages) == {*proving.REFUSED, *proving.RAISED_BY_PLAIN}
         whole = torch.rand(4, 4)
         for name, function in proving.RAISED_BY_PLAIN.items():
-            with pytest.raises(Exception) as raised:  # noqa: PT011  # of the same class
+            with pytest.raises(Exception) as raised:  # of the same class
                 function(whole)
             assert messages.pop(name) == type(raised.value).__name__, name
         for name, message in messages.items():

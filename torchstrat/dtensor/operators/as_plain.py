@@ -1,4 +1,4 @@
-"""What plain PyTorch says of a call by the shapes and dtypes of the whole tensors, asked before a piece is computed with.
+"""What plain PyTorch says of a call by the shapes of the whole tensors, asked before a piece is computed with.
 
 A rule sees pieces, and an operand that happens to have the shape of a piece, or that broadcasts to one, would be taken
 where plain PyTorch raises. So the first call of every kind (function, shapes, dtypes, options) is made on tensors of
@@ -75,7 +75,7 @@ def _kind_of(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, float | complex):
-        return type(value)  # a number that is another one in every step
+        return type(value), ()  # a number that is another one in every step
     if isinstance(value, list | tuple):
         return type(value), *[_kind_of(one) for one in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What gradient clipping does to the gradients of parameters that are cut: norms of all of them, and scaling."""
+"""Norms, as clipping takes them of the gradients of all parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from torchstrat.dtensor._torch_dtensor import local_of
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.operators.reductions import axes_within, cut_after, root
 from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
@@ -46,26 +45,3 @@ def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: An
         else:
             found.append(vector_norm(call, tensor, ord, dtype=dtype))
     return found
-
-
-@rule(torch._foreach_mul_)
-def scale_all(call: Call, tensors: Sequence[torch.Tensor], factors: Any) -> None:
-    if isinstance(factors, list | tuple):
-        raise call.refused("with a factor for each")
-    for tensor in tensors:
-        if isinstance(tensor, CutTensor):
-            scale(call, tensor, factors)
-        else:
-            tensor.mul_(factors)
-
-
-@rule(torch.Tensor.mul_)
-def scale(call: Call, tensor: torch.Tensor, factor: Any) -> torch.Tensor:
-    """Of gradients of parameters alone: there nothing else sees the piece."""
-    if not isinstance(tensor, CutTensor) or not tensor._is_gradient or isinstance(factor, CutTensor):
-        raise call.refused("would change it in place; write the result to a new tensor")
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-        raise call.refused("by a tensor of several elements, in place")
-    with torch.no_grad():
-        local_of(tensor).mul_(factor)
-    return tensor
