@@ -29,6 +29,9 @@ TORCHRUN: Mapping[str, Row] = {f"torchrun {name}": row for name, row in contract
 """One replica per process: ``torchrun mirrored``, ``torchrun multi_worker_mirrored`` (on sockets),
 ``torchrun central_storage``, ``torchrun central_storage on sockets``."""
 
+LOGICAL_DEVICES = "two logical devices"
+"""One replica of two processes, which hold pieces of what is cut. A table's cells share a strategy of their own there."""
+
 REPLICAS: Mapping[str, Row] = {**IN_PROCESS, **TORCHRUN}
 """Every place of a synchronous strategy."""
 
@@ -45,6 +48,8 @@ def opened(place: str, **options: Any) -> Iterator[Any]:
 
 def processes_of(place: str) -> int:
     """How many processes a cell of this place runs in: 1 where the table starts what it needs itself."""
+    if place == LOGICAL_DEVICES:
+        return 2
     return TORCHRUN[place].replicas if place in TORCHRUN else 1
 
 
@@ -79,8 +84,18 @@ class Launcher:
         )
 
 
+_entered: list[Table] = []
+"""In a process of a place: the table whose cells it has run last."""
+
+
 def observe_by_name(table_name: str, cell_id: str, fault_name: str | None) -> Outcome:
     """In a process of a place: `observe` of what was named, since a check itself does not travel."""
     table = catalog.load(table_name)
+    for earlier in [one for one in _entered if one is not table]:
+        _entered.remove(earlier)
+        if earlier.leave is not None:
+            earlier.leave()
+    if table not in _entered:
+        _entered.append(table)
     fault = next((fault for fault in table.faults if fault.name == fault_name), None)
     return observe(table.cells[cell_id], fault)

@@ -98,6 +98,8 @@ class Table:
     faults: Sequence[PlantedFault] = ()
     environment: Literal["main", "tpu"] = "main"
     """Which of the two environments its cells run in."""
+    leave: Callable[[], None] | None = None
+    """Puts away what cells keep for one another; called in a process before it runs a cell of another table."""
     sampled: int = 1
     """How many cells of each row, and of each column, are in the sample of every place."""
 

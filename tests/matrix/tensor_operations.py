@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -100,6 +100,16 @@ _OPERATORS = frozenset(
 )
 
 
+_METHODS_OF_OPERATORS = {
+    "truediv": "div",
+    "invert": "bitwise_not",
+    "mod": "remainder",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "floordiv": "floor_divide",
+}
+
+
 class Sample(NamedTuple):
     """Arguments of one call. The first is a tensor, or a list of tensors."""
 
@@ -163,16 +173,20 @@ def samples_of(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
-        found = [one for one in _of_database(operation) if _has_tensor_first(one) and fits(one)]
+        made = (one for one in _of_database(operation) if _has_tensor_first(operation, one) and fits(one))
+        found = list(islice(made, 4 * most))
         if not found:
-            found = [one for one in _usual() if fits(one) and _is_accepted(operation, one)]
+            usual = (one for one in _usual() if _has_tensor_first(operation, one) and fits(one))
+            found = [one for one in usual if _is_accepted(operation, one)]
     step = max(1, len(found) // most)
     return tuple(found[::step][:most])
 
 
-def _has_tensor_first(sample: Sample) -> bool:
+def _has_tensor_first(operation: Operation, sample: Sample) -> bool:
+    if operation.name.startswith("__") and sample.kwargs:
+        return False  # operators take none
     first = sample.args[0] if sample.args else None
-    if isinstance(first, list | tuple):
+    if isinstance(first, list | tuple) and not operation.is_method:
         return bool(first) and all(isinstance(one, torch.Tensor) for one in first)
     return isinstance(first, torch.Tensor)
 
@@ -183,13 +197,19 @@ def _of_database(operation: Operation) -> Iterator[Sample]:
         if dtype is None:
             continue
         for sizes in (_SMALL, {}):  # even sizes, and where an entry cannot do with these its own
-            try:
-                with _with_sizes(sizes):
-                    made = list(islice(entry.sample_inputs("cpu", dtype, requires_grad=False), 60))
-            except Exception:
-                continue
-            yield from (Sample((one.input, *one.args), dict(one.kwargs)) for one in made)
-            break
+            with _with_sizes(sizes):
+                made = _until_error(entry, dtype)
+                first = next(made, None)
+                if first is not None:
+                    yield from (Sample((one.input, *one.args), dict(one.kwargs)) for one in chain([first], made))
+                    break
+
+
+def _until_error(entry: Any, dtype: torch.dtype) -> Iterator[Any]:
+    try:
+        yield from islice(entry.sample_inputs("cpu", dtype, requires_grad=False), 60)
+    except Exception:  # of an entry whose sizes are bound to one another
+        return
 
 
 _DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128, torch.float32)
@@ -225,7 +245,7 @@ def _entries() -> Mapping[str, list[Any]]:
             if bare.startswith("__") and bare not in by_name:
                 bare = bare.strip("_")
                 bare = bare[1:] if bare[:1] in "ir" and bare[1:] in _OPERATORS else bare
-                bare = {"truediv": "div", "invert": "bitwise_not"}.get(bare, bare)
+                bare = _METHODS_OF_OPERATORS.get(bare, bare)
                 bare = f"bitwise_{bare}" if bare in ("and", "or", "xor") else bare
             prefixes = [_PREFIXES.get(operation.place, "")]
             if operation.is_method or operation.place == "torch":
@@ -293,10 +313,9 @@ def _usual() -> Iterator[Sample]:
 
 def _is_accepted(operation: Operation, sample: Sample) -> bool:
     try:
-        operation(*copied(sample.args), **copied(dict(sample.kwargs)))
+        return operation(*copied(sample.args), **copied(dict(sample.kwargs))) is not NotImplemented
     except Exception:
         return False
-    return True
 
 
 def copied(value: Any) -> Any:
@@ -310,3 +329,20 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: copied(one) for name, one in value.items()}
     return value
+
+
+def refused_samples_of(operation: Operation, most: int) -> tuple[Sample, ...]:
+    """At most so many calls that plain torch raises for, of those that the database knows."""
+    found: list[Sample] = []
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(zlib.crc32(operation.key.encode()))
+        for entry in _entries().get(operation.key, ()):
+            try:
+                made = [one.sample_input for one in islice(entry.error_inputs("cpu"), 40)]
+            except Exception:  # most entries have none
+                continue
+            found += [Sample((one.input, *one.args), dict(one.kwargs)) for one in made]
+        found = [one for one in found if _has_tensor_first(operation, one) and not _is_accepted(operation, one)]
+    step = max(1, len(found) // most)
+    return tuple(found[::step][:most])

@@ -114,8 +114,9 @@ def batch_norm(
     cut = call.cut(input)
     if 1 in cut:
         raise call.refused("is cut along its channels")
-    if any(one is not None and call.cut(one) != call.devices.axes.whole for one in (running_mean, running_var)):
-        raise call.refused("has statistics that are cut")
+    statistics = [one for one in (running_mean, running_var) if one is not None]
+    if any(call.cut(one) != call.devices.axes.whole or one.requires_grad for one in statistics):
+        raise call.refused("has statistics that are cut, or that require a gradient")
     local, varying = call.open(input), cut_axes(cut)
     weights = [one if one is None else call.enter(one, call.devices.axes.whole, varying) for one in (weight, bias)]
     if not training:

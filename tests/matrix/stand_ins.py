@@ -1,0 +1,346 @@
+"""Tensors that are cut over logical devices, in everything that can be done with a tensor.
+
+Rows are all of `tensor_operations`. What is cut is the first argument, a parameter or all arguments; columns are ways to
+cut it and places to call from. A cell is right where each of its samples equals plain PyTorch on the whole tensors, and
+samples that the operator refuses count where others of its row are known; a row that is not known has to refuse them
+all. A row without arguments has to raise for a bare tensor, whatever.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+import torchstrat as ts
+from tests.matrix import places
+from tests.matrix.stand_in_calls import Caller, Seen, complaint
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, refused
+from tests.matrix.tensor_operations import (
+    PLACES,
+    Operation,
+    Sample,
+    operations,
+    refused_samples_of,
+    samples_of,
+)
+from torchstrat.dtensor import no_values
+from torchstrat.dtensor._torch_dtensor import WithoutSubclasses
+from torchstrat.dtensor.moves import recut, whole
+from torchstrat.dtensor.operators import rules
+from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
+
+SAMPLES = 2
+
+# -- the strategy -----------------------------------------------------------------------------------------------------
+
+_open: list[Any] = []
+"""In a process: the strategy that the cells share."""
+
+
+def _strategy() -> Any:
+    if not _open:
+        warnings.simplefilter("ignore")
+        _open.append(ts.MirroredStrategy(logical_devices_per_replica=2, timeout=timedelta(seconds=100)))
+    return _open[0]
+
+
+def _close() -> None:
+    while _open:
+        _open.pop().close()
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+Around = Callable[[Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """``last``: the last dimension is cut, and not the first. ``around``: where the call is made from."""
+
+    name: str
+    last: bool = False
+    everywhere: bool = False
+    twice: bool = False
+    is_parameter: bool = False
+    is_outside: bool = False
+    around: Around = lambda call: call()
+    plainly_refused: bool = False
+    """Its samples are those that plain PyTorch raises for."""
+    only_known: bool = False
+
+    def fits(self, sample: Sample) -> bool:
+        first = sample.args[0]
+        tensors = [first] if isinstance(first, torch.Tensor) else list(first)
+        if self.is_parameter:
+            return all(self._can_cut(one) and one.dtype == torch.float64 for one in tensors)
+        return any(map(self._can_cut, tensors))
+
+    def _can_cut(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout != torch.strided or not tensor.ndim:
+            return False
+        size = tensor.shape[self._dim(tensor)]
+        return size > 0 and size % 2 == 0
+
+    def _dim(self, tensor: torch.Tensor) -> int:
+        return tensor.ndim - 1 if self.last else 0
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a leaf; a tensor that does not divide stays whole."""
+        copy = tensor.clone()
+        return recut(copy, _strategy()._engine.devices, (self._dim(tensor),)) if self._can_cut(tensor) else copy
+
+    def partition(self, tensor: torch.Tensor) -> list[int]:
+        return [2 if dim == self._dim(tensor) else 1 for dim in range(tensor.ndim)]
+
+
+def _in_a_thread(call: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+
+    def work() -> None:
+        try:
+            results.append((call(), None))
+        except Exception as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    ((result, error),) = results
+    if error is not None:
+        raise error
+    return result
+
+
+def _in_a_hook(call: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    leaf = torch.ones(1, requires_grad=True)
+    product = leaf * 2
+
+    def hook(gradient: torch.Tensor) -> None:
+        with torch.enable_grad():
+            results.append(call())
+
+    product.register_hook(hook)
+    product.sum().backward()
+    return results[0]
+
+
+class _CallsGoingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, call: Any, results: list[Any]) -> torch.Tensor:
+        ctx.call, ctx.results = call, results
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.results.append(ctx.call())
+        return gradient, None, None
+
+
+def _in_backward(call: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    apply: Any = _CallsGoingBackward.apply
+    apply(torch.ones(1, requires_grad=True), call, results).sum().backward()
+    return results[0]
+
+
+def _in_a_checkpointed_block(call: Callable[[], Any]) -> Any:
+    return checkpoint.checkpoint(call, use_reentrant=False)
+
+
+def _below_functions(call: Callable[[], Any]) -> Any:
+    """As PyTorch calls what it is made of: no class of tensors and no mode is asked."""
+    with WithoutSubclasses():
+        return call()
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("cut along the first dimension"),
+    Column("cut along the last dimension", last=True),
+    Column("all arguments are cut", everywhere=True),
+    Column("second derivatives", twice=True, only_known=True),
+    Column("arguments that plain PyTorch refuses", plainly_refused=True, only_known=True),
+    Column("a parameter", is_parameter=True),
+    Column("a parameter, in another thread", is_parameter=True, around=_in_a_thread, last=True),
+    Column("a parameter, in a tensor's hook", is_parameter=True, around=_in_a_hook),
+    Column("a parameter, in a backward", is_parameter=True, around=_in_backward, last=True),
+    Column("a parameter, in a checkpointed block", is_parameter=True, around=_in_a_checkpointed_block),
+    Column("a parameter, below functions", is_parameter=True, around=_below_functions),
+    Column("a parameter outside of runs", is_parameter=True, is_outside=True),
+)
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def is_known(operation: Operation, column: Column) -> bool:
+    """Whether there is an answer, and not only a refusal."""
+    if operation.key in _ABOUT_ALL:
+        return True
+    if operation.key in _OF_KNOWN:
+        return not column.is_outside
+    member = getattr(PLACES[operation.place], operation.name, None)
+    if operation.is_attribute:
+        member = getattr(member, "__get__", None)
+    known: Sequence[Any] = [rules._rules, rules.METADATA]
+    if column.is_outside:
+        known = [no_values._NEEDS_NO_VALUES, no_values._DEVICES]
+    try:
+        return any(member in one for one in known)
+    except TypeError:
+        return False
+
+
+_OF_KNOWN = frozenset(
+    f"torch.Tensor.__{name}__" for name in ("add", "sub", "mul", "div", "mod", "radd", "rmul", "rmod", "ror")
+) - {"torch.Tensor.__ror__"}
+"""Methods that PyTorch makes of others, and tells of by the others' names."""
+
+_ABOUT_ALL = frozenset(
+    (
+        *(f"torch.Tensor.__{name}__" for name in ("array_priority", "dlpack_c_exchange_api", "hash", "repr")),
+        *(f"torch.Tensor.{name}" for name in ("grad", "_grad", "_grad_fn", "ndimension")),
+        *(f"torch.{name}" for name in ("as_tensor", "asarray", "is_tensor", "sym_not")),
+    )
+)
+"""What tells of the object and not of its values, or hands it on."""
+
+
+def check(operation: Operation, column: Column) -> None:
+    """Raises AssertionError where a sample is wrong, and the refusal where all are refused."""
+    if column.plainly_refused:
+        samples = tuple(one for one in refused_samples_of(operation, 3 * SAMPLES) if column.fits(one))
+    else:
+        samples = samples_of(operation, SAMPLES, column.fits)
+    known = is_known(operation, column)
+    has_arguments = bool(samples)
+    if not has_arguments and not known:
+        samples = (Sample((torch.rand(4, 4, dtype=torch.float64),), {}),)
+    refusals: list[Exception] = []
+    for sample, (seen, wanted) in zip(samples, _compared(operation, column, samples), strict=True):
+        wrong = complaint(operation, seen, wanted)
+        assert not wrong, f"{operation.key} of {_shown(sample)}: {wrong}"
+        if not known:
+            assert seen.error is not None, f"{operation.key} of {_shown(sample)} answers, and is not what is known"
+            refusals.append(seen.error)
+    for error in refusals:
+        raise error if isinstance(error, TorchstratError) else UnsupportedError(f"raised as plain PyTorch does: {error}")
+
+
+def _compared(operation: Operation, column: Column, samples: Sequence[Sample]) -> list[tuple[Seen, Seen]]:
+    """What was seen of each, and what is wanted."""
+    if not column.is_parameter:
+        plain = Caller(everywhere=column.everywhere, twice=column.twice, around=column.around)
+        ours = Caller(column.cut, whole, everywhere=column.everywhere, twice=column.twice, around=column.around)
+        found = _in_step(lambda: [ours.call(operation, sample) for sample in samples])
+        return list(zip(found, [plain.call(operation, sample) for sample in samples], strict=True))
+
+    def around(call: Callable[[], Any]) -> Any:
+        with torch.no_grad() if operation.is_in_place else nullcontext():
+            return column.around(call)
+
+    made = _parameters(column, samples)
+    plain = Caller(lambda leaf: leaf, around=around)
+    ours = Caller(lambda leaf: made.pop(0), whole, _gradient_of_parameter, around)
+    if column.is_outside:
+        seen = [_outside(ours, operation, sample, list(made)) for sample in samples]
+    else:
+        seen = _in_step(lambda: [ours.call(operation, sample) for sample in samples])
+    return list(zip(seen, [plain.call(operation, sample) for sample in samples], strict=True))
+
+
+def _parameters(column: Column, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """One for the first argument of each, or for each in the list that it is."""
+    strategy, made = _strategy(), []
+    with strategy.scope():
+        for sample in samples:
+            first = sample.args[0]
+            for one in [first] if isinstance(first, torch.Tensor) else first:
+                made.append(nn.Parameter(one.detach().clone()))
+                strategy.split_to_logical_devices(made[-1], column.partition(one))
+    return made
+
+
+def _gradient_of_parameter(leaf: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    gradient = parameter.grad
+    return None if gradient is None else whole(gradient)
+
+
+def _in_step(calls: Callable[[], list[Seen]]) -> list[Seen]:
+    found: list[Seen] = []
+    _strategy().run(lambda: found.extend(calls()))
+    return found
+
+
+def _outside(ours: Caller, operation: Operation, sample: Sample, parameters: list[torch.Tensor]) -> Seen:
+    """What is returned without values counts as refused: that says so where it is used."""
+    variables = _strategy()._engine.variables
+    returned: list[Any] = []
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        if no_values.NOTE in vars(tensor):
+            return variables.whole(tensor) if any(tensor is one for one in parameters) else _no_values(returned)
+        return tensor
+
+    found = Caller(ours.stand_in, kept, lambda leaf, given: None, ours.around).call(operation, sample)
+    return Seen({}, ContextError("has no values")) if returned else found
+
+
+def _no_values(returned: list[Any]) -> torch.Tensor:
+    returned.append(True)
+    return torch.zeros(())
+
+
+def _shown(sample: Sample) -> str:
+    def one(value: Any) -> str:
+        return f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.60}"
+
+    return ", ".join([*map(one, sample.args), *(f"{name}={one(value)}" for name, value in sample.kwargs.items())])
+
+
+_REFUSED = refused(
+    TorchstratError,
+    "over logical devices|raised|has no values|cut",
+    "not among the operators that are proven; replicate_to_logical_devices makes the tensor whole",
+)
+
+
+def _make_cells() -> Iterable[Cell]:
+    for operation in operations():
+        for column in COLUMNS:
+            known = is_known(operation, column)
+            if known or not column.only_known:
+                expected: Expected = RIGHT if known else _REFUSED
+                check_one = partial(check, operation, column)
+                yield Cell(operation.key, column.name, places.LOGICAL_DEVICES, check_one, expected)
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _rule(function: Any, wrong: Callable[..., Any]) -> Iterator[None]:
+    with mock.patch.dict(rules._rules, {function: wrong}):
+        yield
+
+
+TABLE = Table(
+    "stand_ins",
+    "Is a tensor that is cut over logical devices what it stands for, whatever is done with it?",
+    _make_cells,
+    leave=_close,
+)
+__all__ = ["COLUMNS", "TABLE", "AbstractContextManager", "PlantedFault"]
