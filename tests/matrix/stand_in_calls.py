@@ -17,7 +17,7 @@ from tests.matrix.tensor_operations import Operation, Sample, copied
 from torchstrat.errors import TorchstratError
 
 _ABOUT_THE_OBJECT = frozenset(
-    ("__repr__", "__format__", "__hash__", "__reduce_ex__", "__deepcopy__", "_cdata", "_backward_hooks", "data_ptr")
+    ("__repr__", "__format__", "__hash__", "__reduce_ex__", "__deepcopy__", "_cdata", "_grad_fn", "data_ptr")
 )
 """What tells of the object and not of its values; a stand-in is another object."""
 
@@ -72,6 +72,8 @@ class Caller:
         torch.manual_seed(7)
         try:
             returned = self.around(lambda: operation(*args, **kwargs))
+            if returned is NotImplemented:
+                raise TypeError(f"{operation.key} is not implemented for these")
             flat, _ = pytree.tree_flatten(returned)
             found: dict[str, Any] = {f"result {index}": one for index, one in enumerate(flat)} | given
             found = {name: self.whole(one) if isinstance(one, torch.Tensor) else one for name, one in found.items()}

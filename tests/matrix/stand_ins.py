@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,12 +20,13 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.stand_in_calls import Caller, Seen, complaint
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
 from tests.matrix.tensor_operations import (
     PLACES,
     Operation,
@@ -34,13 +35,15 @@ from tests.matrix.tensor_operations import (
     refused_samples_of,
     samples_of,
 )
-from torchstrat.dtensor import no_values
-from torchstrat.dtensor._torch_dtensor import WithoutSubclasses
+from torchstrat.dtensor import moves, no_values
+from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
+from torchstrat.dtensor.axes import LogicalAxes
+from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.moves import recut, whole
-from torchstrat.dtensor.operators import rules
+from torchstrat.dtensor.operators import dropout, gradients, reductions, rules
 from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
 
-SAMPLES = 2
+SAMPLES_OF_KNOWN, SAMPLES = 4, 1
 
 # -- the strategy -----------------------------------------------------------------------------------------------------
 
@@ -50,8 +53,9 @@ _open: list[Any] = []
 
 def _strategy() -> Any:
     if not _open:
-        warnings.simplefilter("ignore")
-        _open.append(ts.MirroredStrategy(logical_devices_per_replica=2, timeout=timedelta(seconds=100)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _open.append(ts.MirroredStrategy(logical_devices_per_replica=2, timeout=timedelta(seconds=100)))
     return _open[0]
 
 
@@ -178,7 +182,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("a parameter, in a tensor's hook", is_parameter=True, around=_in_a_hook),
     Column("a parameter, in a backward", is_parameter=True, around=_in_backward, last=True),
     Column("a parameter, in a checkpointed block", is_parameter=True, around=_in_a_checkpointed_block),
-    Column("a parameter, below functions", is_parameter=True, around=_below_functions),
+    Column("cut, below functions", around=_below_functions),
     Column("a parameter outside of runs", is_parameter=True, is_outside=True),
 )
 
@@ -197,7 +201,7 @@ def is_known(operation: Operation, column: Column) -> bool:
         member = getattr(member, "__get__", None)
     known: Sequence[Any] = [rules._rules, rules.METADATA]
     if column.is_outside:
-        known = [no_values._NEEDS_NO_VALUES, no_values._DEVICES]
+        known = [no_values._NEEDS_NO_VALUES, no_values._DEVICES, no_values._MAY_CHANGE_NOTHING]
     try:
         return any(member in one for one in known)
     except TypeError:
@@ -221,11 +225,13 @@ _ABOUT_ALL = frozenset(
 
 def check(operation: Operation, column: Column) -> None:
     """Raises AssertionError where a sample is wrong, and the refusal where all are refused."""
-    if column.plainly_refused:
-        samples = tuple(one for one in refused_samples_of(operation, 3 * SAMPLES) if column.fits(one))
-    else:
-        samples = samples_of(operation, SAMPLES, column.fits)
     known = is_known(operation, column)
+    if (operation.key, column.is_outside) == ("torch.tensor", True):
+        holder = _parameters(column, [Sample((torch.rand(4, 4),), {})])
+        assert torch.tensor(next(holder.parameters())).device.type == "meta"
+        return
+    find = refused_samples_of if column.plainly_refused else samples_of
+    samples = find(operation, SAMPLES_OF_KNOWN if known else SAMPLES, column.fits)
     has_arguments = bool(samples)
     if not has_arguments and not known:
         samples = (Sample((torch.rand(4, 4, dtype=torch.float64),), {}),)
@@ -237,7 +243,9 @@ def check(operation: Operation, column: Column) -> None:
             assert seen.error is not None, f"{operation.key} of {_shown(sample)} answers, and is not what is known"
             refusals.append(seen.error)
     for error in refusals:
-        raise error if isinstance(error, TorchstratError) else UnsupportedError(f"raised as plain PyTorch does: {error}")
+        raise (
+            error if isinstance(error, TorchstratError) else UnsupportedError(f"raised as plain PyTorch does: {error}")
+        )
 
 
 def _compared(operation: Operation, column: Column, samples: Sequence[Sample]) -> list[tuple[Seen, Seen]]:
@@ -252,9 +260,10 @@ def _compared(operation: Operation, column: Column, samples: Sequence[Sample]) -
         with torch.no_grad() if operation.is_in_place else nullcontext():
             return column.around(call)
 
-    made = _parameters(column, samples)
+    holder = _parameters(column, samples)
+    made = list(holder.parameters())
     plain = Caller(lambda leaf: leaf, around=around)
-    ours = Caller(lambda leaf: made.pop(0), whole, _gradient_of_parameter, around)
+    ours = Caller(lambda leaf: made.pop(0), _whole_in_step, _gradient_of_parameter, around)
     if column.is_outside:
         seen = [_outside(ours, operation, sample, list(made)) for sample in samples]
     else:
@@ -262,16 +271,24 @@ def _compared(operation: Operation, column: Column, samples: Sequence[Sample]) -
     return list(zip(seen, [plain.call(operation, sample) for sample in samples], strict=True))
 
 
-def _parameters(column: Column, samples: Sequence[Sample]) -> list[torch.Tensor]:
-    """One for the first argument of each, or for each in the list that it is."""
-    strategy, made = _strategy(), []
+def _parameters(column: Column, samples: Sequence[Sample]) -> nn.Module:
+    """A module that has one for the first argument of each, or for each in the list that it is; cut."""
+    strategy = _strategy()
     with strategy.scope():
+        holder = nn.Module()
         for sample in samples:
             first = sample.args[0]
             for one in [first] if isinstance(first, torch.Tensor) else first:
-                made.append(nn.Parameter(one.detach().clone()))
-                strategy.split_to_logical_devices(made[-1], column.partition(one))
-    return made
+                made = nn.Parameter(one.detach().clone())
+                strategy.split_to_logical_devices(made, column.partition(one))
+                holder.register_parameter(str(len(holder._parameters)), made)
+    return holder
+
+
+def _whole_in_step(tensor: torch.Tensor) -> torch.Tensor:
+    seen = rules.with_stand_ins(tensor)
+    is_variable = isinstance(seen, CutTensor) and seen._variable is not None  # which has no history
+    return whole(seen).detach() if is_variable else whole(seen)
 
 
 def _gradient_of_parameter(leaf: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -296,6 +313,8 @@ def _outside(ours: Caller, operation: Operation, sample: Sample, parameters: lis
         return tensor
 
     found = Caller(ours.stand_in, kept, lambda leaf, given: None, ours.around).call(operation, sample)
+    if isinstance(found.error, NotImplementedError) and "meta" in str(found.error):
+        return Seen({}, ContextError("has no values"))  # PyTorch's own word for it, of what nobody can override
     return Seen({}, ContextError("has no values")) if returned else found
 
 
@@ -318,12 +337,17 @@ _REFUSED = refused(
 )
 
 
+_EMPTY_COPY = documented("a copy on meta, without values as well, of which PyTorch itself warns", "sourceTensor")
+
+
 def _make_cells() -> Iterable[Cell]:
     for operation in operations():
         for column in COLUMNS:
             known = is_known(operation, column)
             if known or not column.only_known:
                 expected: Expected = RIGHT if known else _REFUSED
+                if (operation.key, column.is_outside) == ("torch.tensor", True):
+                    expected = _EMPTY_COPY
                 check_one = partial(check, operation, column)
                 yield Cell(operation.key, column.name, places.LOGICAL_DEVICES, check_one, expected)
 
@@ -331,16 +355,102 @@ def _make_cells() -> Iterable[Cell]:
 # -- planted faults ---------------------------------------------------------------------------------------------------
 
 
+def _softmax_of_a_piece(call: Any, input: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return call.leave(torch.softmax(call.open(input), dim), call.cut(input))  # type: ignore[no-any-return]
+
+
+def _noise_of_a_piece(call: Any, shape: Any, cut: Any, like: torch.Tensor, p: float) -> torch.Tensor:
+    return functional.dropout(torch.ones_like(like), p)
+
+
+class _AskedNothing:
+    def __init__(self, *_: Any) -> None: ...
+
+    def check(self, result: Any) -> str:
+        return ""
+
+
+def _fault(name: str, cells: Sequence[tuple[str, str]], plant: Callable[[], Any]) -> PlantedFault:
+    return PlantedFault(name, plant, [f"{row} | {column} | {places.LOGICAL_DEVICES}" for row, column in cells])
+
+
 @contextmanager
-def _rule(function: Any, wrong: Callable[..., Any]) -> Iterator[None]:
-    with mock.patch.dict(rules._rules, {function: wrong}):
-        yield
+def _taking_every_write() -> Iterator[None]:
+    try:
+        with mock.patch.object(no_values, "_asked", lambda function, args, kwargs: function(*args, **kwargs)):
+            yield
+    finally:
+        _close()  # its variables are no longer what it thinks
+
+
+_FIRST, _LAST, _ALL, _TWICE, _REFUSES, _PARAMETER, _OUTSIDE = (
+    COLUMNS[index].name for index in (0, 1, 2, 3, 4, 5, len(COLUMNS) - 1)
+)
+FAULTS = (
+    _fault(
+        "parts of gradients are not added up",
+        [("torch.matmul", _ALL), ("torch.nn.functional.linear", _ALL), ("torch.mul", _ALL)],
+        lambda: mock.patch.object(moves, "spread", lambda tensor, devices, axes: tensor),
+    ),
+    _fault(
+        "parts of a sum are not added up",
+        [("torch.sum", _FIRST)],
+        lambda: mock.patch.object(moves, "added_up", lambda tensor, devices, axes: tensor),
+    ),
+    _fault(
+        "every process takes the first piece",
+        [("torch.abs", _FIRST)],
+        lambda: mock.patch.object(LogicalAxes, "index_along", return_value=0),
+    ),
+    _fault(
+        "a mean divides by what its piece has",
+        [("torch.mean", _FIRST)],
+        lambda: mock.patch.object(reductions, "size_over", lambda tensor, dims: local_of(tensor).shape[0]),
+    ),
+    _fault(
+        "plain PyTorch is not asked about shapes",
+        [("torch.nn.functional.cross_entropy", _REFUSES), ("torch.nn.functional.layer_norm", _REFUSES)],
+        lambda: mock.patch.object(rules, "AsPlain", _AskedNothing),
+    ),
+    _fault(
+        "a rule computes with its piece alone",
+        [("torch.softmax", _FIRST), ("torch.softmax", _LAST), ("torch.Tensor.softmax", _LAST)],
+        lambda: mock.patch.dict(
+            rules._rules, dict.fromkeys((torch.softmax, torch.Tensor.softmax), _softmax_of_a_piece)
+        ),
+    ),
+    _fault(
+        "each process draws for its piece",
+        [("torch.nn.functional.dropout", _FIRST)],
+        lambda: mock.patch.object(dropout, "own_noise", _noise_of_a_piece),
+    ),
+    _fault(
+        "a norm is the sum of powers",
+        [("torch.linalg.vector_norm", _FIRST)],
+        lambda: mock.patch.object(gradients, "root", lambda powers, degree: powers),
+    ),
+    _fault(
+        "moves have no second derivatives",
+        [("torch.mul", _TWICE), ("torch.exp", _TWICE)],
+        lambda: mock.patch.object(moves, "_moved", lambda move, *args: move.forward(moves._NoGraph(), *args)),
+    ),
+    _fault(
+        "outside of runs a variable takes whatever is written to it",
+        [("torch.Tensor.mul_", _OUTSIDE), ("torch.nn.init.trunc_normal_", _OUTSIDE)],
+        _taking_every_write,
+    ),
+    _fault(
+        "a variable is no leaf",
+        [("torch.Tensor.is_leaf", _PARAMETER)],
+        lambda: mock.patch.dict(rules._OF_LEAVES, clear=True),
+    ),
+)
 
 
 TABLE = Table(
     "stand_ins",
     "Is a tensor that is cut over logical devices what it stands for, whatever is done with it?",
     _make_cells,
+    faults=FAULTS,
     leave=_close,
 )
-__all__ = ["COLUMNS", "TABLE", "AbstractContextManager", "PlantedFault"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import sys
 import types
 import unittest
@@ -178,8 +179,7 @@ def samples_of(
         if not found:
             usual = (one for one in _usual() if _has_tensor_first(operation, one) and fits(one))
             found = [one for one in usual if _is_accepted(operation, one)]
-    step = max(1, len(found) // most)
-    return tuple(found[::step][:most])
+    return tuple(random.Random(seed).sample(found, min(most, len(found))))
 
 
 def _has_tensor_first(operation: Operation, sample: Sample) -> bool:
@@ -331,18 +331,31 @@ def copied(value: Any) -> Any:
     return value
 
 
-def refused_samples_of(operation: Operation, most: int) -> tuple[Sample, ...]:
-    """At most so many calls that plain torch raises for, of those that the database knows."""
-    found: list[Sample] = []
+def refused_samples_of(
+    operation: Operation, most: int, fits: Callable[[Sample], bool] = lambda sample: True
+) -> tuple[Sample, ...]:
+    """At most so many calls that plain torch raises for: those of `samples_of`, where an argument that is a tensor is
+    the first half of itself, and some that the database knows."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(zlib.crc32(operation.key.encode()))
+        made = [half for one in samples_of(operation, most, fits) for half in _with_halves(one)]
         for entry in _entries().get(operation.key, ()):
             try:
-                made = [one.sample_input for one in islice(entry.error_inputs("cpu"), 40)]
+                errors = [one.sample_input for one in islice(entry.error_inputs("cpu"), 40)]
             except Exception:  # most entries have none
                 continue
-            found += [Sample((one.input, *one.args), dict(one.kwargs)) for one in made]
-        found = [one for one in found if _has_tensor_first(operation, one) and not _is_accepted(operation, one)]
-    step = max(1, len(found) // most)
-    return tuple(found[::step][:most])
+            made += [Sample((one.input, *one.args), dict(one.kwargs)) for one in errors]
+        right = (one for one in made if _has_tensor_first(operation, one) and fits(one))
+        return tuple(islice((one for one in right if not _is_accepted(operation, one)), most))
+
+
+def _with_halves(sample: Sample) -> Iterator[Sample]:
+    for index, value in enumerate(sample.args):
+        if index and isinstance(value, torch.Tensor):
+            for dim in {0, value.ndim - 1} if value.ndim else ():
+                half = value.narrow(dim, 0, value.shape[dim] // 2)
+                yield Sample((*sample.args[:index], half, *sample.args[index + 1 :]), sample.kwargs)
+    for name, value in sample.kwargs.items():
+        if isinstance(value, torch.Tensor) and value.ndim:
+            yield Sample(sample.args, {**sample.kwargs, name: value.narrow(0, 0, value.shape[0] // 2)})

@@ -95,6 +95,19 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(four_processes: Worker
         assert training.distance(state, expected) < 1e-9
 
 
+@pytest.mark.parametrize("way", jobs.AVERAGES)
+def test_averages_of_weights_that_are_cut(way: str, two_processes: Workers) -> None:
+    plain = jobs.averaged(way, 1)
+    for found in two_processes.run(jobs.averaged, way, 2):
+        assert training.distance(found, plain) < 1e-10
+
+
+def test_one_process_that_logs_a_sum_is_told_so(two_processes: Workers) -> None:
+    for message in two_processes.run(jobs.logged_by_one):
+        assert "no longer make the same calls" in message
+        assert "sum on a tensor that is cut over logical devices" in message
+
+
 def test_what_mistakes_say(two_processes: Workers) -> None:
     expected = {
         "hooked": r"UnsupportedError: Linear.weight \(16, 6\) is cut over logical devices and has a hook of its own",

@@ -70,7 +70,6 @@ _NEEDS_NO_VALUES = METADATA | {
     torch.Tensor.storage_offset,
     torch.Tensor.is_shared,
     torch.Tensor.is_same_size,
-    torch.Tensor.detach_,
 }
 
 
@@ -99,6 +98,7 @@ def _class_of(kind: type) -> type:
         "__torch_function__": classmethod(torch_function),
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce_ex,
+        "set_": _set,
         "_has_no_values": True,
     }
     made: type = type(kind)(kind.__name__, (kind,), members)
@@ -171,6 +171,11 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         raise _refused("copy.deepcopy", note.what)
     memo[id(self)] = made = note.copy()
     return made
+
+
+def _set(self: torch.Tensor, *_: Any) -> Any:
+    """Which PyTorch does not report."""
+    raise _refused("set_", vars(self)[NOTE].what)
 
 
 def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:

@@ -44,7 +44,12 @@ def _watched(kind: type) -> type:
     ) -> Any:
         return apply(func, types, args, kwargs or {})
 
-    members = {"__module__": kind.__module__, "__torch_function__": classmethod(of_stand_ins)}
+    members = {
+        "__module__": kind.__module__,
+        "__torch_function__": classmethod(of_stand_ins),
+        "__deepcopy__": lambda self, memo: getattr(self, STAND_IN).__deepcopy__(memo),  # parameters have their own
+        "__reduce_ex__": lambda self, protocol: getattr(self, STAND_IN).__reduce_ex__(protocol),
+    }
     made: type = type(kind)(kind.__name__, (kind,), members)
     return made
 

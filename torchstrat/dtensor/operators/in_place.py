@@ -52,7 +52,7 @@ def _require_writable(call: Call, target: torch.Tensor, others: Sequence[torch.T
 
 
 @rule(*_OF_LISTS)
-def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """``args``: lists as long as ``targets``, or one number or tensor for all of them."""
     function = _OF_LISTS[call.function]
     of_one = Call(function, call.devices)
@@ -62,6 +62,7 @@ def in_place_of_lists(call: Call, targets: Sequence[torch.Tensor], *args: Any, *
             in_place(of_one, target, *own, **kwargs)
         else:
             function(target, *own, **kwargs)
+    return list(targets)
 
 
 @rule(_DATA.__set__)

@@ -38,6 +38,11 @@ def cross_entropy(
     examples = [label for label in of_input if label != CLASSES]
     by_index = not target.is_floating_point()
     of_target = examples if by_index else of_input
+    wanted_shape = [size for dim, size in enumerate(shape) if dim != class_dim or not by_index]
+    if list(shape_of(target)) != wanted_shape:  # PyTorch looks at the values for that
+        raise call.refused(
+            f"of shape {tuple(shape)} needs targets of {tuple(wanted_shape)}, not {tuple(shape_of(target))}"
+        )
     chosen = agree_on_labels(call, (input, target), (of_input, of_target))
     varying = [axis for axis, label in enumerate(chosen) if label is not None]
     class_axes = [axis for axis in varying if chosen[axis] == CLASSES]

@@ -14,7 +14,7 @@ from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
 from torchstrat.dtensor.axes import Cut, cut_axes
 from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor, cut_tensor, refused, shape_of
 from torchstrat.dtensor.devices import LogicalDevices
-from torchstrat.dtensor.metadata import METADATA
+from torchstrat.dtensor.metadata import METADATA, getters
 from torchstrat.dtensor.operators.as_plain import AsPlain
 from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
@@ -134,6 +134,8 @@ def one_dim(dim: int, rank: int) -> int:
 
 _gradients: Any = torch.Tensor.grad
 _GRADIENT_GET, _GRADIENT_SET = _gradients.__get__, _gradients.__set__
+_OF_LEAVES = {**dict.fromkeys(getters("is_leaf"), True), **dict.fromkeys(getters("grad_fn"), None)}
+"""What a variable is to the program, although its stand-in is made of its piece."""
 
 
 def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -146,6 +148,8 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
     if function in METADATA:
         if function is torch.Tensor.register_hook and args[0]._variable is not None:
             raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
+        if function in _OF_LEAVES and args[0]._variable is not None:
+            return _OF_LEAVES[function]
         with WithoutSubclasses():
             return function(*args, **kwargs)
     found = _rules.get(function)
