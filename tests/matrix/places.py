@@ -30,7 +30,7 @@ TORCHRUN: Mapping[str, Row] = {f"torchrun {name}": row for name, row in contract
 ``torchrun central_storage``, ``torchrun central_storage on sockets``."""
 
 LOGICAL_DEVICES = "two logical devices"
-"""One replica of two processes, which hold pieces of what is cut. A table's cells share a strategy of their own there."""
+"""One replica of two processes, which hold pieces of what is cut. A table's cells share a strategy there."""
 
 REPLICAS: Mapping[str, Row] = {**IN_PROCESS, **TORCHRUN}
 """Every place of a synchronous strategy."""

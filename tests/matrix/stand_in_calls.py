@@ -45,6 +45,8 @@ class Caller:
     around: Callable[[Callable[[], Any]], Any] = lambda call: call()
     everywhere: bool = False
     twice: bool = False
+    is_leaf: bool = False
+    """The call gets the leaf itself: what becomes of it is no part of the graph."""
 
     def call(self, operation: Operation, sample: Sample) -> Seen:
         leaves: dict[str, torch.Tensor] = {}
@@ -77,6 +79,8 @@ class Caller:
             flat, _ = pytree.tree_flatten(returned)
             found: dict[str, Any] = {f"result {index}": one for index, one in enumerate(flat)} | given
             found = {name: self.whole(one) if isinstance(one, torch.Tensor) else one for name, one in found.items()}
+            if self.is_leaf:
+                found |= {name: found[name].detach() for name in given}
             _backward(found, [leaf for leaf in leaves.values() if leaf.requires_grad] if self.twice else [])
             gradients = {
                 f"gradient of {name}": self.gradient(leaf, given[name])
@@ -113,7 +117,7 @@ def _backward(values: Mapping[str, Any], leaves_of_two: Sequence[torch.Tensor]) 
     def weighed(tensors: Sequence[torch.Tensor | None]) -> Any:
         total: Any = 0.0
         for one in tensors:
-            if one is not None and one.requires_grad and one.grad_fn is not None:
+            if one is not None and one.requires_grad:
                 weights = torch.rand(one.shape, dtype=torch.float64, generator=generator) + 0.5
                 dense = one.to_dense() if one.layout != torch.strided else one
                 real = torch.view_as_real(dense).sum(-1) if dense.is_complex() else dense

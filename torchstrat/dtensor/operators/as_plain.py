@@ -15,7 +15,6 @@ import torch
 
 from torchstrat._torch_private import DisableTorchFunction, is_any_autocast_enabled
 from torchstrat.dtensor._torch_dtensor import WithoutSubclasses
-from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.operands import tensors_in
 
 _MOST = 1 << 14
@@ -45,6 +44,10 @@ class AsPlain:
                 result = function(*meta_args, **meta_kwargs)
             except NotImplementedError:  # of this function nothing is known without values
                 return
+            except RuntimeError as error:
+                if "meta tensor" in str(error):  # a number is given as a tensor
+                    return
+                raise
         self._expected = _outline(result, is_autocast)
 
     def _is_known(self) -> bool:
@@ -88,8 +91,6 @@ def _kind_of(value: Any) -> Hashable:
 
 def _on_meta(value: Any, is_autocast: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        if not value.ndim and not isinstance(value, CutTensor):
-            return value.detach().cpu().clone()  # a number, which may be a place or a size
         dtype = torch.float32 if is_autocast and value.dtype.is_floating_point else value.dtype
         return torch.empty(value.shape, dtype=dtype, device="meta")
     if isinstance(value, tuple) and hasattr(value, "_fields"):
