@@ -181,6 +181,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("second derivatives", twice=True, only_known=True),
     Column("arguments that plain PyTorch refuses", plainly_refused=True, only_known=True),
     Column("a parameter", is_parameter=True),
+    Column(
+        "arguments that plain PyTorch refuses, beside a last dimension", True, plainly_refused=True, only_known=True
+    ),
     Column("a parameter, in another thread", is_parameter=True, around=_in_a_thread, last=True),
     Column("a parameter, in a tensor's hook", is_parameter=True, around=_in_a_hook),
     Column("a parameter, in a backward", is_parameter=True, around=_in_backward, last=True),
@@ -423,7 +426,7 @@ FAULTS = (
     ),
     _fault(
         "plain PyTorch is not asked about shapes",
-        [("torch.nn.functional.cross_entropy", _REFUSES), ("torch.nn.functional.layer_norm", _REFUSES)],
+        [("torch.nn.functional.layer_norm", COLUMNS[6].name), ("torch.nn.functional.conv3d", _REFUSES)],
         lambda: mock.patch.object(rules, "AsPlain", _AskedNothing),
     ),
     _fault(
