@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchstrat as ts
 from tests.dtensor.training import TIMEOUT, batches_of, build, copied, make_optimizer, make_strategy
@@ -290,7 +291,8 @@ def mistakes() -> dict[str, str]:
         "gradient used outside": _with_model(clipped_outside),
         "hook on steps": _with_model(hooked_steps),
         "hook in a step": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.register_hook(lambda g: None))),
-        "written to": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.data.zero_())),
+        "written to": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.data.t().zero_())),
+        "written to with a graph": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.mul_(2))),
         "compiled": _with_model(lambda s, m, o: s.run(lambda: torch.compile(_backward, backend="eager")(m))),
         "scaled": _with_model(scaled),
         "nothing": _with_model(steps),
@@ -330,3 +332,74 @@ def bare_parameters(logical: int) -> list[Any]:
         return [losses, seen, layout.bytes_per_device, str(layout)]
     finally:
         strategy.close()
+
+
+# -- averages of weights -------------------------------------------------------------------------------------------
+
+AVERAGES = ("AveragedModel", "deepcopy and lerp_", "second model and copy_", ".data", "foreach")
+
+
+def averaged(way: str, logical: int) -> dict[str, torch.Tensor]:
+    """The average of a model's weights over three steps, kept in the step in one of the usual ways."""
+    warnings.simplefilter("error")
+    torch.manual_seed(5)
+    strategy = make_strategy("mlp", logical) if logical > 1 else ts.MirroredStrategy()
+    try:
+        with strategy.scope():
+            model = build("mlp").double()
+            optimizer = make_optimizer("mlp", model)
+        with strategy.scope():
+            if way == "AveragedModel":
+                mean: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            elif way == "second model and copy_":
+                mean = build("mlp").double()
+            else:
+                mean = copy.deepcopy(model)
+        if way == "second model and copy_":
+            mean.load_state_dict(model.state_dict())
+
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+            _average(way, mean, model)
+
+        for number, batch in enumerate(strategy.distribute_dataset(batches_of("mlp", torch.float64))):
+            if number == 3:
+                break
+            strategy.run(step, args=(batch,))
+        return copied(mean.state_dict())
+    finally:
+        strategy.close()
+
+
+@torch.no_grad()
+def _average(way: str, mean: Any, model: nn.Module) -> None:
+    if way == "AveragedModel":
+        mean.update_parameters(model)
+    elif way == "foreach":
+        torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()), 0.1)
+    else:
+        for old, new in zip(mean.parameters(), model.parameters(), strict=True):
+            if way == "deepcopy and lerp_":
+                old.lerp_(new, 0.1)
+            elif way == ".data":
+                old.data = 0.9 * old.data + 0.1 * new.data
+            else:
+                old.copy_(old * 0.9 + new * 0.1)
+
+
+def logged_by_one() -> str:
+    """What a process is told where the first one looks at a sum of something that is cut."""
+    import os
+
+    def log(strategy: Any, model: Any, optimizer: Any) -> None:
+        def step() -> None:
+            _backward(model)
+            if os.environ["RANK"] == "0":
+                model[1].weight.grad.square().sum().item()
+
+        strategy.run(step)
+        strategy.run(step)
+
+    return _with_model(log)

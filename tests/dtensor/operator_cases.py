@@ -520,8 +520,25 @@ def _adaptive(shapes: Shapes) -> tuple[Function, Arguments]:
 
 # -- gradients -----------------------------------------------------------------------------------------------------
 
-PROVEN_ELSEWHERE = {"_foreach_mul_": "gradient clipping", "mul_": "gradient clipping"}
-"""Operators on gradients of parameters → the test that proves them."""
+_WRITTEN = (
+    *("abs", "add", "addcdiv", "addcmul", "atan2", "ceil", "clamp", "clip", "copy", "cos", "div", "divide", "elu"),
+    *("eq", "erf", "exp", "expm1", "fill", "floor", "fmod", "ge", "greater", "greater_equal", "gt", "hardtanh"),
+    *("le", "leaky_relu", "lerp", "less", "less_equal", "log", "log10", "log1p", "log2", "logical_and"),
+    *("logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "mul", "multiply", "nan_to_num", "ne"),
+    *("neg", "negative", "not_equal", "pow", "reciprocal", "relu", "remainder", "round", "rsqrt", "selu", "sigmoid"),
+    *("sign", "sin", "sqrt", "square", "sub", "subtract", "tanh", "true_divide", "zero"),
+)
+_WRITTEN_LISTS = ("abs", "add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul", "neg", "pow", "sqrt", "sub", "zero")
+
+PROVEN_ELSEWHERE = dict.fromkeys(
+    (
+        *(f"{name}_" for name in _WRITTEN),
+        *(f"_foreach_{name}_" for name in _WRITTEN_LISTS),
+        *("__iadd__", "__idiv__", "__imul__", "__isub__", "Tensor.data"),
+    ),
+    "written to variables and their gradients",
+)
+"""Operators that change variables, their averages and gradients → what they are proven as, in tests/matrix."""
 
 
 def ways_to_cut(shape: torch.Size, sizes: tuple[int, ...]) -> Iterator[tuple[int | None, ...]]:

@@ -29,7 +29,9 @@ def text() -> str:
     for case in CASES:
         if case.name not in by_itself:
             rows.append(f"| {case.name} | {_named(case.operators)} | {case.refuses} |")
-    rows += [f"| {test} | {_named([name])} | |" for name, test in PROVEN_ELSEWHERE.items()]
+    for test in dict.fromkeys(PROVEN_ELSEWHERE.values()):
+        names = [name for name, own in PROVEN_ELSEWHERE.items() if own == test]
+        rows.append(f"| {test} | {_named(names)} | all other tensors |")
     return _HEAD + "\n".join(rows) + "\n"
 
 

@@ -92,24 +92,33 @@ REFUSED: dict[str, Any] = {
     "cannot write to out=": lambda x: torch.add(torch.ones(4, 4), 1, out=x),
     "truth values": lambda x: x[True],
     "any": lambda x: (x > 0).any(()),
-    "two tensors of 2 dimensions": lambda x: torch.mm(x.unsqueeze(2), x),
     "takes no weights": lambda x: functional.mse_loss(x, x.detach(), weight=torch.ones(4, 4)),
     "l1_loss": lambda x: functional.l1_loss(x, torch.ones(4, 4), weight=torch.ones(4, 4)),
-    "takes no strides": lambda x: functional.conv1d(x.unsqueeze(0), torch.ones(1, 4, 2), stride=2, padding="same"),
-    "a mask or is_causal": lambda x: functional.scaled_dot_product_attention(
-        x, torch.ones(4, 4), torch.ones(4, 4), torch.ones(4, 4).tril(-1).bool(), is_causal=True
-    ),
     "takes a bias": lambda x: functional.linear(torch.ones(4), x, torch.ones(1)),
     "finds indices": lambda x: torch.where(x > 0),
-    "needs running_mean": lambda x: functional.batch_norm(x, None, None),
     "unexpected keyword argument 'axis'": lambda x: torch.sum(x, axis=0),
     "a DTensor of another kind": lambda x: x + DTensor.from_local(torch.ones(4, 4), x.device_mesh, [Replicate()]),
 }
 """By words of the message."""
 
+RAISED_BY_PLAIN: dict[str, Any] = {
+    "mm": lambda x: torch.mm(x.unsqueeze(2), x),
+    "conv1d": lambda x: functional.conv1d(x.unsqueeze(0), torch.ones(1, 4, 2), stride=2, padding="same"),
+    "batch_norm": lambda x: functional.batch_norm(x, None, None),
+    "scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(
+        x, torch.ones(4, 4), torch.ones(4, 4), torch.ones(4, 4).tril(-1).bool(), is_causal=True
+    ),
+    "a bias that is too long": lambda x: functional.linear(torch.ones(2, 4), x, torch.ones(2)),
+    "targets of a piece": lambda x: functional.cross_entropy(x, torch.tensor([0, 1])),
+    "one target": lambda x: functional.cross_entropy(x, torch.tensor([1])),
+    "weights of a piece": lambda x: functional.layer_norm(x, (4,), torch.ones(2)),
+    "rows of a piece": lambda x: x + torch.ones(2, 4),
+}
+"""What plain PyTorch raises for the whole tensors, it raises for their pieces too."""
+
 
 def refusals() -> dict[str, str]:
-    """What each raised on a tensor that is cut."""
+    """What each raised on a tensor that is cut; of `RAISED_BY_PLAIN` the class."""
     strategy = ts.MirroredStrategy(logical_devices_per_replica=2, timeout=timedelta(seconds=240))
 
     def step() -> dict[str, str]:
@@ -120,6 +129,11 @@ def refusals() -> dict[str, str]:
                 function(cut)
             except UnsupportedError as error:
                 messages[name] = str(error)
+        for name, function in RAISED_BY_PLAIN.items():
+            try:
+                function(cut)
+            except (RuntimeError, ValueError) as error:
+                messages[name] = type(error).__name__
         return messages
 
     try:

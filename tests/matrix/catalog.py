@@ -11,6 +11,7 @@ MODULES: Mapping[str, str] = {
     # name of the table → module that has it as TABLE
     "optimizers": "tests.matrix.optimizers",
     "gradients": "tests.matrix.gradients",
+    "stand_ins": "tests.matrix.stand_ins",
 }
 
 

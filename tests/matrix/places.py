@@ -29,6 +29,9 @@ TORCHRUN: Mapping[str, Row] = {f"torchrun {name}": row for name, row in contract
 """One replica per process: ``torchrun mirrored``, ``torchrun multi_worker_mirrored`` (on sockets),
 ``torchrun central_storage``, ``torchrun central_storage on sockets``."""
 
+LOGICAL_DEVICES = "two logical devices"
+"""One replica of two processes, which hold pieces of what is cut. A table's cells share a strategy there."""
+
 REPLICAS: Mapping[str, Row] = {**IN_PROCESS, **TORCHRUN}
 """Every place of a synchronous strategy."""
 
@@ -45,6 +48,8 @@ def opened(place: str, **options: Any) -> Iterator[Any]:
 
 def processes_of(place: str) -> int:
     """How many processes a cell of this place runs in: 1 where the table starts what it needs itself."""
+    if place == LOGICAL_DEVICES:
+        return 2
     return TORCHRUN[place].replicas if place in TORCHRUN else 1
 
 
@@ -53,6 +58,8 @@ class Launcher:
 
     def __init__(self) -> None:
         self._groups: dict[int, Workers] = {}
+        self._found: dict[str, list[Outcome]] = {}
+        """Of the last bundle, what nobody has asked for yet."""
 
     def __enter__(self) -> Launcher:
         self.start()
@@ -74,13 +81,38 @@ class Launcher:
         count = processes_of(cell.place)
         if count == 1:
             return [observe(cell, fault)]
-        return self._groups[count].run(
-            observe_by_name, table.name, cell.id, fault and fault.name, timeout_seconds=timeout
-        )
+        if fault is not None or cell.id not in self._found:
+            ids = [cell.id] if fault is not None else _bundle_of(table, cell)
+            found = self._groups[count].run(
+                observe_by_name, table.name, ids, fault and fault.name, timeout_seconds=timeout
+            )
+            outcomes = {name: [of_rank[name] for of_rank in found] for name in ids}
+            if fault is not None:
+                return outcomes[cell.id]
+            self._found = outcomes
+        return self._found.pop(cell.id)
 
 
-def observe_by_name(table_name: str, cell_id: str, fault_name: str | None) -> Outcome:
+def _bundle_of(table: Table, cell: Cell) -> list[str]:
+    """The ids of cells that are run with this one: of the sample if it is of that, of the same place."""
+    is_sampled = cell.id in table.sample
+    alike = [
+        one.id
+        for one in table.cells.values()
+        if one.place == cell.place and (one.id in table.sample) == is_sampled and table.bundle > 1
+    ]
+    if not alike:
+        return [cell.id]
+    start = alike.index(cell.id)
+    return alike[start : start + table.bundle]
+
+
+def observe_by_name(table_name: str, cell_ids: list[str], fault_name: str | None) -> dict[str, Outcome]:
     """In a process of a place: `observe` of what was named, since a check itself does not travel."""
     table = catalog.load(table_name)
     fault = next((fault for fault in table.faults if fault.name == fault_name), None)
-    return observe(table.cells[cell_id], fault)
+    try:
+        return {cell_id: observe(table.cells[cell_id], fault) for cell_id in cell_ids}
+    finally:
+        if table.leave is not None:
+            table.leave()

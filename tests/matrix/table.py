@@ -98,6 +98,10 @@ class Table:
     faults: Sequence[PlantedFault] = ()
     environment: Literal["main", "tpu"] = "main"
     """Which of the two environments its cells run in."""
+    bundle: int = 1
+    """How many of its cells a place's processes run in one go."""
+    leave: Callable[[], None] | None = None
+    """Puts away what the cells of a bundle keep for one another; called in each process at its end."""
     sampled: int = 1
     """How many cells of each row, and of each column, are in the sample of every place."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.dtensor import proving
 from tests.dtensor.operator_cases import CASES, PROVEN_ELSEWHERE
@@ -64,7 +65,12 @@ def test_the_list_in_the_docs_is_of_these_cases() -> None:
 
 def test_everything_else_raises(two_processes: Workers) -> None:
     for messages in two_processes.run(proving.refusals):
-        assert set(messages) == set(proving.REFUSED)
+        assert set(messages) == {*proving.REFUSED, *proving.RAISED_BY_PLAIN}
+        whole = torch.rand(4, 4)
+        for name, function in proving.RAISED_BY_PLAIN.items():
+            with pytest.raises(Exception) as raised:  # of the same class
+                function(whole)
+            assert messages.pop(name) == type(raised.value).__name__, name
         for name, message in messages.items():
             assert name in message, message
             assert "replicate_to_logical_devices" in message, message

@@ -306,9 +306,9 @@ def count_meetings(width: int) -> int:
             model(x).square().mean().backward()
             optimizer.step()
 
-        def counted(self: Lockstep, seconds: float) -> None:
+        def counted(self: Lockstep, seconds: float, call: int) -> None:
             met.append(self)
-            meet(self, seconds)
+            meet(self, seconds, call)
 
         strategy.run(train_step, args=(torch.ones(2, width),))
         with mock.patch.object(Lockstep, "meet", counted):

@@ -218,10 +218,10 @@ def _read(part: _Part) -> torch.Tensor:
     if isinstance(part.holder, Variable):
         return part.holder.read_value()
     tensor: torch.Tensor = part.holder if isinstance(part.holder, torch.Tensor) else handle_of(part.holder).read()
+    elsewhere = whole_value_of(tensor)
+    if elsewhere is not None:
+        return elsewhere.get()
     if tensor.is_meta:
-        elsewhere = whole_value_of(tensor)
-        if elsewhere is not None:
-            return elsewhere.get()
         raise InvalidArgumentError(
             f"{part.piece.key} is on meta and has no value: it is on no parameter server of an open strategy. Create "
             "it in the scope of the strategy, or give it a device."

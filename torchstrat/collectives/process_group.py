@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.default_group import DefaultGroup
 from torchstrat.collectives.failures import PATIENCE_SECONDS, FailureBoard
-from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
+from torchstrat.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 
 T = TypeVar("T")
@@ -179,6 +179,8 @@ class ProcessGroupCommunicator:
                 f"{what} found that the process group the strategy works on has been destroyed; close the strategy "
                 "before calling torch.distributed.destroy_process_group."
             )
+        if isinstance(error, CallsDifferError):
+            return self._explain_divergence(what)
         self._family.board.post(f"gave up waiting in {what}")
         if isinstance(error, PeersMissingError):
             return self._explain_missing(what, error, waited)
@@ -193,6 +195,15 @@ class ProcessGroupCommunicator:
             parts.append(f"lost the connection; nothing was heard from {_names(silent)}")
         told = f"(torch.distributed: {(str(error).splitlines() or [''])[0][:200]})"
         return self._error(what, waited, parts, said, told, timed_out=timed_out)
+
+    def _explain_divergence(self, what: str) -> CommunicationError:
+        self._family.board.post(f"called {what}")
+        said = {self._global_rank: f"called {what}", **self._family.board.read(list(self.ranks))}
+        return CommunicationError(
+            f"the processes no longer make the same calls: "
+            f"{', '.join(f'process {rank} {said[rank]}' for rank in sorted(said))}. Each has to make the same in the "
+            "same order, also those whose result only one of them prints; look for a branch that depends on the rank."
+        )
 
     def _explain_missing(self, what: str, error: PeersMissingError, waited: float) -> CommunicationError:
         """Who is missing is known; what is not is whether they have left a note."""

@@ -6,8 +6,10 @@ GPUs, but for gradients: these are added up in host memory, where the ranks are 
 
 from __future__ import annotations
 
+import functools
 import pickle
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +28,13 @@ from torchstrat.collectives.shared_memory.staged_sum import StagedSum
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<Q")
+_NUMBERS, _OBJECTS = 1, 2
+"""Codes of calls whose ranks tell each other what they are in, or how much they bring."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _code(what: str, size: int) -> int:
+    return zlib.crc32(f"{what} of {size}".encode())
 
 
 class SharedMemoryCommunicator:
@@ -43,6 +52,8 @@ class SharedMemoryCommunicator:
         self._copies = copies
         self.rank, self.size, self.ranks = sockets.rank, sockets.size, sockets.ranks
         self._seconds = sockets.timeout.total_seconds()
+        self._call = 0
+        """Of the collective that is going on, the same on all ranks."""
         self._neighbours = Neighbours(sockets)
         try:
             self._blocks = Blocks(self._neighbours, self.rank, self.size)
@@ -57,10 +68,11 @@ class SharedMemoryCommunicator:
         return self._sockets.timeout
 
     def _meet(self) -> None:
-        self._blocks.lockstep.meet(self._seconds)
+        self._blocks.lockstep.meet(self._seconds, self._call)
 
-    def _guard(self, what: str, call: Callable[[], T]) -> T:
-        """Run one collective. One that is left half-way, by whatever, is the last."""
+    def _guard(self, what: str, call: Callable[[], T], code: int) -> T:
+        """Run one collective, of which all ranks have the same code. One that is left half-way is the last."""
+        self._call = code
         try:
             return self._sockets.guard(what, call)
         except Exception:
@@ -88,7 +100,7 @@ class SharedMemoryCommunicator:
             self._meet()
             return [list(struct.unpack_from(layout, row)) for row in rows], add_up
 
-        return self._guard(what, exchange)
+        return self._guard(what, exchange, _NUMBERS)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
         if tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor.dtype in SUMMED_AS:
@@ -97,19 +109,21 @@ class SharedMemoryCommunicator:
         return Done()
 
     def sum_in_place(self, tensors: Sequence[torch.Tensor], factor: float, what: str) -> None:
-        self._guard(what, lambda: self._in_place_sum(tensors, factor))
+        size = sum(tensor.numel() for tensor in tensors)
+        self._guard(what, lambda: self._in_place_sum(tensors, factor), _code(what, size))
 
     def sum_to_owners(
         self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
     ) -> None:
-        self._guard(what, lambda: self._in_place_sum.to_owners(tensors, factor, owned))
+        size = sum(tensor.numel() for tensor in tensors)
+        self._guard(what, lambda: self._in_place_sum.to_owners(tensors, factor, owned), _code(what, size))
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         if tensor.device.type != "cpu":
             self._sockets.broadcast(tensor, source, what)
         elif tensor.numel():
             content = bytes_of(tensor)
-            self._guard(what, lambda: self._broadcast(content, source))
+            self._guard(what, lambda: self._broadcast(content, source), _code(what, content.numel()))
 
     def _broadcast(self, content: torch.Tensor, source: int) -> None:
         for start in range(0, content.numel(), BLOCK_BYTES):
@@ -127,7 +141,8 @@ class SharedMemoryCommunicator:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
-            self._guard(what, lambda: self._all_gather(bytes_of(tensor), [bytes_of(one) for one in received]))
+            own, targets = bytes_of(tensor), [bytes_of(one) for one in received]
+            self._guard(what, lambda: self._all_gather(own, targets), _code(what, own.numel()))
         return received
 
     def _all_gather(self, own: torch.Tensor, received: list[torch.Tensor]) -> None:
@@ -141,7 +156,7 @@ class SharedMemoryCommunicator:
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         message = pickle.dumps(value)
-        return [pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message))]
+        return [pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _OBJECTS)]
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         """Messages of any lengths. What does not fit into the first round follows in as many as the longest takes."""
@@ -167,11 +182,11 @@ class SharedMemoryCommunicator:
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         message = pickle.dumps(value) if self.rank == source else b""
-        told = self._guard(what, lambda: self._gather_bytes(message))[source]
+        told = self._guard(what, lambda: self._gather_bytes(message), _OBJECTS)[source]
         return value if self.rank == source else pickle.loads(told)
 
     def barrier(self, what: str) -> None:
-        self._guard(what, self._meet)
+        self._guard(what, self._meet, _code(what, 0))
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -188,7 +203,7 @@ class SharedMemoryCommunicator:
             assert memory is not None
             return memory.places(kinds)
 
-        return self._guard(what, share)
+        return self._guard(what, share, _code(what, 0))
 
     # -- left to the process group ----------------------------------------------------------------------------------
 

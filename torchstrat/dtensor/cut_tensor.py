@@ -28,10 +28,13 @@ class CutTensor(DTensor):
 
     _devices: LogicalDevices
     _cut: Cut
+    _whole_shape: torch.Size
     _variable: torch.Tensor | None
     """The parameter whose value it is in this step."""
+    _is_value: bool
+    """Whether its piece is the memory of a variable."""
     _is_gradient: bool
-    """Whether its piece is the gradient of a parameter."""
+    """Whether its piece is the gradient of one."""
 
     @classmethod
     def __torch_function__(
@@ -91,12 +94,15 @@ def cut_tensor(local: torch.Tensor, cut: Cut, devices: LogicalDevices) -> CutTen
     """``local`` as this process's piece of a tensor that is cut like ``cut``, without a graph."""
     shape = devices.axes.whole_shape(local.shape, cut)
     made: CutTensor = make_dtensor(CutTensor, local, shape, devices.mesh, devices.placements(cut))
-    made._devices, made._cut, made._variable, made._is_gradient = devices, cut, None, False
+    made._devices, made._cut, made._whole_shape = devices, cut, torch.Size(shape)
+    made._variable, made._is_value, made._is_gradient = None, False, False
     return made
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
     """Of the whole tensor."""
+    if isinstance(tensor, CutTensor):
+        return tensor._whole_shape
     with WithoutSubclasses():
         return tensor.shape
 

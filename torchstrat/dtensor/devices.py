@@ -15,6 +15,7 @@ from torchstrat.dtensor.traffic import Traffic
 from torchstrat.sharding.grid import REPLICA_AXIS
 
 CALL = "a sum or an exchange of pieces between the logical devices of a replica"
+_calls: dict[str, str] = {"": CALL}
 
 
 class LogicalDevices:
@@ -40,6 +41,8 @@ class LogicalDevices:
         self.mesh = mesh[axes.names]
         self._groups = groups
         self.traffic = Traffic()
+        self.doing = ""
+        """The operator that a step is in; going backward, none."""
 
     @property
     def everyone(self) -> Communicator:
@@ -75,11 +78,19 @@ class LogicalDevices:
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
+    @property
+    def _call(self) -> str:
+        """By what name a process meets the others: one that has called another operator is found by it."""
+        call = _calls.get(self.doing)
+        if call is None:
+            call = _calls[self.doing] = f"{self.doing} on a tensor that is cut over logical devices ({CALL})"
+        return call
+
     def summed(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         """The sum over the processes along ``axes``, as a new tensor; all of them get the same bits."""
         group = self._groups[tuple(axes)]
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        group.all_reduce(total, CALL).wait()
+        group.all_reduce(total, self._call).wait()
         self.traffic.add("sums", 2 * total.nbytes * (group.size - 1) // group.size)
         return total
 
@@ -93,7 +104,7 @@ class LogicalDevices:
 
     def _exchanged(self, tensor: torch.Tensor, axes: Sequence[int], kind: str) -> list[torch.Tensor]:
         group = self._groups[tuple(axes)]
-        received = group.all_gather(tensor.detach().contiguous(), CALL)
+        received = group.all_gather(tensor.detach().contiguous(), self._call)
         self.traffic.add(kind, tensor.nbytes * (group.size - 1))
         return received
 
@@ -104,7 +115,7 @@ class LogicalDevices:
         group = self._groups[tuple(axes)]
         index = group.rank
         flat = torch.cat([to_previous.detach().reshape(-1), to_next.detach().reshape(-1)])
-        received = group.all_gather(flat, CALL)
+        received = group.all_gather(flat, self._call)
         self.traffic.add("edges", flat.nbytes * (group.size - 1))
         sizes = [to_previous.numel(), to_next.numel()]
         previous = received[index - 1].split(sizes)[1].view(to_next.shape) if index > 0 else None

@@ -26,7 +26,7 @@ from torchstrat.dtensor.moves import recut, whole
 from torchstrat.dtensor.operators import with_stand_ins
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.dtensor.replica_axis import FirstOfReplica
-from torchstrat.dtensor.step import StepSurroundings, refuse_steps_outside
+from torchstrat.dtensor.step import StepSurroundings, step_pieces
 from torchstrat.dtensor.traffic import Traffic
 from torchstrat.dtensor.whole_states import hook_modules, hook_optimizer
 from torchstrat.errors import ContextError, ReplicaDivergenceError
@@ -159,7 +159,7 @@ class LogicalReplicas:
             if optimizer not in self._hooked and self.variables.cut_in(optimizer):
                 self._hooked.add(optimizer)
                 hook_optimizer(optimizer, self.variables)
-                refuse_steps_outside(optimizer, self.variables)
+                step_pieces(optimizer, self.variables)
 
     # -- run --------------------------------------------------------------------------------------------------------
 

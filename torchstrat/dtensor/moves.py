@@ -4,7 +4,8 @@ In a step, a plain tensor is whole and equal on all logical devices, and a `CutT
 held exactly as the tensor is. An operator computes on pieces. Along the axes where it *varies*, its logical devices
 compute different things; what is whole there gets from each of them but a part of its gradient, and the parts have to
 be added up (`spread`). Where pieces of a result have to be added up going forward (`added_up`), the gradient of the sum
-is that of every part. (Shoeybi et al., "Megatron-LM", 2019, call the two f and g.)
+is that of every part. (Shoeybi et al., "Megatron-LM", 2019, call the two f and g.) Each move is the gradient of another
+one, so that there are second derivatives as well.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from torchstrat.dtensor._torch_dtensor import local_of
@@ -23,6 +23,15 @@ from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.errors import UnsupportedError
 
 Axes = Sequence[int]
+
+
+class _NoGraph:
+    """Stands in for the context of a move that nobody goes backward through."""
+
+
+def _moved(move: type[torch.autograd.Function], *args: Any) -> Any:
+    """Going backward: with a graph where a second derivative is wanted, else without the costs of one."""
+    return move.apply(*args) if torch.is_grad_enabled() else move.forward(_NoGraph(), *args)
 
 
 class _Open(torch.autograd.Function):
@@ -35,9 +44,8 @@ class _Open(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return cut_tensor(gradient, ctx.cut, ctx.devices)
+        return _moved(_Close, gradient, ctx.cut, ctx.devices)
 
 
 class _Close(torch.autograd.Function):
@@ -49,10 +57,9 @@ class _Close(torch.autograd.Function):
         return cut_tensor(local.detach(), cut, devices)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if isinstance(gradient, CutTensor) and gradient._cut == ctx.cut:
-            return local_of(gradient), None, None
+            return _moved(_Open, gradient), None, None
         # A hook or an autograd function of the user's has made it, whole or cut in another way.
         return enter(gradient, ctx.devices, ctx.cut, ()).clone(), None, None
 
@@ -66,9 +73,8 @@ class _Gather(torch.autograd.Function):
         return devices.gathered(local, axes, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.devices.own_part(gradient, ctx.axes, ctx.dim), None, None, None
+        return _moved(_Take, gradient, ctx.devices, ctx.axes, ctx.dim), None, None, None
 
 
 class _Take(torch.autograd.Function):
@@ -80,9 +86,8 @@ class _Take(torch.autograd.Function):
         return devices.own_part(whole, axes, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.devices.gathered(gradient, ctx.axes, ctx.dim), None, None, None
+        return _moved(_Gather, gradient, ctx.devices, ctx.axes, ctx.dim), None, None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -92,20 +97,19 @@ class _Spread(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.devices.summed(gradient, ctx.axes), None, None
+        return _moved(_AddUp, gradient, ctx.devices, ctx.axes), None, None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, devices: LogicalDevices, axes: Axes) -> torch.Tensor:
+        ctx.devices, ctx.axes = devices, axes
         return devices.summed(part, axes)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None, None
+        return spread(gradient, ctx.devices, ctx.axes), None, None
 
 
 class _WithEdges(torch.autograd.Function):
@@ -128,8 +132,12 @@ class _WithEdges(torch.autograd.Function):
         return torch.cat([previous, local, following], dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a second derivative (create_graph=True) through a convolution or pooling of images that are cut into "
+                "bands over logical devices: call strategy.replicate_to_logical_devices on the images before it."
+            )
         dim, before, after = ctx.dim, ctx.before, ctx.after
         size = gradient.shape[dim] - before - after
         own = gradient.narrow(dim, before, size).clone()

@@ -27,7 +27,7 @@ from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.devices import LogicalDevices
 from torchstrat.dtensor.first_values import Place, draw_first_values
 from torchstrat.dtensor.moves import leave
-from torchstrat.dtensor.no_values import without_values
+from torchstrat.dtensor.no_values import Note, without_values
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.gradients import GradientHook
 from torchstrat.replicas.agreement import agree, all_equal, code
@@ -54,6 +54,7 @@ class CutVariable:
     other: torch.Tensor
     kind: type
     """The class of ``tensor`` where it has values."""
+    note: Note
     version: int = 0
     """Of the empty whole, when the last run ended: it must not have been changed since."""
     shown: torch.Tensor | None = None
@@ -238,10 +239,24 @@ class CutVariables:
                 del entries[key]
 
         kind, version = type(tensor), tensor._version
-        entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, kind, version)
+        note = Note("a variable", self._devices.device, copy=lambda: self._copy_of(entries[key]))
+        entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, kind, note, version)
         entries[key] = entry
-        without_values(tensor)
+        without_values(tensor, note)
         stands_for(tensor, WholeValue(lambda: self._whole_of(entry), lambda whole: self._assign(entry, whole)))
+
+    def _copy_of(self, entry: CutVariable) -> torch.Tensor:
+        """Another variable of the same values, outside of a run; each process copies its piece."""
+        with DisableTorchFunction():
+            tensor = entry.reference()
+            assert tensor is not None
+            piece = self._alike(entry.other, entry.other.detach().clone())
+            made = self._alike(tensor, torch.empty(entry.shape, dtype=piece.dtype, device="meta"))
+            if entry.kind not in (nn.Parameter, torch.Tensor):
+                made.__class__ = entry.kind
+            self._note(self._known, made)
+            self._enter(made, entry.sharding, entry.cut, entry.shape, piece)
+        return made
 
     @staticmethod
     def _alike(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -286,16 +301,16 @@ class CutVariables:
                     tensor.requires_grad_(entry.other.requires_grad)
                 entry.version = tensor._version
                 self._show_gradient(tensor, entry)
-                without_values(tensor)
+                without_values(tensor, entry.note)
 
-    @staticmethod
-    def _show_gradient(tensor: torch.Tensor, entry: CutVariable) -> None:
+    def _show_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
         entry.gradient = entry.other.grad
         if entry.gradient is None:
             tensor.grad = entry.shown = None
         elif entry.shown is None:
             tensor.grad = torch.empty(entry.shape, dtype=entry.gradient.dtype, device="meta")
-            entry.shown = without_values(tensor.grad)
+            note = Note("the gradient of a variable", self._devices.device, zero=lambda: _zero(entry.gradient))
+            entry.shown = without_values(tensor.grad, note)
 
     def _follow_gradient(self, tensor: torch.Tensor, entry: CutVariable) -> None:
         """What has been done to the gradient of the empty whole is to be done to the piece's, or raises."""
@@ -306,7 +321,7 @@ class CutVariables:
         if tensor.grad is not None or not was_left:
             raise ContextError(
                 f"the gradient of {self._registry.describe(tensor)} was changed outside of run, where that of a "
-                "variable that is cut over logical devices has no values (it is on meta). Change it in strategy.run; "
+                "variable that is cut over logical devices has no values. Change it in strategy.run; "
                 "zero_grad() may be called outside, before backward()."
             )
         entry.other.grad = entry.shown = None
@@ -331,7 +346,7 @@ class CutVariables:
         if not is_as_it_was or not tensor.is_meta:
             raise ContextError(
                 f"{self._registry.describe(tensor)} was changed outside of run, where a variable that is cut over "
-                "logical devices has no values (it is on meta). Change it in strategy.run, or by load_state_dict or "
+                "logical devices has no values. Change it in strategy.run, or by load_state_dict or "
                 "Checkpoint.restore."
             )
 
@@ -343,7 +358,7 @@ class CutVariables:
                 tensor = entry.reference()
                 if tensor is not None:
                     one: Any = leave(tensor, self._devices, entry.cut)
-                    one._variable = tensor
+                    one._variable, one._is_value = tensor, True
                     made[key] = one
         return made
 
@@ -380,8 +395,7 @@ class CutVariables:
         with torch.no_grad():
             entry.other.copy_(self._devices.own_piece(whole.detach(), entry.cut))
 
-    def changed_nothing(self, tensor: torch.Tensor) -> None:
-        """What has just been written to the empty whole was meant, and has been taken."""
-        entry = self.find(tensor)
-        if entry is not None:
-            entry.version = tensor._version
+
+def _zero(gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        gradient.zero_()

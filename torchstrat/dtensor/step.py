@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat._torch_private import DisableTorchFunction
+from torchstrat._torch_private import DisableTorchFunction, optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor
 from torchstrat.dtensor.operators import apply
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.optimizer_tiers import Tier, names_of, tier_of
+from torchstrat.stand_ins import bare_step, stand_in_of
 from torchstrat.variables import VariableRegistry
 
 
@@ -30,7 +30,12 @@ def _watched(kind: type) -> type:
     ) -> Any:
         return apply(func, types, args, kwargs or {})
 
-    members = {"__module__": kind.__module__, "__torch_function__": classmethod(of_stand_ins)}
+    members = {
+        "__module__": kind.__module__,
+        "__torch_function__": classmethod(of_stand_ins),
+        "__deepcopy__": lambda self, memo: getattr(self, STAND_IN).__deepcopy__(memo),  # parameters have their own
+        "__reduce_ex__": lambda self, protocol: getattr(self, STAND_IN).__reduce_ex__(protocol),
+    }
     made: type = type(kind)(kind.__name__, (kind,), members)
     return made
 
@@ -67,7 +72,9 @@ class StepSurroundings:
         with ExitStack() as stack:
             for optimizer in self._registry.optimizers():
                 if self._variables.cut_in(optimizer):
-                    stack.enter_context(_on_pieces(optimizer))
+                    _require_no_hooks(optimizer)
+                    stack.enter_context(_quick_zero_grad(optimizer))
+            stack.enter_context(_backend_sees_pieces())
             stack.enter_context(_in_modules(self._registry.modules(), stand_ins))
             stack.enter_context(_out_of_sight(stand_ins))
             yield
@@ -85,6 +92,37 @@ class StepSurroundings:
                     "Give the others an optimizer of their own, or leave these parameters whole (no sharding rule, no "
                     "annotation)."
                 )
+
+
+@contextmanager
+def _backend_sees_pieces() -> Iterator[None]:
+    """In its hooks on all optimizers; those of the user's see stand-ins."""
+    replaced = [
+        (hooks, key, hook)
+        for hooks in (optimizer_pre_hooks, optimizer_post_hooks)
+        for key, hook in hooks.items()
+        if _is_of_backend(hook)
+    ]
+    try:
+        for hooks, key, hook in replaced:
+            hooks[key] = _on_pieces(hook)
+        yield
+    finally:
+        for hooks, key, hook in replaced:
+            if key in hooks:
+                hooks[key] = hook
+
+
+def _is_of_backend(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torchstrat.")
+
+
+def _on_pieces(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def on_pieces(*args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            return hook(*args, **kwargs)
+
+    return on_pieces
 
 
 @contextmanager
@@ -106,36 +144,17 @@ def _in_modules(modules: Iterator[nn.Module], stand_ins: dict[int, CutTensor]) -
 
 
 @contextmanager
-def _on_pieces(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Its methods see the pieces and not the stand-ins."""
-    _require_no_hooks(optimizer)
-    before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
-    for name in before:
-        setattr(optimizer, name, _bound(optimizer, getattr(optimizer, name)))
+def _quick_zero_grad(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A stand-in for each gradient that is only forgotten would cost more than the rest of it."""
+    zero_grad, before = optimizer.zero_grad, vars(optimizer).get("zero_grad")
+    optimizer.zero_grad = _on_pieces(zero_grad)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for name, method in before.items():
-            if method is None:
-                delattr(optimizer, name)
-            else:
-                setattr(optimizer, name, method)
-
-
-def _bound(optimizer: torch.optim.Optimizer, method: Any) -> Any:
-    """A bound method: that is what learning rate schedulers wrap."""
-
-    def on_pieces(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(callable(one) for one in (*args, *kwargs.values())):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}.step(closure) with parameters that are cut over logical devices; call "
-                "the closure's backward first, and step() without it."
-            )
-        with DisableTorchFunction(), _in_sight(optimizer):
-            return method(*args, **kwargs)
-
-    on_pieces.__dict__.update(getattr(method, "__dict__", {}))
-    return types.MethodType(on_pieces, optimizer)
+        if before is None:
+            del optimizer.zero_grad
+        else:
+            optimizer.zero_grad = before  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -154,21 +173,34 @@ def _in_sight(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
     for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
-        if not getattr(hook, "__module__", "").startswith("torchstrat."):
+        if not _is_of_backend(hook):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} has a hook on its steps, and parameters that are cut over logical "
                 "devices, of which the hook would see a piece. Do what it does in the step, around step()."
             )
 
 
-def refuse_steps_outside(optimizer: torch.optim.Optimizer, variables: CutVariables) -> None:
-    """A hook that lasts: outside of a run there is neither a piece nor its gradient to step."""
+def step_pieces(optimizer: torch.optim.Optimizer, variables: CutVariables) -> None:
+    """A hook that lasts, so that it meets each step, by whatever name the method is called: it steps the pieces, and an
+    optimizer of nothing goes on in the place of this one."""
 
-    def check(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        if not variables.is_inside and variables.cut_in(stepped):
+    def take_over(
+        stepped: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if args[0] is not stepped or not variables.cut_in(stepped):
+            return None
+        if not variables.is_inside:
             raise ContextError(
                 f"{type(stepped).__name__}.step() was called outside of run, and has parameters that are cut over "
                 "logical devices; step in the function that strategy.run calls."
             )
+        if any(callable(one) for one in (*args[1:], *kwargs.values())):
+            raise UnsupportedError(
+                f"{type(stepped).__name__}.step(closure) with parameters that are cut over logical devices; call "
+                "the closure's backward first, and step() without it."
+            )
+        with DisableTorchFunction(), _in_sight(stepped):
+            bare_step(stepped)
+        return (stand_in_of(type(stepped), vars(stepped), []), *args[1:]), kwargs
 
-    optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(take_over)

@@ -27,7 +27,6 @@ def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: 
             states = _OfModule(variables)
             module.register_state_dict_post_hook(_PutTogether(variables))
             module.register_load_state_dict_pre_hook(states.take_apart)
-            module.register_load_state_dict_post_hook(states.has_taken)
 
 
 def _cut_members(module: nn.Module, variables: CutVariables) -> dict[str, torch.Tensor]:
@@ -61,22 +60,19 @@ class _PutTogether(_Hooks):
 
 
 class _OfModule(_Hooks):
-    def __init__(self, variables: CutVariables) -> None:
-        super().__init__(variables)
-        self._taken: list[torch.Tensor] = []
-
-    def take_apart(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def take_apart(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise ContextError(
+                f"load_state_dict(…, assign=True) of a {type(module).__name__} whose parameters are cut over logical "
+                "devices would put whole tensors in their place; leave assign out: their values are taken in pieces."
+            )
         for name, parameter in _cut_members(module, self._variables).items():
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 self._variables.assign(parameter, value)
-                state[prefix + name] = parameter.detach()  # to be written to the empty whole
-                self._taken.append(parameter)
-
-    def has_taken(self, module: nn.Module, incompatible: Any) -> None:
-        for parameter in self._taken:
-            self._variables.changed_nothing(parameter)
-        self._taken.clear()
+                state[prefix + name] = parameter.detach()  # which changes nothing when it is written to the parameter
 
 
 def hook_optimizer(optimizer: torch.optim.Optimizer, variables: CutVariables) -> None:

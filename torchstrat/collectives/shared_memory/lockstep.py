@@ -18,6 +18,7 @@ from torchstrat.collectives.shared_memory.segment import Segment
 LINE_BYTES = 64
 _WORDS = LINE_BYTES // 4
 _COUNT, _CLOSED = 0, 1  # words of a rank's line
+_CALLS = 2  # and the next one: what a rank is in, of its last two meetings; nobody is farther ahead than one
 _SLICE_MILLISECONDS = 100
 _LOOKS = 1000
 
@@ -28,6 +29,10 @@ class PeersMissingError(RuntimeError):
     def __init__(self, *, ended: Sequence[int] = (), closed: Sequence[int] = (), late: Sequence[int] = ()) -> None:
         self.ended, self.closed, self.late = tuple(ended), tuple(closed), tuple(late)
         super().__init__(f"ended: {self.ended}, closed: {self.closed}, late: {self.late}")
+
+
+class CallsDifferError(RuntimeError):
+    """All ranks have come, and not all for the same call."""
 
 
 class Lockstep:
@@ -47,15 +52,21 @@ class Lockstep:
         self._count = 0
         self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
 
-    def meet(self, seconds: float) -> None:
-        """Return once every rank has called this as often as this one has. Raises `PeersMissingError`."""
+    def meet(self, seconds: float, call: int = 0) -> None:
+        """Return once every rank has called this as often as this one has. Raises `PeersMissingError`, and
+        `CallsDifferError` where not all of them have come for the same ``call``, of 32 bits."""
         words = self._words
         self._count = count = (self._count + 1) & 0xFFFFFFFF
+        slot = _CALLS + (count & 1)
+        words[self._mine + slot] = call
         words[self._mine] = count
         futex.wake(self._own_address)  # also if nobody sleeps: Python has no fence that would make asking first safe
         for place, address in self._others:
             if (words[place] - count) & 0x80000000:
                 self._wait(place, address, count, seconds)
+        for place, _ in self._others:
+            if words[place + slot] != call:
+                raise CallsDifferError
 
     def _wait(self, place: int, address: int, count: int, seconds: float) -> None:
         words = self._words

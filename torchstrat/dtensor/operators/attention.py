@@ -28,8 +28,6 @@ def attention(
 
     Keys that are cut are made whole: every query looks at all of them.
     """
-    if attn_mask is not None and is_causal:
-        raise call.refused("takes a mask or is_causal, not both")
     shapes = [shape_of(one) for one in (query, key, value)]
     batch = torch.broadcast_shapes(shapes[0][:-2], *([] if enable_gqa else [shapes[1][:-2], shapes[2][:-2]]))
     names = [f"batch {dim}" for dim in range(len(batch))]
@@ -77,7 +75,13 @@ def attention(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     of_scores = cut_by_labels(chosen, [*names, "queries", "keys"])
     noise = own_noise(call, torch.Size(sizes), of_scores, scores.detach(), dropout_p)
-    return call.leave(torch.softmax(scores, -1) * noise @ own[2], cut)
+    return call.leave(_weights(scores) * noise @ own[2], cut)
+
+
+def _weights(scores: torch.Tensor) -> torch.Tensor:
+    """Of the keys; a query that may look at none has none, as in PyTorch, instead of NaN."""
+    sees_none = (scores == -math.inf).all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(sees_none, 0), -1).masked_fill(sees_none, 0)
 
 
 def _of_batch(

@@ -66,7 +66,7 @@ def contract(
     if parts:
         local = call.added_up(local, parts)
         if own_bias is not None:
-            local = local + own_bias
+            local = local + own_bias.to(local.dtype)  # in autocast the product has another
     return call.leave(local, cut)
 
 
@@ -84,9 +84,6 @@ def linear(call: Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 @rule("matmul", "mm", "bmm", "__matmul__")
 def matmul(call: Call, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     left, right = shape_of(input), shape_of(other)
-    ranks = {"mm": 2, "bmm": 3}.get(call.name)
-    if ranks is not None and (len(left), len(right)) != (ranks, ranks):
-        raise call.refused(f"takes two tensors of {ranks} dimensions, not {len(left)} and {len(right)}")
     batch = torch.broadcast_shapes(left[:-2], right[:-2])
     names = [f"batch {dim}" for dim in range(len(batch))]
 

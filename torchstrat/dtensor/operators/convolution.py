@@ -73,8 +73,6 @@ def _padding(call: Call, padding: Any, windows: Sequence[tuple[int, int]]) -> li
     if padding == "valid":
         return [(0, 0)] * len(windows)
     if padding == "same":
-        if any(stride != 1 for _, stride in windows):
-            raise call.refused("with padding='same' takes no strides")
         return [((extent - 1) // 2, extent - 1 - (extent - 1) // 2) for extent, _ in windows]
     return [(one, one) for one in _each(padding, len(windows))]
 
@@ -130,7 +128,7 @@ def convolution(
     if parts:
         convolved = call.added_up(convolved, parts)
         if own_bias is not None:
-            convolved = convolved + own_bias.view(-1, *[1] * spatial)
+            convolved = convolved + own_bias.to(convolved.dtype).view(-1, *[1] * spatial)
     return call.leave(convolved, cut_by_labels(chosen, result))
 
 
@@ -181,7 +179,7 @@ class _Windows:
     def __init__(self, call: Call, kernel_size: Any, stride: Any, padding: Any) -> None:
         spatial = int(call.name[-2])
         self.sizes = _each(kernel_size, spatial)
-        self.steps = self.sizes if stride is None or stride == [] else _each(stride, spatial)
+        self.steps = self.sizes if stride is None or stride in ([], ()) else _each(stride, spatial)
         self.sides = _padding(call, padding, list(zip(self.sizes, self.steps, strict=True)))
 
 

@@ -8,28 +8,30 @@ from typing import Any
 
 import torch
 
+from torchstrat.dtensor._torch_dtensor import local_of
 from torchstrat.dtensor.axes import Cut
+from torchstrat.dtensor.cut_tensor import CutTensor, cut_tensor
 from torchstrat.dtensor.operators.rules import Call, cut_axes, functions_called, rule, shape_of
 from torchstrat.operands import tensors_in
 
-_UNARY = (
+UNARY = (
     *("abs", "ceil", "clamp", "clip", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "log"),
     *("log10", "log1p", "log2", "logical_not", "neg", "negative", "nan_to_num", "reciprocal", "round", "rsqrt"),
     *("sigmoid", "sign", "sin", "sqrt", "square", "tanh"),
     *("elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish", "relu", "relu6"),
     *("selu", "silu", "softplus", "softsign"),
 )
-_BINARY = (
+BINARY = (
     *("add", "atan2", "div", "divide", "eq", "fmod", "ge", "greater", "greater_equal", "gt", "le", "lerp", "less"),
     *("less_equal", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul"),
     *("multiply", "ne", "not_equal", "pow", "remainder", "rsub", "sub", "subtract", "true_divide", "where"),
     *("addcmul", "addcdiv", "__rsub__", "__rdiv__", "__rtruediv__", "__pow__", "__rpow__", "__eq__", "__ne__"),
     *("__lt__", "__le__", "__gt__", "__ge__", "__truediv__"),
 )
-_CASTS = ("bfloat16", "bool", "clone", "contiguous", "detach", "double", "float", "half", "int", "long", "type_as")
+_CASTS = ("bfloat16", "bool", "clone", "contiguous", "double", "float", "half", "int", "long", "type_as")
 
 
-@rule(*_UNARY, *_BINARY)
+@rule(*UNARY, *BINARY)
 def elementwise(call: Call, *args: Any, **kwargs: Any) -> torch.Tensor:
     if kwargs.get("inplace"):
         raise call.refused("would change it in place with inplace=True; leave that out")
@@ -66,6 +68,17 @@ def cast(call: Call, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
     if call.name == "type_as":
         return call.leave(call.open(tensor).to(args[0].dtype), call.cut(tensor))
     return call.leave(call.function(call.open(tensor), *args, **kwargs), call.cut(tensor))
+
+
+_DATA: Any = torch.Tensor.data
+
+
+@rule("detach", _DATA.__get__)
+def detach(call: Call, tensor: CutTensor) -> torch.Tensor:
+    """The same memory: of a variable, or of its gradient, it may be written to."""
+    found = cut_tensor(local_of(tensor).detach(), tensor._cut, call.devices)
+    found._is_value, found._is_gradient = tensor._is_value, tensor._is_gradient
+    return found
 
 
 @rule("to")

@@ -9,7 +9,7 @@ from torchstrat.dtensor.operators.contraction import cut_by_labels
 from torchstrat.dtensor.operators.rules import Call, rule, shape_of
 
 
-@rule("embedding")
+@rule(functional.embedding)
 def embedding(
     call: Call,
     input: torch.Tensor,
@@ -49,3 +49,17 @@ def embedding(
     # Rows of padding have values and no gradient.
     kept = torch.where(counts.unsqueeze(-1), found, torch.where(own.unsqueeze(-1), found.detach(), 0))
     return call.leave(call.added_up(kept, by_rows), cut)
+
+
+@rule(torch.embedding)
+def embedding_of_weight(
+    call: Call,
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """The same with its arguments in another order, where -1 is no padding."""
+    padding = None if padding_idx == -1 else padding_idx
+    return embedding(call, indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)

@@ -1,4 +1,4 @@
-"""What gradient clipping does to the gradients of parameters that are cut: norms of all of them, and scaling."""
+"""Norms, as clipping takes them of the gradients of all parameters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from torchstrat.dtensor._torch_dtensor import local_of
 from torchstrat.dtensor.cut_tensor import CutTensor
-from torchstrat.dtensor.operators.reductions import axes_within, cut_after
+from torchstrat.dtensor.operators.reductions import axes_within, cut_after, root
 from torchstrat.dtensor.operators.rules import Call, dims_of, rule, shape_of
 from torchstrat.half_precision import widen
 
@@ -28,8 +27,13 @@ def vector_norm(
         return call.leave(call.largest(local.abs().amax(dims, keepdim=keepdim), axes).to(kind), cut)
     if abs(ord) == math.inf or ord == 0:
         raise call.refused(f"of order {ord} over a dimension that is cut")
-    powers = local.abs().pow(ord).sum(dims, keepdim=keepdim)
-    return call.leave(call.added_up(powers, axes).pow(1 / ord).to(kind), cut)
+    sizes = local.abs()
+    if ord < 0:
+        powers = sizes.pow(ord)
+    else:  # without a power of 0, whose gradient may be infinite
+        is_zero = sizes == 0
+        powers = torch.where(is_zero, sizes, torch.where(is_zero, 1, sizes).pow(ord))
+    return call.leave(root(call.added_up(powers.sum(dims, keepdim=keepdim), axes), ord).to(kind), cut)
 
 
 @rule(torch._foreach_norm)
@@ -41,26 +45,3 @@ def norms(call: Call, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: An
         else:
             found.append(vector_norm(call, tensor, ord, dtype=dtype))
     return found
-
-
-@rule(torch._foreach_mul_)
-def scale_all(call: Call, tensors: Sequence[torch.Tensor], factors: Any) -> None:
-    if isinstance(factors, list | tuple):
-        raise call.refused("with a factor for each")
-    for tensor in tensors:
-        if isinstance(tensor, CutTensor):
-            scale(call, tensor, factors)
-        else:
-            tensor.mul_(factors)
-
-
-@rule(torch.Tensor.mul_)
-def scale(call: Call, tensor: torch.Tensor, factor: Any) -> torch.Tensor:
-    """Of gradients of parameters alone: there nothing else sees the piece."""
-    if not isinstance(tensor, CutTensor) or not tensor._is_gradient or isinstance(factor, CutTensor):
-        raise call.refused("would change it in place; write the result to a new tensor")
-    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
-        raise call.refused("by a tensor of several elements, in place")
-    with torch.no_grad():
-        local_of(tensor).mul_(factor)
-    return tensor

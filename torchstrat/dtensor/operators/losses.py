@@ -38,6 +38,11 @@ def cross_entropy(
     examples = [label for label in of_input if label != CLASSES]
     by_index = not target.is_floating_point()
     of_target = examples if by_index else of_input
+    wanted_shape = [size for dim, size in enumerate(shape) if dim != class_dim or not by_index]
+    if list(shape_of(target)) != wanted_shape:  # PyTorch looks at the values for that
+        raise call.refused(
+            f"of shape {tuple(shape)} needs targets of {tuple(wanted_shape)}, not {tuple(shape_of(target))}"
+        )
     chosen = agree_on_labels(call, (input, target), (of_input, of_target))
     varying = [axis for axis, label in enumerate(chosen) if label is not None]
     class_axes = [axis for axis in varying if chosen[axis] == CLASSES]
@@ -45,7 +50,11 @@ def cross_entropy(
     kind = _loss_kind(logits)
     logits = widen(logits)
     wanted = call.enter(target, cut_by_labels(chosen, of_target), varying)
-    weights = torch.ones(shape[class_dim], dtype=logits.dtype, device=logits.device) if weight is None else weight
+    weights = torch.ones(shape[class_dim], dtype=logits.dtype, device=logits.device)
+    if weight is not None:
+        if by_index and weight.requires_grad:
+            raise call.refused("with indices as targets has no gradient for weights of classes; use weight.detach()")
+        weights = call.enter(weight, call.devices.axes.whole, varying)
     own_weights = call.devices.own_part(weights, class_axes, 0) if class_axes else weights
     along_classes = own_weights.view([-1 if dim == class_dim else 1 for dim in range(len(shape))])
 
@@ -97,7 +106,12 @@ def _require_classes(wanted: torch.Tensor, classes: int) -> None:
 
 
 # Not l1_loss: PyTorch leaves its weights out where it tells of the call.
-@rule("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+@rule(
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy_with_logits,
+)
 def by_elements(
     call: Call, input: torch.Tensor, target: torch.Tensor, *args: Any, reduction: str = "mean", **kwargs: Any
 ) -> torch.Tensor:

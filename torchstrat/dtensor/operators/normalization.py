@@ -34,8 +34,6 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     cut, count = call.cut(input), len(normalized_shape)
-    if tuple(shape_of(input)[-count:]) != tuple(normalized_shape):
-        raise call.refused(f"of shape {tuple(shape_of(input))} does not end in {tuple(normalized_shape)}")
     local, of_weight = call.open(input), _of_last_dims(call, input, count)
     weights = [one if one is None else call.enter(one, of_weight, cut_axes(cut)) for one in (weight, bias)]
     axes = cut_axes(of_weight)
@@ -57,8 +55,6 @@ def rms_norm(
     eps: float | None = None,
 ) -> torch.Tensor:
     cut, count = call.cut(input), len(normalized_shape)
-    if tuple(shape_of(input)[-count:]) != tuple(normalized_shape):
-        raise call.refused(f"of shape {tuple(shape_of(input))} does not end in {tuple(normalized_shape)}")
     local, of_weight = call.open(input), _of_last_dims(call, input, count)
     own = None if weight is None else call.enter(weight, of_weight, cut_axes(cut))
     axes = cut_axes(of_weight)
@@ -102,7 +98,7 @@ def group_norm(
     return call.leave(_scaled(normal, *[one if one is None else one.view(shape) for one in weights]).to(kind), cut)
 
 
-@rule("batch_norm")
+@rule(functional.batch_norm)
 def batch_norm(
     call: Call,
     input: torch.Tensor,
@@ -118,18 +114,17 @@ def batch_norm(
     cut = call.cut(input)
     if 1 in cut:
         raise call.refused("is cut along its channels")
+    statistics = [one for one in (running_mean, running_var) if one is not None]
+    if any(call.cut(one) != call.devices.axes.whole or one.requires_grad for one in statistics):
+        raise call.refused("has statistics that are cut, or that require a gradient")
     local, varying = call.open(input), cut_axes(cut)
     weights = [one if one is None else call.enter(one, call.devices.axes.whole, varying) for one in (weight, bias)]
-    if not training and running_mean is None:
-        raise call.refused("needs running_mean and running_var, or training=True")
     if not training:
         return call.leave(
             functional.batch_norm(local, running_mean, running_var, weights[0], weights[1], False, momentum, eps), cut
         )
     dims, shape = (0, *range(2, local.ndim)), (1, -1, *[1] * (local.ndim - 2))
     size, kind, local = shape_of(input).numel() // shape_of(input)[1], local.dtype, widen(local)
-    if size <= 1:
-        raise ValueError(f"batch_norm needs more than one value per channel in training; got {tuple(shape_of(input))}.")
     mean = call.total(local.sum(dims), varying) / size
     center = local - mean.view(shape)
     variance = call.total(center.square().sum(dims), varying) / size

@@ -33,6 +33,12 @@ def size_over(tensor: torch.Tensor, dims: Sequence[int]) -> int:
     return math.prod(shape_of(tensor)[dim] for dim in dims)
 
 
+def root(powers: torch.Tensor, degree: float) -> torch.Tensor:
+    """The ``degree``-th; where it is 0 its gradient is 0, as those of PyTorch's norms and deviations are."""
+    is_zero = powers == 0
+    return torch.where(is_zero, powers, torch.where(is_zero, 1, powers).pow(1 / degree))
+
+
 @rule("sum")
 def total(
     call: Call, input: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
@@ -109,7 +115,7 @@ def variance(
     center = call.total(local.sum(dims, keepdim=True), axes) / size
     squares = call.added_up(torch.sum((local - center).square(), dims, keepdim), axes)
     found = squares / max(0.0, size - correction)
-    return call.leave((found.sqrt() if call.name == "std" else found).to(kind), cut)
+    return call.leave((root(found, 2) if call.name == "std" else found).to(kind), cut)
 
 
 @rule("any", "all", "count_nonzero")

@@ -14,6 +14,8 @@ from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
 from torchstrat.dtensor.axes import Cut, cut_axes
 from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor, cut_tensor, refused, shape_of
 from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.dtensor.metadata import METADATA, getters
+from torchstrat.dtensor.operators.as_plain import AsPlain
 from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
 
@@ -130,47 +132,10 @@ def one_dim(dim: int, rank: int) -> int:
 
 # -- calling -------------------------------------------------------------------------------------------------------
 
-_METADATA = {
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "ndim",
-            "requires_grad",
-            "is_leaf",
-            "grad_fn",
-            "is_cuda",
-            "is_meta",
-            "is_sparse",
-            "is_quantized",
-            "is_nested",
-            "is_mkldnn",
-            "itemsize",
-            "nbytes",
-        )
-    ),
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.get_device,
-    torch.Tensor.__len__,
-    torch.Tensor.register_hook,
-    torch.Tensor.retain_grad,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-}
-"""What does not look at elements."""
-
 _gradients: Any = torch.Tensor.grad
 _GRADIENT_GET, _GRADIENT_SET = _gradients.__get__, _gradients.__set__
+_OF_LEAVES = {**dict.fromkeys(getters("is_leaf"), True), **dict.fromkeys(getters("grad_fn"), None)}
+"""What a variable is to the program, although its stand-in is made of its piece."""
 
 
 def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -180,9 +145,11 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
     """
     if len(types) > 1 or types[0] is not CutTensor:
         args, kwargs = with_stand_ins(args), with_stand_ins(kwargs)
-    if function in _METADATA:
+    if function in METADATA:
         if function is torch.Tensor.register_hook and args[0]._variable is not None:
             raise refused("register_hook", "as a parameter would last for this run only; see its grad after backward()")
+        if function in _OF_LEAVES and args[0]._variable is not None:
+            return _OF_LEAVES[function]
         with WithoutSubclasses():
             return function(*args, **kwargs)
     found = _rules.get(function)
@@ -194,14 +161,21 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
     if first is None:
         raise refused(name_of(function))
     call = Call(function, first._devices)
+    as_plain = AsPlain(function, args, kwargs)
+    call.devices.doing = call.name
     try:
-        return found(call, *args, **kwargs)
+        result = found(call, *args, **kwargs)
     except TypeError as error:
         try:
             inspect.signature(found).bind(call, *args, **kwargs)
         except TypeError as of_arguments:
             raise call.refused(f"is not known with these arguments ({of_arguments})") from error
         raise
+    finally:
+        call.devices.doing = ""
+    if difference := as_plain.check(result):
+        raise call.refused(difference)
+    return result
 
 
 def with_stand_ins(value: Any) -> Any:

@@ -58,6 +58,8 @@ def reshape(call: Call, input: torch.Tensor, *shape: Any, **kwargs: Any) -> torc
         sizes[sizes.index(-1)] = old.numel() // rest if rest else 0
     if math.prod(sizes) != old.numel():
         raise RuntimeError(f"shape {sizes} is invalid for input of size {old.numel()}")
+    if not old.numel():
+        return call.enter(input, call.devices.axes.whole, ()).reshape(sizes)
     cut = _cut_of_reshaped(call, input, old, sizes)
     return call.leave(call.open(input).reshape(call.devices.axes.piece_shape(sizes, cut)), cut)
 
@@ -199,12 +201,14 @@ def item(call: Call, input: torch.Tensor, index: Any) -> torch.Tensor:
 
 @rule("cat", "concat", "concatenate")
 def cat(call: Call, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    rank = len(shape_of(tensors[0]))
+    full = [one for one in tensors if tuple(shape_of(one)) != (0,)] or list(tensors)  # beside others, (0,) is nothing
+    rank = len(shape_of(full[0]))
     place = one_dim(dim, rank)
-    if any(call.axes_of(one, place) for one in tensors):
+    if any(call.axes_of(one, place) for one in full):
         raise call.refused(f"along dimension {place}, which is cut")
-    cut = cut_of_result(call, tensors, shape_of(tensors[0]))
-    return call.leave(torch.cat([call.enter(one, cut, cut_axes(cut)) for one in tensors], place), cut)
+    cut = cut_of_result(call, full, shape_of(full[0]))
+    entered = [call.enter(one, cut, cut_axes(cut)) if len(shape_of(one)) == rank else call.open(one) for one in tensors]
+    return call.leave(torch.cat(entered, place), cut)
 
 
 @rule("stack")
