@@ -104,8 +104,8 @@ class Recording:
         # Small results are what loops reduce after each step: done here, the sum and the mean cost nothing, and nobody
         # has to wait for them.
         totals: dict[ReduceOp, torch.Tensor] = {}
-        is_number = stacked.is_floating_point() or stacked.is_complex()
-        if is_number and stacked[0].numel() <= MOST_ENTRIES_TOTALLED:
+        # (The compiler has no means of complex numbers; results of that kind are reduced when somebody asks.)
+        if stacked.is_floating_point() and stacked[0].numel() <= MOST_ENTRIES_TOTALLED:
             components = stacked[: self._num_replicas]
             totals = {ReduceOp.SUM: components.sum(dim=0), ReduceOp.MEAN: components.mean(dim=0)}
         return LaneValues(stacked, self._num_replicas, totals=totals, is_settled=False)
