@@ -233,6 +233,7 @@ class SpmdReplicas:
             weights,
             meet,
             self._grid.num_logical_devices,
+            self._stream,
         )
         self._recordings.current = recording
         try:

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.tpu.backward import LaneBackward
-from torchstrat.tpu.edits import Edits, is_edit, is_initialization
+from torchstrat.tpu.draws import Draws, is_draw
+from torchstrat.tpu.edits import Edits, is_edit
 from torchstrat.tpu.lanes import Lanes
 from torchstrat.tpu.places import current_place
 from torchstrat.tpu.rewrites import Rewrites
@@ -113,10 +114,16 @@ class StepMode(RecordedMode):
     """The same for a step that runs for all replicas at once, where some calls mean something else."""
 
     def __init__(
-        self, lanes: Lanes, backward: LaneBackward, edits: Edits, rewrites: Rewrites, device: torch.device
+        self,
+        lanes: Lanes,
+        backward: LaneBackward,
+        edits: Edits,
+        draws: Draws,
+        rewrites: Rewrites,
+        device: torch.device,
     ) -> None:
         super().__init__(device, rewrites.find)
-        self._lanes, self._backward, self._edits = lanes, backward, edits
+        self._lanes, self._backward, self._edits, self._draws = lanes, backward, edits, draws
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.backward: self._tensor_backward,
             torch.autograd.grad: backward.grad,
@@ -129,19 +136,29 @@ class StepMode(RecordedMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if _steps.is_plain and func not in _READS:
-            return func(*args, **(kwargs or {}))  # a hundred calls that mean what they say
+            return func(*args, **kwargs)  # a hundred calls that mean what they say
+        if not torch.is_inference_mode_enabled():
+            return self._call(func, types, args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():  # tensors of that mode cannot be mapped over lanes
+            return self._call(func, types, args, kwargs)
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         handler = self._handlers.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
-        if is_initialization(func):
-            return self._edits.initialize(func, args, kwargs or {})
-        if args and is_edit(func) and isinstance(args[0], torch.Tensor):
-            return self._edits.edit(func, args, kwargs or {})
-        result = super().__torch_function__(func, types, args, kwargs)
-        if func in _FACTORIES or getattr(func, "__name__", "").endswith(("_like", "clone")):
-            self._edits.note_made(result)
+            return handler(*args, **kwargs)
+        if is_draw(func):
+            result = self._draws.call(func, args, kwargs, lambda: self._plain_call(func, types, args, kwargs))
+        elif args and is_edit(func) and isinstance(args[0], torch.Tensor):
+            return self._edits.edit(func, args, kwargs)
+        else:
+            result = self._plain_call(func, types, args, kwargs)
+        self._edits.note_result(func, args, result)
         return result
+
+    def _plain_call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _is_pending(self, value: Any) -> bool:
         return self._lanes.is_lane_tensor(value) or super()._is_pending(value)
