@@ -18,7 +18,8 @@ _WIDE = torch.complex128
 
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
     """On the host. The operation that copies: below autograd these devices have no views."""
-    return torch.ops.aten.view_as_real_copy.default(tensor).cpu()
+    pairs: torch.Tensor = torch.ops.aten.view_as_real_copy.default(tensor)
+    return pairs.cpu()
 
 
 @lru_cache(maxsize=1)

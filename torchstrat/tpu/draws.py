@@ -7,6 +7,7 @@ a variable's first values, a generator that the step makes for itself, and a see
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,16 +85,31 @@ _BY_VALUES = frozenset(
 """Draws that depend on values, which may differ between replicas."""
 
 _DRAWS = _IN_PLACE | _FACTORIES | _LIKE | _BY_VALUES
-_AT_MOST_RANDOM = {
-    F.scaled_dot_product_attention: "dropout_p",
-    F.multi_head_attention_forward: "dropout_p",
-    F.dropout: "p",
-}
 
 
 def is_draw(func: Any) -> bool:
-    """Whether ``func`` may draw random numbers."""
-    return func in _DRAWS
+    """Whether ``func`` may draw random numbers, or gives a tensor its first values."""
+    return func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init"
+
+
+def is_fill(func: Any) -> bool:
+    """Whether a function that `is_draw` names gives its first argument other values."""
+    return func in _IN_PLACE or func not in _DRAWS
+
+
+def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What ``func`` draws from ``kwargs["generator"]``, where that is; what a fill draws, in a tensor of its own."""
+    host = kwargs["generator"].device
+    if is_fill(func):
+        target = args[0] if args else kwargs["tensor"]
+        rest = {name: value for name, value in kwargs.items() if name != "tensor"}
+        return func(torch.empty(target.shape, dtype=target.dtype, device=host), *args[1:], **rest)
+    if func in _LIKE:
+        like = torch.empty(args[0].shape, dtype=args[0].dtype, device=host)
+        return func(like, *args[1:], **{**kwargs, "device": host})
+    if func in _FACTORIES or func is torch.normal:
+        return func(*args, **{**kwargs, "device": host})
+    return func(*(one.to(host) if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
 
 
 class Draws:
@@ -120,7 +136,7 @@ class Draws:
         if generator is not None:
             return self._by_generator(func, args, kwargs, generator)
         is_shared = self._stream.seeded_in_step()
-        if func in _IN_PLACE:
+        if is_fill(func):
             return self._fill(func, args, kwargs, is_shared)
         if not is_shared or self._lanes.is_inside_transform:
             return plainly()
@@ -156,7 +172,7 @@ class Draws:
                 drawn = func(torch.empty(target.shape, dtype=target.dtype, device=target.device), *args[1:], **kwargs)
             with torch.no_grad():
                 return target.copy_(drawn)
-        if not is_shared and self._edits.is_made(target):
+        if func in _IN_PLACE and not is_shared and self._edits.is_made(target):
             self._edits.make_own(func, target)
             return func(*args, **kwargs)
         with self._lanes.left("a random initialisation"):
@@ -168,23 +184,12 @@ class Draws:
         if func in _BY_VALUES and self._is_lane(args, kwargs):
             raise UnsupportedError(
                 f"{_name(func)} with a generator, for values that differ between replicas: its numbers are drawn where "
-                f"the generator is, before these values are there. It is at {current_place()}. Leave the generator out, "
-                "or draw with torch.rand(shape, generator=generator) and compare."
+                f"the generator is, before these values are there. It is at {current_place()}. Leave the generator "
+                "out, or draw with torch.rand(shape, generator=generator) and compare."
             )
-        target = (args[0] if args else kwargs["tensor"]) if func in _IN_PLACE else None
-        host = generator.device
-
-        def draw() -> torch.Tensor:
-            if target is not None:
-                return func(torch.empty(target.shape, dtype=target.dtype, device=host), *args[1:], **kwargs)
-            if func in _LIKE:
-                like = torch.empty(args[0].shape, dtype=args[0].dtype, device=host)
-                return func(like, *args[1:], **{**kwargs, "device": host})
-            if func in _FACTORIES or func is torch.normal:
-                return func(*args, **{**kwargs, "device": host})
-            return func(*(one.to(host) if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
-
+        target = (args[0] if args else kwargs["tensor"]) if is_fill(func) else None
         with self._lanes.left("a random function"):
+            draw = partial(on_host, func, args, kwargs)
             is_own = self._from_outside(generator) and (target is None or self._edits.is_made(target))
             drawn = [draw() for _ in self._lanes.active] if is_own else [draw()]
             wanted = kwargs.get("dtype") or drawn[0].dtype
@@ -208,14 +213,13 @@ class Draws:
 
 def _is_still(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function that can draw does not, by its arguments."""
-    if kwargs.get("training") is False:
+    if kwargs.get("training") is False or (func is F.dropout and args[2:3] == (False,)):
         return True
-    name = _AT_MOST_RANDOM.get(func)
-    if func is F.scaled_dot_product_attention:
-        return (args[4] if len(args) > 4 else kwargs.get(name, 0.0)) == 0.0
-    if func is F.multi_head_attention_forward:
-        return (args[10] if len(args) > 10 else kwargs.get(name, 0.0)) == 0.0
-    return func is F.dropout and len(args) > 2 and args[2] is False
+    place = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
+    if place is None:
+        return False
+    chance: float = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+    return chance == 0.0
 
 
 def _name(func: Any) -> str:

@@ -64,8 +64,8 @@ class Edits:
         """Whether the step has made the memory of ``tensor``, so that no other run and no variable sees it."""
         return _is_noted(self._made, tensor) or _is_noted(self._aliased, tensor)
 
-    def edit(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation in place, perhaps with operands that differ between replicas.
+    def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation in place, perhaps with operands that differ between replicas. ``do``: it, or what replaces it.
 
         Variables and gradients then take what the first replica makes of them, and buffers the mean of what the
         replicas make of them, as on every strategy; a gradient that is copied into ``.grad`` is combined. A tensor that
@@ -73,20 +73,20 @@ class Edits:
         """
         target = args[0]
         if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
-            return func(*args, **kwargs)
+            return do(*args, **kwargs)
         if not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs))):
-            return func(*args, **kwargs)
+            return do(*args, **kwargs)
         is_gradient = any(one.grad is target for one in self._registry.tensors())
         is_buffer = any(slot.tensor is target for slot in self._registry.buffer_slots())
         if not (is_gradient or is_buffer or any(one is target for one in self._registry.tensors())):
             self.make_own(func, target)
-            return func(*args, **kwargs)
+            return do(*args, **kwargs)
         if func is torch.Tensor.copy_ and is_gradient:
             return target.copy_(self._backward.combined_gradient(args[1]))
         with self._lanes.left("an edit of a variable"):
             expanded = self._lanes.stacked(target.detach()).clone()
         edited = self._lanes.hide(expanded)
-        func(edited, *args[1:], **kwargs)
+        do(edited, *args[1:], **kwargs)
         target.copy_(self._mean(edited) if is_buffer else self._lanes.first(edited))
         return target
 

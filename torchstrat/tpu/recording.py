@@ -19,7 +19,7 @@ from torchstrat.tpu.edits import Edits
 from torchstrat.tpu.feeding import Feeder
 from torchstrat.tpu.inputs import Inputs, Pass, Stacked
 from torchstrat.tpu.lane_values import LaneValues, join_passes
-from torchstrat.tpu.limits import explained
+from torchstrat.tpu.limits import explained, refused_program
 from torchstrat.tpu.random_stream import RandomStream
 from torchstrat.tpu.rewrites import Rewrites
 from torchstrat.tpu.step_mode import StepMode
@@ -83,7 +83,10 @@ class Recording:
                     raise
                 raise reason from error
             with lanes.left("run"):
-                return nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                try:
+                    return nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                except RuntimeError as error:  # what the step has made is no tensor of these devices
+                    raise refused_program(error) from error
 
     def _replica_id(self, one: Pass) -> Any:
         """Each lane's replica; a lane that is nobody's takes part as the first one."""

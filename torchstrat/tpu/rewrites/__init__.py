@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torchstrat.tpu.rewrites import activations, convolution, embedding, losses, normalization, recurrent
+from torchstrat.tpu.rewrites import (
+    activations,
+    convolution,
+    embedding,
+    fourier,
+    indexing,
+    losses,
+    normalization,
+    pooling,
+    precision,
+    recurrent,
+    refusals,
+    resizing,
+)
 from torchstrat.tpu.rewrites.batch_normalization import BatchNormalization, TensorMap
 
 __all__ = ["Rewrites"]
@@ -37,6 +50,19 @@ _EVERYWHERE: dict[Any, Function] = {
     F.elu: activations.elu,
     F.celu: activations.celu,
     F.selu: activations.selu,
+    F.hardsigmoid: precision.hardsigmoid,
+    F.hardswish: precision.hardswish,
+    F.threshold: precision.threshold,
+    F.gelu: precision.gelu,
+    F.rrelu: activations.rrelu,
+    F.interpolate: resizing.interpolate,
+    F.upsample: resizing.upsample,
+    F.upsample_bilinear: resizing.upsample_bilinear,
+    **precision.functions(),
+    **pooling.functions(),
+    **indexing.functions(),
+    **fourier.transforms(),
+    **refusals.functions(),
     F.prelu: activations.prelu,
     torch.prelu: activations.prelu,
     torch.celu: activations.celu,
