@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 _TENSOR: Any = torch.Tensor
 
 _RIGHT_NAMES = """
-    H T __add__ __array__ __bool__ __contains__ __eq__ __format__ __getitem__ __hash__ __iter__ __len__
+    H T __reversed__ __add__ __array__ __bool__ __contains__ __eq__ __format__ __getitem__ __hash__ __iter__ __len__
     __matmul__ __mul__ __ne__ __neg__ __pos__ __radd__ __repr__ __rmatmul__ __rmul__ __rsub__ __setitem__
     __sub__ _backward_hooks _is_view _version acos acosh add add_ addcmul addr alias_copy allclose as_tensor
     asarray asin asinh atan atanh atleast_1d atleast_2d atleast_3d backward baddbmm block_diag bmm

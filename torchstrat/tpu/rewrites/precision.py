@@ -1,4 +1,4 @@
-"""Functions whose constants torch_xla 2.9 keeps in single precision: the same with constants of the tensor's own."""
+"""Elementwise functions: torch_xla 2.9 keeps constants in single precision, and shifts signs away."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torchstrat.half_precision import widen
 
 Tensor = torch.Tensor
+_TENSOR: Any = torch.Tensor
 
 
 def functions() -> dict[Any, Callable[..., Tensor]]:
@@ -22,6 +23,11 @@ def functions() -> dict[Any, Callable[..., Tensor]]:
     for owner in (torch, torch.Tensor):
         found[owner.logit] = logit
     found[torch.special.logit] = logit
+    for shift in (torch.bitwise_right_shift, torch.Tensor.bitwise_right_shift, _TENSOR.__rshift__):
+        found[shift] = right_shift
+    for shift in (torch.Tensor.bitwise_right_shift_, _TENSOR.__irshift__):
+        found[shift] = _in_place(right_shift)
+    found[_TENSOR.__rrshift__] = lambda by, other: right_shift(torch.as_tensor(other, device=by.device), by)
     found[torch.Tensor.logit_] = _in_place(logit)
     return found
 
@@ -44,6 +50,15 @@ def _logarithm(divisor: float) -> Callable[..., Tensor]:
         return result if out is None else out.copy_(result)
 
     return logarithm
+
+
+def right_shift(input: Any, other: Any, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+    """`torch.bitwise_right_shift`; this compiler shifts the sign away."""
+    x = input if isinstance(input, Tensor) else torch.as_tensor(input, device=other.device)
+    if x.is_floating_point():
+        return torch.bitwise_right_shift(x, other)
+    result = torch.where(x < 0, ~torch.bitwise_right_shift(~x, other), torch.bitwise_right_shift(x, other))
+    return result if out is None else out.copy_(result)
 
 
 def logit(input: Tensor, eps: float | None = None, *, out: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
