@@ -9,6 +9,7 @@ values and gradients; `torchstrat.tpu.rewrites.losses` says what it cannot refus
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torchstrat.tpu.rewrites import (
     recurrent,
     refusals,
     resizing,
+    scattering,
 )
 from torchstrat.tpu.rewrites.batch_normalization import BatchNormalization, TensorMap
 
@@ -55,6 +57,7 @@ _EVERYWHERE: dict[Any, Function] = {
     F.threshold: precision.threshold,
     F.gelu: precision.gelu,
     F.rrelu: activations.rrelu,
+    F.gumbel_softmax: activations.gumbel_softmax,
     F.interpolate: resizing.interpolate,
     F.upsample: resizing.upsample,
     F.upsample_bilinear: resizing.upsample_bilinear,
@@ -63,10 +66,17 @@ _EVERYWHERE: dict[Any, Function] = {
     **indexing.functions(),
     **fourier.transforms(),
     **refusals.functions(),
+    **scattering.functions(),
     F.prelu: activations.prelu,
     torch.prelu: activations.prelu,
+    torch.Tensor.prelu: activations.prelu,
     torch.celu: activations.celu,
     torch.selu: activations.selu,
+    torch.rrelu: activations.rrelu,
+    torch.selu_: partial(activations.selu, inplace=True),
+    torch.celu_: partial(activations.celu, inplace=True),
+    torch.rrelu_: partial(activations.rrelu, inplace=True),
+    F.elu_: partial(activations.elu, inplace=True),  # type: ignore[attr-defined]
     torch.lstm_cell: recurrent.lstm_cell,
     torch.gru_cell: recurrent.gru_cell,
     torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),

@@ -40,6 +40,20 @@ def rrelu(
     return _store(input, inplace, lambda x: torch.where(x < 0, slope * x, x))
 
 
+def gumbel_softmax(
+    logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
+    """`torch.nn.functional.gumbel_softmax`."""
+    noise = -torch.empty_like(logits).exponential_().log()
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    places = torch.arange(soft.shape[dim], device=soft.device)
+    after = soft.dim() - 1 - dim % soft.dim()
+    chosen = places.reshape(-1, *[1] * after) == soft.argmax(dim, keepdim=True)
+    return chosen.to(soft.dtype) - soft.detach() + soft
+
+
 def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
     """`torch.nn.functional.prelu`. ``weight``: one slope, or ``(channels,)`` for an input ``(rows, channels, …)``."""
     if weight.numel() != 1 and (input.dim() < 2 or weight.shape != (input.shape[1],)):

@@ -9,6 +9,7 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.tpu.places import current_place
+from torchstrat.tpu.rewrites.scattering import scatter, scatter_add, scatter_reduce
 
 Tensor = torch.Tensor
 
@@ -25,6 +26,8 @@ def functions() -> dict[Any, Callable[..., Any]]:
         ("take", take),
         ("put", put),
         ("roll", roll),
+        ("cumprod", cumprod),
+        ("count_nonzero", count_nonzero),
         ("norm", norm),
         ("cdist", cdist),
         ("as_strided", as_strided),
@@ -69,7 +72,7 @@ def index_add(
 ) -> Tensor:
     """`torch.index_add`. The compiler's own ends the process where there is one place to add to; so do the next."""
     x, at, values = _along(input, dim, index, source)
-    result = x.scatter_add(dim, at, (values * alpha).to(x.dtype)).reshape(input.shape)
+    result = scatter_add(x, dim, at, (values * alpha).to(x.dtype)).reshape(input.shape)
     return result if out is None else out.copy_(result)
 
 
@@ -83,7 +86,7 @@ def index_copy(
 ) -> Tensor:
     """`torch.index_copy`."""
     x, at, values = _along(input, dim, index, source)
-    result = x.scatter(dim, at, values).reshape(input.shape)
+    result = scatter(x, dim, at, values).reshape(input.shape)
     return result if out is None else out.copy_(result)
 
 
@@ -99,7 +102,7 @@ def index_reduce(
 ) -> Tensor:
     """`torch.index_reduce`."""
     x, at, values = _along(input, dim, index, source)
-    result = x.scatter_reduce(dim, at, values, reduce, include_self=include_self).reshape(input.shape)
+    result = scatter_reduce(x, dim, at, values, reduce, include_self=include_self).reshape(input.shape)
     return result if out is None else out.copy_(result)
 
 
@@ -123,7 +126,7 @@ def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) 
     if index.numel() == 0:
         return input.clone()
     flat, at, values = input.reshape(-1), index.reshape(-1) % input.numel(), source.reshape(-1)
-    result = flat.scatter_add(0, at, values) if accumulate else flat.scatter(0, at, values)
+    result = scatter_add(flat, 0, at, values) if accumulate else scatter(flat, 0, at, values)
     return result.reshape(input.shape)
 
 
@@ -154,6 +157,18 @@ def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:  # noqa: A002 
     if input.numel() == 0:
         return input.clone()
     return torch.roll(input, shifts) if dims is None else torch.roll(input, shifts, dims)
+
+
+def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:  # noqa: A002
+    """`torch.cumprod`, which of nothing fails when it is run."""
+    result = input.to(dtype or input.dtype).clone() if input.numel() == 0 else torch.cumprod(input, dim, dtype=dtype)
+    return result if out is None else out.copy_(result)
+
+
+def count_nonzero(input: Tensor, dim: Any = None) -> Tensor:  # noqa: A002 - torch's name
+    """`torch.count_nonzero`."""
+    counted = input != 0
+    return counted.sum() if dim is None else counted.sum(dim)
 
 
 def norm(

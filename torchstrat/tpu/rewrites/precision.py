@@ -23,6 +23,11 @@ def functions() -> dict[Any, Callable[..., Tensor]]:
     for owner in (torch, torch.Tensor):
         found[owner.logit] = logit
     found[torch.special.logit] = logit
+    found[torch.threshold] = threshold
+    found[torch.threshold_] = _in_place(threshold)
+    for name in ("pow", "float_power", "hypot", "cumprod", "cumsum"):  # whose gradients need what was there
+        found[getattr(torch.Tensor, f"{name}_")] = _in_place(getattr(torch, name))
+    found[_TENSOR.__ipow__] = _in_place(torch.pow)
     for shift in (torch.bitwise_right_shift, torch.Tensor.bitwise_right_shift, _TENSOR.__rshift__):
         found[shift] = right_shift
     for shift in (torch.Tensor.bitwise_right_shift_, _TENSOR.__irshift__):
