@@ -76,7 +76,7 @@ _EVERYWHERE: dict[Any, Function] = {
     torch.selu_: partial(activations.selu, inplace=True),
     torch.celu_: partial(activations.celu, inplace=True),
     torch.rrelu_: partial(activations.rrelu, inplace=True),
-    F.elu_: partial(activations.elu, inplace=True),  # type: ignore[attr-defined]
+    F.elu_: partial(activations.elu, inplace=True),
     torch.lstm_cell: recurrent.lstm_cell,
     torch.gru_cell: recurrent.gru_cell,
     torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),

@@ -25,7 +25,7 @@ def functions() -> dict[Any, Callable[..., Tensor]]:
     found[torch.special.logit] = logit
     found[torch.threshold] = threshold
     found[torch.threshold_] = _in_place(threshold)
-    for name in ("pow", "float_power", "hypot", "cumprod", "cumsum"):  # whose gradients need what was there
+    for name in ("pow", "float_power", "hypot", "cumprod"):  # whose gradients need what was there
         found[getattr(torch.Tensor, f"{name}_")] = _in_place(getattr(torch, name))
     found[_TENSOR.__ipow__] = _in_place(torch.pow)
     for shift in (torch.bitwise_right_shift, torch.Tensor.bitwise_right_shift, _TENSOR.__rshift__):

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from torchstrat.tpu.rewrites.refusals import refuse
-
 Tensor = torch.Tensor
 
 
@@ -48,8 +46,18 @@ def scatter_reduce(
     """`torch.scatter_reduce`."""
     if index.numel() != 1:
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
-    refused: Tensor = refuse(f"scatter_reduce({reduce!r}) of one value", "Use torch.where.")()
-    return refused
+    place, value = _place(input, dim, index), _first(src, input)
+    reduced = _REDUCED[reduce](input, value) if include_self else value.expand_as(input)
+    return torch.where(place, reduced, input)
+
+
+_REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "mean": lambda one, other: (one + other) / 2 if one.is_floating_point() else (one + other) // 2,
+    "amax": torch.maximum,
+    "amin": torch.minimum,
+}
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
