@@ -9,16 +9,16 @@ _BY_WORDS: Mapping[str, str] = {
         torch.Tensor.__array__ torch.Tensor.__bool__ torch.Tensor.__float__ torch.Tensor.__format__
         torch.Tensor.__index__ torch.Tensor.__int__ torch.Tensor.__long__ torch.Tensor.__repr__
         torch.Tensor.allclose torch.Tensor.cpu torch.Tensor.equal torch.Tensor.item torch.Tensor.numpy
-        torch.Tensor.to torch.Tensor.tolist torch.allclose torch.equal
+        torch.Tensor.tolist torch.allclose torch.equal
     """,
     "depend": """
         torch.Tensor.is_nonzero torch.Tensor.masked_select torch.Tensor.nonzero torch.Tensor.unique
-        torch.Tensor.unique_consecutive torch.is_nonzero torch.masked_select torch.nonzero torch.sym_not
-        torch.unique torch.unique_consecutive
+        torch.Tensor.unique_consecutive torch.is_nonzero torch.masked_select torch.nonzero torch.unique
+        torch.unique_consecutive
     """,
     "the value of a tensor": """
-        torch.Tensor.__contains__ torch._sym_sqrt torch.nn.functional._sym_int torch.nn.init.normal_
-        torch.scalar_tensor torch.sym_float torch.sym_int torch.sym_sqrt
+        torch.Tensor.__contains__ torch._sym_sqrt torch.nn.functional._sym_int torch.scalar_tensor
+        torch.sym_float torch.sym_int torch.sym_sqrt
     """,
     "other numbers, or none": """
         torch.Tensor.geqrf torch.Tensor.logdet torch.Tensor.new_empty_strided torch.Tensor.ormqr
@@ -29,9 +29,7 @@ _BY_WORDS: Mapping[str, str] = {
         torch.slogdet torch.stft torch.svd
     """,
     "complex numbers": """
-        torch.Tensor._clear_non_serializable_cached_data torch.Tensor.dequantize torch.Tensor.has_names
-        torch.Tensor.is_inference torch.Tensor.istft torch.Tensor.to_dense torch.is_distributed torch.istft
-        torch.view_as_real_copy
+        torch.Tensor.istft torch.istft torch.view_as_real_copy
     """,
     "memory": """
         torch.Tensor.as_strided_ torch.Tensor.as_strided_scatter torch.Tensor.resize_ torch.Tensor.resize_as_
@@ -41,11 +39,9 @@ _BY_WORDS: Mapping[str, str] = {
         torch.Tensor.to_sparse torch.Tensor.to_sparse_coo torch.sparse_coo_tensor
     """,
     "for all replicas at once": """
-        torch.Tensor.addbmm_ torch.Tensor.align_to torch.Tensor.chalf torch.Tensor.copy_ torch.Tensor.cov
-        torch.Tensor.dense_dim torch.Tensor.is_distributed torch.Tensor.module_load torch.Tensor.narrow
-        torch.Tensor.new_tensor torch.Tensor.refine_names torch.Tensor.rename torch.Tensor.rename_
-        torch.Tensor.resize_as torch.Tensor.slice_inverse torch.Tensor.sparse_dim torch.Tensor.tensor_split
-        torch.Tensor.to_sparse_bsc torch.Tensor.to_sparse_bsr torch.Tensor.to_sparse_csc
+        torch.Tensor.align_to torch.Tensor.chalf torch.Tensor.is_distributed torch.Tensor.refine_names
+        torch.Tensor.rename torch.Tensor.rename_ torch.Tensor.resize_as torch.Tensor.slice_inverse
+        torch.Tensor.sparse_dim torch.Tensor.to_sparse_bsc torch.Tensor.to_sparse_bsr torch.Tensor.to_sparse_csc
         torch.Tensor.to_sparse_csr torch.Tensor.untyped_storage torch._foreach_abs torch._foreach_abs_
         torch._foreach_acos torch._foreach_acos_ torch._foreach_add torch._foreach_add_ torch._foreach_addcdiv
         torch._foreach_addcdiv_ torch._foreach_addcmul torch._foreach_addcmul_ torch._foreach_asin
@@ -66,13 +62,20 @@ _BY_WORDS: Mapping[str, str] = {
         torch._foreach_sinh torch._foreach_sinh_ torch._foreach_sqrt torch._foreach_sqrt_ torch._foreach_sub
         torch._foreach_sub_ torch._foreach_tan torch._foreach_tan_ torch._foreach_tanh torch._foreach_tanh_
         torch._foreach_trunc torch._foreach_trunc_ torch._foreach_zero_ torch.chain_matmul torch.column_stack
-        torch.histogramdd torch.linalg.matrix_norm torch.lobpcg torch.nn.init.eye_ torch.rrelu
-        torch.slice_inverse torch.split_copy torch.tensor torch.tensor_split torch.unbind_copy
+        torch.histogramdd torch.nn.init.eye_ torch.slice_inverse torch.split_copy torch.unbind_copy
     """,
 }
 """What the error says → the operations that raise it."""
 
-REFUSED: Mapping[str, str] = {key: words for words, keys in _BY_WORDS.items() for key in keys.split()}
+_IN_OTHER_WORDS = """
+    torch.is_distributed torch.Tensor.dense_dim torch.tensor torch.native_batch_norm torch.native_layer_norm torch.lobpcg
+    torch.native_group_norm
+"""
+
+REFUSED: Mapping[str, str] = {
+    **{key: words for words, keys in _BY_WORDS.items() for key in keys.split()},
+    **dict.fromkeys(_IN_OTHER_WORDS.split(), "in a step|at once"),
+}
 
 _NONE = """
     torch.Tensor.__array_wrap__ torch.Tensor.__complex__ torch.Tensor.__delitem__ torch.Tensor.__ifloordiv__
@@ -106,9 +109,9 @@ _NONE = """
     torch.kl_div torch.lstm torch.lstm_cell torch.margin_ranking_loss torch.max_pool1d torch.max_pool2d
     torch.max_pool3d torch.miopen_batch_norm torch.miopen_convolution torch.miopen_convolution_add_relu
     torch.miopen_convolution_relu torch.miopen_convolution_transpose torch.miopen_depthwise_convolution
-    torch.miopen_rnn torch.native_dropout torch.native_group_norm torch.native_norm
-    torch.nn.functional.affine_grid torch.nn.functional.conv_tbc torch.nn.functional.embedding
-    torch.nn.functional.fold torch.nn.functional.fractional_max_pool2d_with_indices
+    torch.miopen_rnn torch.native_dropout torch.native_norm torch.nn.functional.affine_grid
+    torch.nn.functional.conv_tbc torch.nn.functional.embedding torch.nn.functional.fold
+    torch.nn.functional.fractional_max_pool2d_with_indices
     torch.nn.functional.fractional_max_pool3d_with_indices torch.nn.functional.lp_pool3d
     torch.nn.functional.max_pool3d_with_indices torch.nn.init.dirac_ torch.pca_lowrank torch.poisson_nll_loss
     torch.polygamma torch.q_per_channel_axis torch.q_per_channel_scales torch.q_per_channel_zero_points
@@ -124,7 +127,12 @@ NO_ARGUMENTS = frozenset(_NONE.split())
 """Plain PyTorch accepts none of the calls that are known; with a tensor of a step there is nothing to compare."""
 
 _ONE_PLACE = "right but for kernels and images of one place, for which the compiler refuses the whole step"
+_SOME = "right or refused, as the arguments are"
 RIGHT_ELSEWHERE: Mapping[str, str] = {
+    "torch.Tensor.to": _SOME,
+    "torch.sym_not": _SOME,
+    "torch.nn.init.normal_": _SOME,
+    "torch.linalg.matrix_norm": _SOME,
     "torch.Tensor.set_": "PyTorch shows it to no mode; what is made of its result is refused when the step is run",
     "torch.conv3d": _ONE_PLACE,
     "torch.nn.functional.conv3d": _ONE_PLACE,
