@@ -68,8 +68,8 @@ _BY_WORDS: Mapping[str, str] = {
 """What the error says → the operations that raise it."""
 
 _IN_OTHER_WORDS = """
-    torch.is_distributed torch.Tensor.dense_dim torch.tensor torch.native_batch_norm torch.native_layer_norm torch.lobpcg
-    torch.native_group_norm
+    torch.is_distributed torch.Tensor.dense_dim torch.tensor torch.native_batch_norm torch.native_layer_norm
+    torch.lobpcg torch.native_group_norm
 """
 
 REFUSED: Mapping[str, str] = {
