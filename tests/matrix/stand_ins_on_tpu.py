@@ -420,7 +420,6 @@ FAULTS = (
     _rewrite_off("torch.log2", torch.log2),
     _rewrite_off("torch.nn.functional.gelu", F.gelu),
     _rewrite_off("torch.nn.functional.elu", F.elu),
-    _rewrite_off("torch.cdist", torch.cdist),
     _rewrite_off("torch.nn.functional.rrelu", F.rrelu),
     _fault(
         "detach_ is no call of the step's mode",

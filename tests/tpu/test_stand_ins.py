@@ -11,6 +11,9 @@ from tests.matrix.table import Cell, PlantedFault, misses, observe
 
 pytestmark = [pytest.mark.tpu, pytest.mark.filterwarnings("default")]
 
+DEADLINE_SECONDS = 3600
+"""Of all cells, in soak."""
+
 TABLE = stand_ins_on_tpu.TABLE
 
 
