@@ -69,7 +69,7 @@ _BY_WORDS: Mapping[str, str] = {
 
 _IN_OTHER_WORDS = """
     torch.is_distributed torch.Tensor.dense_dim torch.tensor torch.native_batch_norm torch.native_layer_norm
-    torch.lobpcg torch.native_group_norm
+    torch.lobpcg torch.Tensor.__rrshift__
 """
 
 REFUSED: Mapping[str, str] = {

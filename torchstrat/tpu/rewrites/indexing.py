@@ -27,6 +27,7 @@ def functions() -> dict[Any, Callable[..., Any]]:
         ("put", put),
         ("roll", roll),
         ("cumprod", cumprod),
+        ("cumsum", cumsum),
         ("count_nonzero", count_nonzero),
         ("norm", norm),
         ("cdist", cdist),
@@ -43,6 +44,7 @@ def functions() -> dict[Any, Callable[..., Any]]:
         ("index_fill_", index_fill),
         ("index_reduce_", index_reduce),
         ("put_", put),
+        ("cumsum_", cumsum),
     ):
         found[getattr(torch.Tensor, name)] = _in_place(replacement)
     found[torch.linalg.eigh] = eigh
@@ -162,6 +164,15 @@ def roll(input: Tensor, shifts: Any, dims: Any = None) -> Tensor:  # noqa: A002 
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:  # noqa: A002
     """`torch.cumprod`, which of nothing fails when it is run."""
     result = input.to(dtype or input.dtype).clone() if input.numel() == 0 else torch.cumprod(input, dim, dtype=dtype)
+    return result if out is None else out.copy_(result)
+
+
+def cumsum(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:  # noqa: A002
+    """`torch.cumsum`, which of a single number fails when it is run."""
+    if input.dim() == 0:
+        result = torch.cumsum(input.reshape(1), 0, dtype=dtype).reshape(())
+    else:
+        result = torch.cumsum(input, dim, dtype=dtype)
     return result if out is None else out.copy_(result)
 
 

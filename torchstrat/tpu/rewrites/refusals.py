@@ -18,7 +18,7 @@ from torchstrat.tpu.places import current_place
 _NAMES = """
     cond eig eigvals geqrf inv_ex lstsq lu_unpack matrix_rank ormqr pca_lowrank pinv pinverse svd svd_lowrank
     svdvals logdet slogdet nuclear_norm polygamma_ new_empty_strided native_batch_norm native_layer_norm
-    native_group_norm lobpcg _native_batch_norm_legit _batch_norm_with_update
+    lobpcg _native_batch_norm_legit _batch_norm_with_update
 """
 
 
