@@ -56,6 +56,7 @@ class Reached:
     modules: list[nn.Module] = dataclasses.field(default_factory=list)
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     helpers: list[Any] = dataclasses.field(default_factory=list)
+    generators: list[torch.Generator] = dataclasses.field(default_factory=list)
 
 
 class Start:
@@ -138,6 +139,8 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
     elif isinstance(value, HELPER_TYPES):
         reached.helpers.append(value)
         yield from (member for member in vars(value).values() if isinstance(member, (list, tuple, *HELPER_TYPES)))
+    elif isinstance(value, torch.Generator):
+        reached.generators.append(value)
     elif isinstance(value, list | tuple):
         yield from itertools.islice(value, _MAX_MEMBERS)
     elif isinstance(value, Mapping):

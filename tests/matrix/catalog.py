@@ -12,6 +12,7 @@ MODULES: Mapping[str, str] = {
     "optimizers": "tests.matrix.optimizers",
     "gradients": "tests.matrix.gradients",
     "stand_ins": "tests.matrix.stand_ins",
+    "stand_ins_on_tpu": "tests.matrix.stand_ins_on_tpu",
 }
 
 

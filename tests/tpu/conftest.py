@@ -103,7 +103,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 def _run_file(items: list[pytest.Item]) -> _Outcome:
     config = items[0].config
     interactive = config.option.capture == "no"
+    deadline = getattr(items[0].module, "DEADLINE_SECONDS", FILE_DEADLINE_SECONDS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
+    command += ["-m", ""]  # they have been chosen already
     command += [f"--maxfail={config.option.maxfail or 0}", f"--tb={config.option.tbstyle}"]
     # What C++ writes before it aborts would be lost with a capture of file descriptors inside of the process.
     command += ["-s"] if interactive else ["--capture=sys"]
@@ -119,9 +121,9 @@ def _run_file(items: list[pytest.Item]) -> _Outcome:
             start_new_session=True,  # so that what the tests started can be ended with it
         )
         try:
-            ending = f"ended with status {process.wait(FILE_DEADLINE_SECONDS)}"
+            ending = f"ended with status {process.wait(deadline)}"
         except subprocess.TimeoutExpired:
-            ending = f"was ended at its deadline of {FILE_DEADLINE_SECONDS} s"
+            ending = f"was ended at its deadline of {deadline} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

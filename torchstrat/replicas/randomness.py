@@ -187,6 +187,13 @@ class Seedings:
         others = slice(_FIRST_WORD + 8, _FIRST_WORD + 8 * 624)
         return self._left is not None and _mark_is_unseen() and torch.equal(state[others], self._left[others])
 
+    def is_seeded_since(self, state: torch.Tensor) -> bool:
+        """Whether the default generator, found in ``state``, has been seeded since the last `leave`."""
+        if _is_marked(state):
+            return False
+        seed = torch.default_generator.initial_seed()
+        return self._is_seeded(seed, state, torch.Generator().manual_seed(seed).get_state())
+
     def leave(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """A run is over; ``state`` is that of ``generator``."""
         if not _is_marked(state) and _mark_is_unseen():

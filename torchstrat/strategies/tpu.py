@@ -20,6 +20,7 @@ from torchstrat.strategy import Strategy
 from torchstrat.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation
 from torchstrat.tpu.device_assignment import DeviceAssignment
 from torchstrat.tpu.engine import SpmdReplicas
+from torchstrat.tpu.job import require_own_job
 from torchstrat.tpu.spmd import SpmdRuntime
 from torchstrat.tpu.system import TpuSystem, initialize_tpu_system, system_of, the_system
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
@@ -45,12 +46,14 @@ class TPUStrategy(Strategy):
         logical_mesh_shape: how the rules see a replica's logical devices: the sizes of ``d0``, ``d1``, …; None: as one
             axis ``d0``.
         max_different_graphs: how many different shapes of input steps may be compiled for; more are an error.
+        independent: this process trains by itself although a launcher has started it as one of several tasks.
 
     Raises:
         DeviceError: there is no TPU, and no virtual devices were asked for.
         UnsupportedError: torch_xla is missing or does not fit torch, or the process used autograd before.
-        InvalidArgumentError: the assignment's logical devices do not divide the devices; it is of another topology. At
-            the first run: a sharding rule fits no parameter.
+        InvalidArgumentError: the assignment's logical devices do not divide the devices; it is of another topology; a
+            launcher has started several tasks, see ``independent``. At the first run: a sharding rule fits no
+            parameter.
     """
 
     _wraps_values = True
@@ -67,6 +70,7 @@ class TPUStrategy(Strategy):
         sharding_rules: Mapping[str, Sequence[Any]] | None = None,
         logical_mesh_shape: Sequence[int] | None = None,
         max_different_graphs: int = DEFAULT_MAX_DIFFERENT_GRAPHS,
+        independent: bool = False,
         _runtime: SpmdRuntime | None = None,
     ) -> None:
         self._made_with = (
@@ -77,9 +81,12 @@ class TPUStrategy(Strategy):
                 "sharding_rules": sharding_rules,
                 "logical_mesh_shape": logical_mesh_shape,
                 "max_different_graphs": max_different_graphs,
+                "independent": independent,
                 "_runtime": _runtime,
             },
         )
+        if _runtime is None:
+            require_own_job("TPUStrategy", independent)
         op = ReduceOp.parse(gradient_reduce_op)
         assignment = _one_assignment(device_assignment, experimental_device_assignment)
         if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, ClusterResolver):

@@ -25,6 +25,10 @@ _torch_backward = torch.autograd.backward
 """PyTorch's own; while a step is recorded the name leads here."""
 
 
+def _real_dtype(like: torch.Tensor) -> torch.dtype:
+    return like.dtype.to_real() if like.is_complex() else like.dtype
+
+
 class LaneWeights:
     """How much each lane of a pass counts in the combined gradient: its rows, or what the step says by `set_weight`.
 
@@ -62,13 +66,13 @@ class LaneWeights:
             self._given = self.lanes.stacked(weight).detach()
 
     def _as_tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """``[lanes]``, of ``like``'s dtype and device; 0 for lanes that do not count."""
+        """``[lanes]``, real, of ``like``'s precision and device; 0 for lanes that do not count."""
         if self._given is not None:
             mask = self.lanes.mask(like)
-            return torch.where(mask > 0, self._given.to(like), torch.zeros_like(mask))
+            return torch.where(mask > 0, self._given.to(mask), torch.zeros_like(mask))
         values = dict(zip(self.lanes.active, self._rows, strict=True))
         numbers = [float(values.get(lane, 0.0)) for lane in range(self.lanes.count)]
-        return torch.tensor(numbers, dtype=like.dtype, device=like.device)
+        return torch.tensor(numbers, dtype=_real_dtype(like), device=like.device)
 
     def factors(self, gradient: torch.Tensor, lane_dim: int = 0) -> torch.Tensor:
         """What each lane's gradient is multiplied with in the combined one; outside of the level.
@@ -80,7 +84,9 @@ class LaneWeights:
     def without_factors(self, gradient: torch.Tensor, lane_dim: int = 0) -> torch.Tensor:
         """``gradient`` of the combined loss, as each lane's of its own loss. A lane that does not count keeps its."""
         factors = self.factors(gradient, lane_dim)
-        return gradient / torch.where(factors > 0, factors, torch.ones_like(factors))
+        divisors = torch.where(factors > 0, factors, torch.ones_like(factors))
+        # Quotients of complex numbers are not among what the compiler gets right.
+        return gradient * divisors.reciprocal() if gradient.is_complex() else gradient / divisors
 
     def with_factors(self, stacked: torch.Tensor) -> torch.Tensor:
         """``[lanes, …]`` times the factors; 0 for lanes that do not count, which may well have NaN."""

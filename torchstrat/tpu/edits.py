@@ -15,33 +15,22 @@ from torchstrat.tpu.backward import LaneBackward
 from torchstrat.tpu.lanes import Lanes
 from torchstrat.variables import VariableRegistry
 
-_RANDOM = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "uniform_",
-    )
-)
-"""They give variables their first values, which are the same for all replicas."""
+_TENSOR: Any = torch.Tensor
+_ALIASES = frozenset((torch.detach, _TENSOR.detach, _TENSOR.data.__get__))
+"""Results that share memory with the argument, and are no views to autograd on all devices."""
 
 _NO_EDITS = frozenset(("requires_grad_", "detach_", "retain_grad_", "share_memory_"))
-
-
-def is_initialization(func: Any) -> bool:
-    """Whether ``func`` fills its target with random numbers."""
-    return func in _RANDOM or getattr(func, "__module__", None) == "torch.nn.init"
 
 
 def is_edit(func: Any) -> bool:
     """Whether ``func`` writes to its first argument."""
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.startswith("_") and name not in _NO_EDITS) or name == "__setitem__"
+
+
+def _is_noted(notes: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> bool:
+    reference = notes.get(id(tensor))
+    return reference is not None and reference() is tensor
 
 
 class Edits:
@@ -53,26 +42,30 @@ class Edits:
         """``mean``: over all replicas, of a buffer that they have changed differently."""
         self._lanes, self._backward, self._registry, self._mean = lanes, backward, registry, mean
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._aliased: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def note_made(self, tensor: Any) -> None:
-        """``tensor`` is the step's own: nobody outside of it knows it."""
-        if isinstance(tensor, torch.Tensor) and not self._lanes.is_lane_tensor(tensor):
-            self._made[id(tensor)] = weakref.ref(tensor)
+    def note_result(self, func: Any, args: Any, result: Any) -> None:
+        """Remember a tensor that the step has made: nobody outside of it knows it. One that shares memory with such a
+        tensor is none, and the tensor from then on cannot become each replica's own."""
+        if not isinstance(result, torch.Tensor) or self._lanes.is_lane_tensor(result):
+            return
+        of = [one for one in args if isinstance(one, torch.Tensor)]
+        if any(one is result for one in of):
+            return
+        if func in _ALIASES or result._is_view():
+            for one in of:
+                if _is_noted(self._made, one) or _is_noted(self._aliased, one):
+                    for alias in (one, result):
+                        self._aliased[id(alias)] = weakref.ref(alias)
+        elif getattr(func, "__name__", "") != "__get__":
+            self._made[id(result)] = weakref.ref(result)
 
-    def _is_made_here(self, tensor: torch.Tensor) -> bool:
-        reference = self._made.get(id(tensor))
-        return reference is not None and reference() is tensor
+    def is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made the memory of ``tensor``, so that no other run and no variable sees it."""
+        return _is_noted(self._made, tensor) or _is_noted(self._aliased, tensor)
 
-    def initialize(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Random first values: of a tensor that the replicas share one value for all of them."""
-        target = args[0] if args else kwargs["tensor"]
-        if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
-            return func(*args, **kwargs)
-        with self._lanes.left("a random initialisation"):
-            return func(*args, **kwargs)
-
-    def edit(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation in place, perhaps with operands that differ between replicas.
+    def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation in place, perhaps with operands that differ between replicas. ``do``: it, or what replaces it.
 
         Variables and gradients then take what the first replica makes of them, and buffers the mean of what the
         replicas make of them, as on every strategy; a gradient that is copied into ``.grad`` is combined. A tensor that
@@ -80,29 +73,29 @@ class Edits:
         """
         target = args[0]
         if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
-            return func(*args, **kwargs)
+            return do(*args, **kwargs)
         if not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs))):
-            return func(*args, **kwargs)
+            return do(*args, **kwargs)
         is_gradient = any(one.grad is target for one in self._registry.tensors())
         is_buffer = any(slot.tensor is target for slot in self._registry.buffer_slots())
         if not (is_gradient or is_buffer or any(one is target for one in self._registry.tensors())):
-            self._make_own(func, target)
-            return func(*args, **kwargs)
+            self.make_own(func, target)
+            return do(*args, **kwargs)
         if func is torch.Tensor.copy_ and is_gradient:
             return target.copy_(self._backward.combined_gradient(args[1]))
         with self._lanes.left("an edit of a variable"):
             expanded = self._lanes.stacked(target.detach()).clone()
         edited = self._lanes.hide(expanded)
-        func(edited, *args[1:], **kwargs)
+        do(edited, *args[1:], **kwargs)
         target.copy_(self._mean(edited) if is_buffer else self._lanes.first(edited))
         return target
 
-    def _make_own(self, func: Any, target: torch.Tensor) -> None:
+    def make_own(self, func: Any, target: torch.Tensor) -> None:
         """Let a tensor that a step made be each replica's own from now on, as the same object."""
         with self._lanes.left("an edit in place"):
             expanded = self._lanes.stacked(target).clone()
         try:
-            if not self._is_made_here(target) or target.requires_grad:
+            if not _is_noted(self._made, target) or _is_noted(self._aliased, target) or target.requires_grad:
                 raise RuntimeError("others may look at its values")
             swap_tensor_impl(target, self._lanes.hide(expanded))
         except RuntimeError as error:

@@ -31,6 +31,7 @@ from torchstrat.tpu.global_view import record_global_view
 from torchstrat.tpu.inputs import Inputs, Pass, Stacked, global_inputs
 from torchstrat.tpu.lane_values import LaneValues
 from torchstrat.tpu.lanes import Lanes
+from torchstrat.tpu.limits import refused_program
 from torchstrat.tpu.passes import Passes
 from torchstrat.tpu.random_stream import RandomStream
 from torchstrat.tpu.recording import Recording
@@ -147,6 +148,9 @@ class SpmdReplicas:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None = None
     ) -> Any:
         self._require_open()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # the same numbers; see `RecordedMode`
+                return self.run(fn, args, kwargs, options)
         options = RunOptions() if options is None else options
         if options.xla_options is not None:
             raise UnsupportedError(
@@ -200,7 +204,10 @@ class SpmdReplicas:
             self._stream.end()
         self._variables.take()
         self._variables.keep_shardings()
-        self.log.execute(signature, self._runtime.execute)
+        try:
+            self.log.execute(signature, self._runtime.execute)
+        except (RuntimeError, ValueError) as error:
+            raise refused_program(error) from error
         for leaf in nest.leaves(result):
             if isinstance(leaf, LaneValues):
                 leaf.is_settled = True
@@ -233,6 +240,7 @@ class SpmdReplicas:
             weights,
             meet,
             self._grid.num_logical_devices,
+            self._stream,
         )
         self._recordings.current = recording
         try:
@@ -242,7 +250,7 @@ class SpmdReplicas:
 
     def _record_global(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         logical = self._grid.num_logical_devices
-        return record_global_view(self._strategy, fn, args, kwargs, self._runtime.device, logical)
+        return record_global_view(self._strategy, fn, args, kwargs, self._runtime.device, logical, self._stream)
 
     # -- in a step --------------------------------------------------------------------------------------------------
 

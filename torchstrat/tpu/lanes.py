@@ -15,6 +15,7 @@ import torch
 
 from torchstrat.errors import UnsupportedError
 from torchstrat.tpu import _functorch_private as functorch
+from torchstrat.tpu.kept import Notes
 
 
 class Lanes:
@@ -27,6 +28,8 @@ class Lanes:
         self.count = count
         self.active = tuple(active)
         self._level = 0
+        self.notes = Notes()
+        """Of what the step may keep."""
 
     @property
     def all_active(self) -> bool:
@@ -39,6 +42,7 @@ class Lanes:
         try:
             yield
         finally:
+            self.notes.close(self.is_lane_tensor)
             functorch.pop_level()
 
     @property
@@ -67,11 +71,15 @@ class Lanes:
 
     def hide(self, stacked: torch.Tensor) -> torch.Tensor:
         """``stacked[lane]`` for the code of each lane. Call it at the level, or in `left`."""
-        return functorch.add_batch_dim(stacked, 0, self._level)
+        hidden = functorch.add_batch_dim(stacked, 0, self._level)
+        self.notes.add(hidden)
+        return hidden
 
     def hide_as(self, behind: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
         """As `hide`, for a tensor of the layout of the one behind ``example``."""
-        return functorch.add_batch_dim(behind, functorch.batch_dim_of(example), self._level)
+        hidden = functorch.add_batch_dim(behind, functorch.batch_dim_of(example), self._level)
+        self.notes.add(hidden)
+        return hidden
 
     def dim_of(self, value: torch.Tensor) -> int:
         """Which dimension of the tensor behind the lane tensor ``value`` is that of the lanes."""
@@ -97,6 +105,6 @@ class Lanes:
             return self.stacked(value)[self.active[0]]
 
     def mask(self, like: torch.Tensor) -> torch.Tensor:
-        """``[lanes]`` of ``like``'s dtype and device: 1 for the active ones, else 0."""
+        """``[lanes]``, real, of ``like``'s precision and device: 1 for the active ones, else 0."""
         values = [1 if lane in self.active else 0 for lane in range(self.count)]
-        return torch.tensor(values, dtype=like.dtype, device=like.device)
+        return torch.tensor(values, dtype=like.dtype.to_real() if like.is_complex() else like.dtype, device=like.device)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
-from torchstrat.errors import UnsupportedError
-from torchstrat.tpu.places import place_of
+import torch
+
+from torchstrat import nest
+from torchstrat._torch_private import untouched_by_surroundings
+from torchstrat.errors import TorchstratError, UnsupportedError
+from torchstrat.tpu._functorch_private import leave_levels
+from torchstrat.tpu.places import current_place, place_of
 
 GLOBAL_VIEW = (
     "run the step with options=ts.RunOptions(global_view=True), where it sees the global batch as one and is not "
@@ -23,7 +29,7 @@ class _Limit(NamedTuple):
 
 _LIMITS = (
     _Limit(
-        r"Batching rule not implemented for (\S+?)[.;]? We could not generate a fallback",
+        r"Batching rule not implemented for (\S+?)[.;]?\s",
         "{0} cannot run for all replicas at once: torch.vmap has no rule for it. Use operations that can, or {view}.",
     ),
     _Limit(
@@ -62,6 +68,14 @@ _LIMITS = (
         "use an optimizer of dense gradients.",
     ),
     _Limit(
+        r"(one of the variables needed for gradient computation has been modified by an inplace operation)",
+        "{0}: write it out of place (x = x + 1 for x += 1).",
+    ),
+    _Limit(
+        r"When vmap-ing (\S+), please provide",
+        "{0} would look at its values for a size; give the size as an argument, as num_classes is.",
+    ),
+    _Limit(
         r"(dynamic shapes?|dynamic sizes?)",
         "the step uses an operation whose result has a shape that depends on values ({0}). Keep the shape and mask: "
         "torch.where(condition, value, 0).",
@@ -69,8 +83,8 @@ _LIMITS = (
 )
 
 
-def explained(error: Exception) -> Exception:
-    """``error``, which the step raised while it was recorded, or what it means."""
+def explained(error: Exception, place: str | None = None) -> Exception:
+    """``error``, which the step raised while it was recorded, or what it means. ``place``: where, if that is known."""
     if type(error) not in (RuntimeError, NotImplementedError, AttributeError):
         return error
     text = str(error)
@@ -78,5 +92,55 @@ def explained(error: Exception) -> Exception:
         found = re.search(limit.pattern, text)
         if found is not None:
             meaning = limit.meaning.format(found[1], view=GLOBAL_VIEW)
-            return UnsupportedError(f"{meaning} It is at {place_of(error)}. (PyTorch said: {text[:200]})")
+            return UnsupportedError(f"{meaning} It is at {place or place_of(error)}. (PyTorch said: {text[:200]})")
     return error
+
+
+def named(error: Exception, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Exception:
+    """What ``func`` raised: the user's mistake as it is, and what only this strategy cannot do in its words.
+
+    It is the user's where the same call fails without values, lanes and compiler.
+    """
+    known = explained(error, current_place())
+    if known is not error or isinstance(error, TorchstratError) or func is torch.Tensor.backward:
+        return known
+    if not any(_runs_plainly(func, args, kwargs, device, elsewhere) for elsewhere in ("meta", "cpu")):
+        return error
+    name = getattr(func, "__name__", str(func))
+    said = str(error).strip().partition("\n")[0]
+    return UnsupportedError(
+        f"{name} cannot run in a step of this strategy as it is called at {current_place()}: for all replicas at once, "
+        f"or by this compiler, there is no way. Write it with other operations, or {GLOBAL_VIEW}. "
+        f"(It said: {said[:200]})"
+    )
+
+
+def refused_program(error: Exception) -> Exception:
+    """What the compiler said to a whole step, which no line of it raised."""
+    if isinstance(error, TorchstratError):
+        return error
+    return UnsupportedError(
+        "the compiler cannot run the step that was recorded: one of its operations is beyond it, mostly for tensors "
+        f"with dimensions of size 0 or 1. Leave operations out to find which, or write it with others. (It said: "
+        f"{str(error).strip()[:300]})"
+    )
+
+
+def _runs_plainly(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device, elsewhere: str) -> bool:
+    """On another device, where not every operation exists for shapes alone."""
+    with leave_levels(), untouched_by_surroundings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            func(*_without_values(list(args), device, elsewhere), **_without_values(kwargs, device, elsewhere))
+        except Exception:
+            return False
+    return True
+
+
+def _without_values(value: Any, device: torch.device, elsewhere: str) -> Any:
+    def bare(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device == device:
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=elsewhere)
+        return leaf
+
+    return nest.map_structure(bare, value)

@@ -19,10 +19,13 @@ class RandomStream:
         self._runtime = runtime
         self._states: dict[int, tuple[int, Any]] = {}
         self._outside: Any = None
-        self._seed = 0
+        self._seed = self._seed_within = 0
         self._epoch = 0
+        self._host: torch.Tensor | None = None
+        self._is_shared = self._is_seeded_within = False
 
     def begin(self) -> None:
+        self._host, self._is_seeded_within = torch.default_generator.get_state(), False
         self._seed = torch.initial_seed()
         self._epoch = seedings.epoch_of(self._seed, torch.default_generator.get_state())
         self._outside = self._runtime.random_state()
@@ -30,11 +33,31 @@ class RandomStream:
         if known_epoch == self._epoch:
             self._runtime.restore_random_state(state)
         else:
+            self._is_shared = False
             self._runtime.seed(stream_seed(self._seed, 0))
+        self._mark()
+
+    def _mark(self) -> None:
+        self._seed_within = torch.initial_seed()
+        seedings.leave(torch.default_generator, torch.default_generator.get_state())
+
+    def seeded_in_step(self) -> bool:
+        """Whether the replicas' streams are one, because a step has seeded them all alike; to ask before each draw.
+
+        Seeding within a step is seeding a replica's stream: the user's generator is as it was when the run is over.
+        """
+        if torch.initial_seed() != self._seed_within or seedings.is_seeded_since(torch.default_generator.get_state()):
+            self._is_shared = self._is_seeded_within = True
+            self._runtime.seed(stream_seed(torch.initial_seed(), 0))
+            self._mark()
+        return self._is_shared
 
     def end(self) -> None:
+        self.seeded_in_step()  # after the last draw, perhaps
         self._states = {self._seed: (self._epoch, self._runtime.random_state())}
         self._runtime.restore_random_state(self._outside)
+        if self._is_seeded_within and self._host is not None:
+            torch.default_generator.set_state(self._host)
         seedings.leave(torch.default_generator, torch.default_generator.get_state())
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -10,14 +10,17 @@ import torch
 from torchstrat import nest
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.errors import WrongTypeError
+from torchstrat.reachable import Start
 from torchstrat.reduction import ReduceOp, as_tensor
 from torchstrat.tpu.backward import LaneBackward, LaneWeights, Meet
 from torchstrat.tpu.cross_lanes import CrossLanes, all_gather, all_reduce
+from torchstrat.tpu.draws import Draws
 from torchstrat.tpu.edits import Edits
 from torchstrat.tpu.feeding import Feeder
 from torchstrat.tpu.inputs import Inputs, Pass, Stacked
 from torchstrat.tpu.lane_values import LaneValues, join_passes
-from torchstrat.tpu.limits import explained
+from torchstrat.tpu.limits import explained, refused_program
+from torchstrat.tpu.random_stream import RandomStream
 from torchstrat.tpu.rewrites import Rewrites
 from torchstrat.tpu.step_mode import StepMode
 from torchstrat.values import DistributedValues, PerReplica
@@ -34,6 +37,7 @@ class Recording:
         known: ids of objects that a step may return and that are one for all replicas.
         meet: how the passes of the run do something together.
         logical_devices: of each replica.
+        stream: of random numbers.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class Recording:
         weights: LaneWeights,
         meet: Meet,
         logical_devices: int,
+        stream: RandomStream,
     ) -> None:
+        self._stream = stream
         self._strategy, self._registry, self._feeder = strategy, registry, feeder
         self._num_replicas, self._meet = num_replicas, meet
         self.weights, self.lanes = weights, weights.lanes
@@ -59,7 +65,8 @@ class Recording:
         known = _known_objects(self._registry, one)
         backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
         edits = Edits(lanes, backward, self._registry, self.mean_over_replicas)
-        mode = StepMode(lanes, backward, edits, self._rewrites, device)
+        draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
+        mode = StepMode(lanes, backward, edits, draws, self._rewrites, device)
         with lanes.entered():
             args, kwargs = nest.map_structure(
                 lambda leaf: lanes.hide(leaf.tensor.detach()) if isinstance(leaf, Stacked) else leaf,
@@ -76,7 +83,10 @@ class Recording:
                     raise
                 raise reason from error
             with lanes.left("run"):
-                return nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                try:
+                    return nest.map_structure(lambda leaf: self._collect(known, leaf), returned)
+                except RuntimeError as error:  # what the step has made is no tensor of these devices
+                    raise refused_program(error) from error
 
     def _replica_id(self, one: Pass) -> Any:
         """Each lane's replica; a lane that is nobody's takes part as the first one."""
@@ -104,8 +114,8 @@ class Recording:
         # Small results are what loops reduce after each step: done here, the sum and the mean cost nothing, and nobody
         # has to wait for them.
         totals: dict[ReduceOp, torch.Tensor] = {}
-        is_number = stacked.is_floating_point() or stacked.is_complex()
-        if is_number and stacked[0].numel() <= MOST_ENTRIES_TOTALLED:
+        # (The compiler has no means of complex numbers; results of that kind are reduced when somebody asks.)
+        if stacked.is_floating_point() and stacked[0].numel() <= MOST_ENTRIES_TOTALLED:
             components = stacked[: self._num_replicas]
             totals = {ReduceOp.SUM: components.sum(dim=0), ReduceOp.MEAN: components.mean(dim=0)}
         return LaneValues(stacked, self._num_replicas, totals=totals, is_settled=False)
@@ -201,6 +211,19 @@ class Recording:
         if not isinstance(leaf, DistributedValues):
             return leaf
         return Inputs((leaf,), {}, replicas, self._feeder).passes()[0].args[0]
+
+
+class _Given:
+    """What a step has not made itself."""
+
+    def __init__(self, fn: Callable[..., Any], one: Pass) -> None:
+        self._fn, self._pass = fn, one
+        self._generators: list[torch.Generator] | None = None
+
+    def has(self, generator: torch.Generator) -> bool:
+        if self._generators is None:  # looked for when somebody asks
+            self._generators = Start(self._fn, nest.leaves((self._pass.args, self._pass.kwargs))).walk().generators
+        return any(one is generator for one in self._generators)
 
 
 def _reducing(op: ReduceOp) -> Callable[[dict[int, Any]], dict[int, Any]]:

@@ -20,6 +20,7 @@ import torch
 
 from torchstrat.errors import UnsupportedError
 from torchstrat.sharding.grid import REPLICA_AXIS, DeviceGrid, Sharding, logical_axis
+from torchstrat.tpu.complex_downloads import mend_complex_downloads
 
 
 def _require_matching_versions() -> str:
@@ -91,6 +92,7 @@ class XlaRuntime:
         self.device = _device()
         self.name = f"torch_xla {_VERSION}"
         self._executed = -1
+        mend_complex_downloads()
         _require_autograd(self.device)
 
     @property

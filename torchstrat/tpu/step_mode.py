@@ -11,10 +11,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat._torch_private import is_any_autocast_enabled, swap_tensor_impl
+from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
+from torchstrat.tpu.autocast import lowered
 from torchstrat.tpu.backward import LaneBackward
-from torchstrat.tpu.edits import Edits, is_edit, is_initialization
+from torchstrat.tpu.draws import Draws, is_draw
+from torchstrat.tpu.edits import Edits, is_edit
 from torchstrat.tpu.lanes import Lanes
+from torchstrat.tpu.layouts import Layouts
+from torchstrat.tpu.limits import named
+from torchstrat.tpu.number_kinds import is_any_complex, of_complex
 from torchstrat.tpu.places import current_place
 from torchstrat.tpu.rewrites import Rewrites
 
@@ -67,6 +73,7 @@ _FACTORIES = frozenset(
 )
 
 _INDEX_TYPES = (torch.int32, torch.int64)
+_DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
@@ -81,9 +88,40 @@ class RecordedMode(TorchFunctionMode):
     def __init__(self, device: torch.device, find_rewrite: Callable[[Any], Callable[..., Any] | None]) -> None:
         super().__init__()
         self._device, self._find_rewrite = device, find_rewrite
+        self._layouts = Layouts()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # Tensors of that mode have no versions, which mapping over lanes and annotations ask for.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._guarded(func, types, args, kwargs)
+        return self._guarded(func, types, args, kwargs)
+
+    def _guarded(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_any_autocast_enabled():
+            as_plainly = lowered(func, args, kwargs, self._device.type)
+            if as_plainly is not None:
+                args, kwargs, is_enabled = as_plainly
+                if not is_enabled:
+                    with torch.autocast(self._device.type, enabled=False):
+                        return self._guarded(func, types, args, kwargs)
+        self._layouts.require_known(func, args)
+        if is_any_complex(args):
+            func = of_complex(func)
+        try:
+            result = self._call(func, types, args, kwargs)
+        except TorchstratError:
+            raise
+        except (RuntimeError, NotImplementedError, IndexError, ValueError, AttributeError, TypeError) as error:
+            reason = named(error, func, args, kwargs, self._device)
+            if reason is error:
+                raise
+            raise reason from error
+        self._layouts.note(func, args, result)
+        return result
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         rewrite = self._find_rewrite(func)
         if rewrite is not None:
             return rewrite(*args, **kwargs)
@@ -113,10 +151,16 @@ class StepMode(RecordedMode):
     """The same for a step that runs for all replicas at once, where some calls mean something else."""
 
     def __init__(
-        self, lanes: Lanes, backward: LaneBackward, edits: Edits, rewrites: Rewrites, device: torch.device
+        self,
+        lanes: Lanes,
+        backward: LaneBackward,
+        edits: Edits,
+        draws: Draws,
+        rewrites: Rewrites,
+        device: torch.device,
     ) -> None:
         super().__init__(device, rewrites.find)
-        self._lanes, self._backward, self._edits = lanes, backward, edits
+        self._lanes, self._backward, self._edits, self._draws = lanes, backward, edits, draws
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.backward: self._tensor_backward,
             torch.autograd.grad: backward.grad,
@@ -126,22 +170,33 @@ class StepMode(RecordedMode):
             _GRAD.__set__: edits.set_gradient,
             _REQUIRES_GRAD.__get__: self._requires_grad,
             torch.Tensor.__getitem__: self._get_item,
+            torch.Tensor.detach_: self._detach_,
+            _DATA.__get__: self._data,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if _steps.is_plain and func not in _READS:
-            return func(*args, **(kwargs or {}))  # a hundred calls that mean what they say
+            return func(*args, **kwargs)  # a hundred calls that mean what they say
+        result = super().__torch_function__(func, types, args, kwargs)
+        self._lanes.notes.add(result)
+        return result
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         handler = self._handlers.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
-        if is_initialization(func):
-            return self._edits.initialize(func, args, kwargs or {})
-        if args and is_edit(func) and isinstance(args[0], torch.Tensor):
-            return self._edits.edit(func, args, kwargs or {})
-        result = super().__torch_function__(func, types, args, kwargs)
-        if func in _FACTORIES or getattr(func, "__name__", "").endswith(("_like", "clone")):
-            self._edits.note_made(result)
+            return handler(*args, **kwargs)
+        if is_draw(func):
+            result = self._draws.call(func, args, kwargs, lambda: self._plainly(func, types, args, kwargs))
+        elif args and is_edit(func) and isinstance(args[0], torch.Tensor):
+            return self._edits.edit(func, self._find_rewrite(func) or func, args, kwargs)
+        else:
+            result = self._plainly(func, types, args, kwargs)
+        self._edits.note_result(func, args, result)
         return result
+
+    def _plainly(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return super()._call(func, types, args, kwargs)
 
     def _is_pending(self, value: Any) -> bool:
         return self._lanes.is_lane_tensor(value) or super()._is_pending(value)
@@ -168,6 +223,19 @@ class StepMode(RecordedMode):
             # ``table[replica_id]``: PyTorch takes a single integer for a number that it can look at.
             return tensor.index_select(0, index.reshape(1)).squeeze(0)
         return tensor[index]
+
+    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._lanes.is_lane_tensor(tensor):
+            return tensor.detach()
+        data = tensor.data
+        self._edits.note_result(_DATA.__get__, (tensor,), data)
+        return data
+
+    def _detach_(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._lanes.is_lane_tensor(tensor):
+            return tensor.detach_()
+        swap_tensor_impl(tensor, tensor.detach())
+        return tensor
 
     def _requires_grad(self, tensor: torch.Tensor) -> bool:
         return self._lanes.behind(tensor).requires_grad

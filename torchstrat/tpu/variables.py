@@ -19,6 +19,16 @@ from torchstrat.variables import VariableRegistry
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 """From a parameter's dotted name and shape to how it is cut."""
 
+_WHOLE = "{replicated}"
+"""What a runtime calls a tensor that every device has whole."""
+
+
+def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` as what can take the place of ``tensor``."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value.requires_grad_(tensor.requires_grad)
+
 
 class DeviceVariables:
     """Parameters, buffers and optimizer state of one strategy.
@@ -58,6 +68,10 @@ class DeviceVariables:
             self._take_lazy(tensor)
             return
         was_on_host = tensor.device != self._runtime.device
+        if not was_on_host and not self.is_known(tensor) and self._runtime.sharding_of(tensor) not in ("", _WHOLE):
+            # A deep copy of a cut variable: cut by what computes it, which no later annotation replaces.
+            swap_tensor_impl(tensor, _like(tensor, tensor.detach().cpu()))
+            was_on_host = True
         if was_on_host:
             gradient = tensor.grad
             self._move(tensor)
@@ -85,12 +99,7 @@ class DeviceVariables:
             )
         # Hooks belong to what a tensor object stands for, and would stay with the value that is left behind.
         hooks, accumulated = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-        moved: torch.Tensor = tensor.detach().to(self._runtime.device)
-        if isinstance(tensor, nn.Parameter):
-            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-        else:
-            moved.requires_grad_(tensor.requires_grad)
-        swap_tensor_impl(tensor, moved)
+        swap_tensor_impl(tensor, _like(tensor, tensor.detach().to(self._runtime.device)))
         if hooks:
             tensor._backward_hooks = hooks
         if accumulated:

@@ -9,12 +9,27 @@ values and gradients; `torchstrat.tpu.rewrites.losses` says what it cannot refus
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from torchstrat.tpu.rewrites import activations, convolution, embedding, losses, normalization, recurrent
+from torchstrat.tpu.rewrites import (
+    activations,
+    convolution,
+    embedding,
+    fourier,
+    indexing,
+    losses,
+    normalization,
+    pooling,
+    precision,
+    recurrent,
+    refusals,
+    resizing,
+    scattering,
+)
 from torchstrat.tpu.rewrites.batch_normalization import BatchNormalization, TensorMap
 
 __all__ = ["Rewrites"]
@@ -37,10 +52,31 @@ _EVERYWHERE: dict[Any, Function] = {
     F.elu: activations.elu,
     F.celu: activations.celu,
     F.selu: activations.selu,
+    F.hardsigmoid: precision.hardsigmoid,
+    F.hardswish: precision.hardswish,
+    F.threshold: precision.threshold,
+    F.gelu: precision.gelu,
+    F.rrelu: activations.rrelu,
+    F.gumbel_softmax: activations.gumbel_softmax,
+    F.interpolate: resizing.interpolate,
+    F.upsample: resizing.upsample,
+    F.upsample_bilinear: resizing.upsample_bilinear,
+    **precision.functions(),
+    **pooling.functions(),
+    **indexing.functions(),
+    **fourier.transforms(),
+    **refusals.functions(),
+    **scattering.functions(),
     F.prelu: activations.prelu,
     torch.prelu: activations.prelu,
+    torch.Tensor.prelu: activations.prelu,
     torch.celu: activations.celu,
     torch.selu: activations.selu,
+    torch.rrelu: activations.rrelu,
+    torch.selu_: partial(activations.selu, inplace=True),
+    torch.celu_: partial(activations.celu, inplace=True),
+    torch.rrelu_: partial(activations.rrelu, inplace=True),
+    F.elu_: partial(activations.elu, inplace=True),
     torch.lstm_cell: recurrent.lstm_cell,
     torch.gru_cell: recurrent.gru_cell,
     torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.nn import functional as F
 
 _SELU_ALPHA = 1.6732632423543772848170429916717
 _SELU_SCALE = 1.0507009873554804934193349852946
@@ -10,17 +13,45 @@ _SELU_SCALE = 1.0507009873554804934193349852946
 
 def elu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> torch.Tensor:  # noqa: A002 - torch's name
     """`torch.nn.functional.elu`."""
-    return _store(input, _elu(input, alpha, 1.0, 1.0), inplace)
+    return _store(input, inplace, lambda x: _elu(x, alpha, 1.0, 1.0))
 
 
 def celu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> torch.Tensor:  # noqa: A002 - torch's name
     """`torch.nn.functional.celu`."""
-    return _store(input, _elu(input, alpha, 1.0, 1.0 / alpha), inplace)
+    return _store(input, inplace, lambda x: _elu(x, alpha, 1.0, 1.0 / alpha))
 
 
 def selu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:  # noqa: A002 - torch's name
     """`torch.nn.functional.selu`."""
-    return _store(input, _elu(input, _SELU_ALPHA, _SELU_SCALE, 1.0), inplace)
+    return _store(input, inplace, lambda x: _elu(x, _SELU_ALPHA, _SELU_SCALE, 1.0))
+
+
+def rrelu(
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    lower: float = 1.0 / 8,
+    upper: float = 1.0 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.rrelu`."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace)
+    slope = lower + (upper - lower) * torch.rand_like(input)
+    return _store(input, inplace, lambda x: torch.where(x < 0, slope * x, x))
+
+
+def gumbel_softmax(
+    logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
+    """`torch.nn.functional.gumbel_softmax`."""
+    noise = -torch.empty_like(logits).exponential_().log()
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    places = torch.arange(soft.shape[dim], device=soft.device)
+    after = soft.dim() - 1 - dim % soft.dim()
+    chosen = places.reshape(-1, *[1] * after) == soft.argmax(dim, keepdim=True)
+    return chosen.to(soft.dtype) - soft.detach() + soft
 
 
 def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
@@ -38,5 +69,6 @@ def _elu(x: torch.Tensor, alpha: float, scale: float, input_scale: float) -> tor
     return torch.where(wide > 0, scale * wide, negative).to(x.dtype)
 
 
-def _store(x: torch.Tensor, result: torch.Tensor, inplace: bool) -> torch.Tensor:
-    return x.copy_(result) if inplace else result
+def _store(x: torch.Tensor, inplace: bool, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """In place of a copy: the gradient needs what was there."""
+    return x.copy_(function(x.clone())) if inplace else function(x)

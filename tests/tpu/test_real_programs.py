@@ -1,0 +1,136 @@
+"""What everyday programs met with torch_xla itself: copies, complex values, mixed precision, inference mode."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+import torchstrat as ts
+from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.values import PerReplica
+
+pytestmark = [pytest.mark.tpu, pytest.mark.filterwarnings("default")]
+
+VALUES = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
+
+
+def strategy_of(replicas: int, logical_devices: int = 1, **options: Any) -> ts.TPUStrategy:
+    topology = ts.tpu.initialize_tpu_system()
+    shape = [1, 1, 1, logical_devices]
+    assignment = ts.tpu.DeviceAssignment.build(topology, computation_shape=shape, num_replicas=replicas)
+    return ts.TPUStrategy(device_assignment=assignment, **options)
+
+
+def test_copies_of_cut_variables() -> None:
+    """The average's parameters have names that no rule matches: they are whole."""
+    strategy = strategy_of(2, 2, sharding_rules={"0.weight": ("d0", None)})
+    rows = torch.randn(4, 4)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with strategy.scope():
+        average, other = AveragedModel(model), copy.deepcopy(model)
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(batch), batch).backward()
+        optimizer.step()
+
+    before = model[0].weight.detach().cpu()
+    strategy.run(step, args=(PerReplica(rows.chunk(2)),))
+    average.update_parameters(model)
+    assert torch.equal(other[0].weight.cpu(), before)
+    assert not torch.equal(model[0].weight.cpu(), before)
+    torch.testing.assert_close(average.module[0].weight.cpu(), model[0].weight.cpu())
+
+
+def test_complex_values_reach_the_host() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        kept = nn.ParameterList([nn.Parameter(VALUES.clone())])
+    on_devices = kept.state_dict()["0"]
+    file = io.BytesIO()
+    torch.save(kept.state_dict(), file)
+    file.seek(0)
+    for seen in (
+        on_devices.cpu(),
+        torch.empty_like(VALUES).copy_(on_devices),
+        torch.tensor(on_devices.tolist(), dtype=torch.complex128),
+        torch.load(file, map_location="cpu")["0"],
+    ):
+        assert torch.equal(seen, VALUES)
+    assert on_devices[1].item() == VALUES[1].item()
+    returned = strategy.run(lambda: kept[0] * 2)
+    assert torch.equal(strategy.local_results(returned)[1].detach(), VALUES * 2)
+
+
+LAYERS: dict[str, Callable[[torch.Tensor, nn.Module, nn.Module], torch.Tensor]] = {
+    "linear": lambda x, linear, conv: linear(x),
+    "convolution": lambda x, linear, conv: conv(x[:, None]),
+    "einsum": lambda x, linear, conv: torch.einsum("bi,ci->bc", x, x),
+    "matmul": lambda x, linear, conv: x @ x.t(),
+    "attention": lambda x, linear, conv: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "addmm": lambda x, linear, conv: torch.addmm(x, x, linear.weight),
+    "mv": lambda x, linear, conv: torch.mv(x, x[0]),
+    "losses": lambda x, linear, conv: F.cross_entropy(linear(x), torch.zeros(len(x), dtype=torch.long)),
+    "softmax": lambda x, linear, conv: torch.softmax(linear(x), -1),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_autocast_is_that_of_a_step_that_is_not_mapped(layer: str) -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        linear, conv = nn.Linear(8, 8), nn.Conv1d(1, 4, 3)
+    x = PerReplica((torch.randn(2, 8), torch.randn(2, 8)))
+
+    def dtype(**options: Any) -> torch.dtype:
+        seen: list[torch.dtype] = []
+
+        def step(rows: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(rows.device.type, torch.bfloat16):
+                seen.append(LAYERS[layer](rows, linear, conv).dtype)
+            return rows.sum()
+
+        strategy.run(step, args=(x,), options=ts.RunOptions(**options))
+        return seen[0]
+
+    assert dtype() == dtype(global_view=True)
+
+
+def test_autocast_of_the_host_is_refused() -> None:
+    strategy = strategy_of(2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    with pytest.raises(ContextError, match=r"torch\.autocast\(x\.device\.type"):
+        strategy.run(step, args=(PerReplica((torch.ones(2, 2), torch.ones(2, 2))),))
+
+
+def test_inference_mode_and_kept_tensors() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = nn.Linear(4, 2).double().eval()
+    x = PerReplica((torch.ones(2, 4).double(), torch.zeros(2, 4).double()))
+    kept: list[torch.Tensor] = []
+
+    def evaluate(rows: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            kept.append(model(rows))
+            return kept[0]
+
+    seen = strategy.local_results(strategy.run(evaluate, args=(x,)))
+    weight, bias = model.weight.detach().cpu(), model.bias.detach().cpu()
+    torch.testing.assert_close(seen[0], F.linear(x.values[0], weight, bias))
+    with pytest.raises(UnsupportedError, match="Return it from the step"):
+        kept[0].sum()
