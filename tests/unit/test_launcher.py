@@ -106,8 +106,9 @@ def set_environment(monkeypatch, environ):
 def test_a_strategy_of_one_process_names_both_remedies(monkeypatch, environ):
     set_environment(monkeypatch, environ)
     remedies = r"MultiWorkerMirroredStrategy.*independent=True.*TORCHSTRAT_INDEPENDENT=1"
-    with pytest.raises(UnsupportedError, match=remedies):
-        ts.OneDeviceStrategy("cpu")
+    for make in (lambda: ts.OneDeviceStrategy("cpu"), ts.TPUStrategy):
+        with pytest.raises(UnsupportedError, match=remedies):
+            make()
     ts.OneDeviceStrategy("cpu", independent=True).close()
     monkeypatch.setenv("TORCHSTRAT_INDEPENDENT", "1")
     ts.OneDeviceStrategy("cpu").close()

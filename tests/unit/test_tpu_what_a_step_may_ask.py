@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.unit.tpu_beside_mirrored import fake_tpu
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.tpu.job import require_own_job
+from torchstrat.errors import UnsupportedError
 from torchstrat.values import PerReplica
 
 X = PerReplica((torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) * 2))
@@ -79,23 +78,3 @@ def test_a_mistake_of_the_users_is_said_in_pytorchs_words() -> None:
     with pytest.raises(RuntimeError, match="shape") as caught:
         first(lambda x: x.view(5, 5))
     assert not isinstance(caught.value, UnsupportedError)
-
-
-TORCHRUN = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
-TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
-
-
-@pytest.mark.parametrize("environ", [TORCHRUN, {"TF_CONFIG": TF_CONFIG}, {"SLURM_STEP_NUM_TASKS": "2"}])
-def test_one_of_several_tasks_is_refused_or_told_apart(environ: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"one of 2 tasks.*MultiWorkerMirroredStrategy.*independent=True"):
-        require_own_job("TPUStrategy", False, environ)
-    require_own_job("TPUStrategy", True, environ)
-    require_own_job("TPUStrategy", False, environ | {"TORCHSTRAT_INDEPENDENT": "1"})
-    require_own_job("TPUStrategy", False, {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"})

@@ -10,6 +10,7 @@ import torch
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.extended import StrategyExtended
+from torchstrat.launcher import require_one_process
 from torchstrat.logical_devices import check_mesh_shape
 from torchstrat.reduction import ReduceOp
 from torchstrat.resolver_interface import ClusterResolver
@@ -20,7 +21,6 @@ from torchstrat.strategy import Strategy
 from torchstrat.tpu.compilation import DEFAULT_MAX_DIFFERENT_GRAPHS, Compilation
 from torchstrat.tpu.device_assignment import DeviceAssignment
 from torchstrat.tpu.engine import SpmdReplicas
-from torchstrat.tpu.job import require_own_job
 from torchstrat.tpu.spmd import SpmdRuntime
 from torchstrat.tpu.system import TpuSystem, initialize_tpu_system, system_of, the_system
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
@@ -50,10 +50,10 @@ class TPUStrategy(Strategy):
 
     Raises:
         DeviceError: there is no TPU, and no virtual devices were asked for.
-        UnsupportedError: torch_xla is missing or does not fit torch, or the process used autograd before.
-        InvalidArgumentError: the assignment's logical devices do not divide the devices; it is of another topology; a
-            launcher has started several tasks, see ``independent``. At the first run: a sharding rule fits no
-            parameter.
+        UnsupportedError: torch_xla is missing or does not fit torch, the process used autograd before, or a launcher has
+            started several processes, see ``independent``.
+        InvalidArgumentError: the assignment's logical devices do not divide the devices; it is of another topology. At
+            the first run: a sharding rule fits no parameter.
     """
 
     _wraps_values = True
@@ -86,7 +86,7 @@ class TPUStrategy(Strategy):
             },
         )
         if _runtime is None:
-            require_own_job("TPUStrategy", independent)
+            require_one_process("TPUStrategy", independent, "ts.MultiWorkerMirroredStrategy()")
         op = ReduceOp.parse(gradient_reduce_op)
         assignment = _one_assignment(device_assignment, experimental_device_assignment)
         if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, ClusterResolver):
