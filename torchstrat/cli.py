@@ -7,9 +7,11 @@ import sys
 _USAGE = """\
 usage: torchstrat launch --ps N --workers N [options] SCRIPT [ARGUMENT …]
        torchstrat consolidate CHECKPOINT FILE
+       torchstrat verify MODULE:BUILD MODULE:STEP MODULE:BATCHES [STRATEGY …]
 
   launch       run SCRIPT with parameter servers and workers on this machine; torchstrat launch --help says more
   consolidate  write a checkpoint as one plain state_dict, FILE.pt or FILE.safetensors, that needs no torchstrat
+  verify       run a program plainly and under each strategy, and print where its numbers begin to differ
 """
 
 
@@ -22,6 +24,10 @@ def main() -> int:
         return launch(words[1:])
     if words[:1] == ["consolidate"]:
         return _consolidate(words[1:])
+    if words[:1] == ["verify"]:
+        from torchstrat.testing.verify import main as verify
+
+        return verify(words[1:])
     if words in (["--help"], ["-h"]):
         sys.stdout.write(_USAGE)
         return 0

@@ -50,8 +50,8 @@ class TPUStrategy(Strategy):
 
     Raises:
         DeviceError: there is no TPU, and no virtual devices were asked for.
-        UnsupportedError: torch_xla is missing or does not fit torch, the process used autograd before, or a launcher has
-            started several processes, see ``independent``.
+        UnsupportedError: torch_xla is missing or does not fit torch, the process used autograd before, or a launcher
+            has started several processes, see ``independent``.
         InvalidArgumentError: the assignment's logical devices do not divide the devices; it is of another topology. At
             the first run: a sharding rule fits no parameter.
     """

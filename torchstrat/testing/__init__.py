@@ -3,6 +3,9 @@
 `spawn` and `Workers` run functions in a group of real processes; `torchstrat.testing.contract` is the table of
 training cases with the strategies they run under; `torchstrat.testing.divergence` holds the steps that must fail.
 
+`compare` runs a program of your own plainly and under each strategy, and finds the first variable, step and line that
+differ; so does the command ``torchstrat verify``.
+
 For programs with a `ClusterCoordinator`: `LocalCluster` is a cluster of real processes on this machine,
 `torchstrat.testing.fake_cluster.FakeCluster` one of threads, with faults on command.
 
@@ -10,7 +13,18 @@ For programs that annotate tensors for a TPU: `fake_tpu_strategy` needs neither 
 """
 
 from torchstrat.launch.local_cluster import LocalCluster
+from torchstrat.testing.compare import Comparison, Finding, compare
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
 from torchstrat.testing.spawn import Failure, Workers, WorkersError, spawn
 
-__all__ = ["Failure", "LocalCluster", "Workers", "WorkersError", "fake_tpu_strategy", "spawn"]
+__all__ = [
+    "Comparison",
+    "Failure",
+    "Finding",
+    "LocalCluster",
+    "Workers",
+    "WorkersError",
+    "compare",
+    "fake_tpu_strategy",
+    "spawn",
+]

@@ -1,0 +1,349 @@
+"""The same program plainly and under each strategy: where do its numbers begin to differ?
+
+::
+
+    def build():
+        model = torch.nn.Linear(6, 3)
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(program, batch):
+        model, optimizer = program
+        ...
+
+    print(compare(build, step, batches))
+
+or ``torchstrat verify module:build module:step module:batches``.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any, Literal
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+from torch import nn
+
+from torchstrat import nest
+from torchstrat.errors import InvalidArgumentError, TorchstratError
+from torchstrat.testing import contract
+from torchstrat.testing.spawn import Workers
+from torchstrat.testing.training import Snapshot, read
+
+__all__ = ["STRATEGIES", "Comparison", "Finding", "compare"]
+
+_TORCHRUN = "torchrun "
+_SERVERS = "parameter_server"
+STRATEGIES = (*contract.IN_PROCESS, *(_TORCHRUN + name for name in contract.TORCHRUN), _SERVERS)
+"""What can be compared: replicas in this process, one in each of two processes, and one worker with two servers."""
+
+_FUNCTION_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one strategy."""
+
+    strategy: str
+    verdict: Literal["right", "different", "refused", "failed"]
+    """``refused``: an error of torchstrat's; ``failed``: any other."""
+    variable: str = ""
+    """The first that differs, such as ``[0].weight``: item 0 of what ``build`` returned."""
+    step: int | None = None
+    """After which step it differs, counted from 0."""
+    line: str = ""
+    """``file:number: source`` of the first line of the step after which parameters, gradients or buffers differ."""
+    text: str = ""
+    """By how much it differs, or what the error says."""
+
+    def __str__(self) -> str:
+        if self.verdict == "right":
+            return f"right      {self.strategy}"
+        where = f"{self.variable} after step {self.step}" if self.step is not None else ""
+        parts = [part for part in (where, self.line and f"at {self.line}", self.text) if part]
+        return f"{self.verdict:<10} {self.strategy}: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All findings; prints as a line for each strategy."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether each strategy gives the plain numbers, or refuses the program by name."""
+        return all(finding.verdict in ("right", "refused") for finding in self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
+
+
+@dataclass
+class _Recording:
+    steps: list[Snapshot] = field(default_factory=list)
+    """What everything is after each step."""
+    lines: list[tuple[int, Snapshot]] = field(default_factory=list)
+    """Of one step on the first replica: line number, and what everything is after that line."""
+
+
+@dataclass(frozen=True)
+class _Program:
+    build: Callable[[], Any]
+    step: Callable[[Any, Any], Any]
+    batches: Sequence[Any]
+    dtype: torch.dtype
+    seed: int
+
+    @contextmanager
+    def conditions(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.set_default_dtype(self.dtype)
+            torch.manual_seed(self.seed)
+            yield
+
+
+def compare(
+    build: Callable[[], Any],
+    step: Callable[[Any, Any], Any],
+    batches: Sequence[Any] | Callable[[], Sequence[Any]],
+    strategies: Sequence[str] = STRATEGIES,
+    *,
+    tolerance: float = 1e-10,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Comparison:
+    """Run a program plainly and under each strategy, and find the first variable, step and line that differ.
+
+    Dropout and other random numbers differ between replicas by design: leave them out. Blocks; starts processes for the
+    strategies that need them.
+
+    Args:
+        build: Makes modules, optimizers and whatever else the step needs and returns them, in any nest of tuples, lists
+            and dicts. Called in the strategy's scope.
+        step: ``step(program, batch)``: a plain training step, on what ``build`` returned.
+        batches: Global batches, split over replicas on dim 0 of each tensor; or a function that makes them. Floating
+            tensors are converted to ``dtype``.
+        strategies: Names in `STRATEGIES`.
+        tolerance: The largest difference, relative to the larger of 1 and the plain number.
+        dtype: The default dtype while the program is built and run.
+        seed: Of torch's generator, before the program is built.
+
+    Raises:
+        InvalidArgumentError: an unknown strategy, or no batches. What the plain program raises is not caught.
+    """
+    unknown = sorted(set(strategies) - set(STRATEGIES))
+    if unknown:
+        raise InvalidArgumentError(f"no strategy is called {', '.join(unknown)}; there are {', '.join(STRATEGIES)}.")
+    made = list(batches() if callable(batches) else batches)
+    if not made:
+        raise InvalidArgumentError("batches is empty; give at least one global batch.")
+    program = _Program(
+        build, step, [nest.map_structure(lambda leaf: _as(leaf, dtype), one) for one in made], dtype, seed
+    )
+    plain = _run(program, None)
+    with _Launcher(program) as launcher:
+        return Comparison(tuple(_find(program, plain, name, launcher, tolerance) for name in strategies))
+
+
+def _as(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def _find(program: _Program, plain: _Recording, name: str, launcher: _Launcher, tolerance: float) -> Finding:
+    try:
+        seen = launcher.record(name)
+    except TorchstratError as error:
+        return Finding(name, "refused", text=f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return Finding(name, "failed", text=" ".join(traceback.format_exception_only(error)).strip())
+    for index, (wanted, numbers) in enumerate(zip(plain.steps, seen.steps, strict=True)):
+        differs = _first_difference(wanted, numbers, tolerance)
+        if differs is not None:
+            line = "" if name == _SERVERS else _differing_line(program, name, launcher, index, tolerance)
+            return Finding(name, "different", differs[0], index, line, differs[1])
+    return Finding(name, "right")
+
+
+def _differing_line(program: _Program, name: str, launcher: _Launcher, index: int, tolerance: float) -> str:
+    """The first line of the step of that index after which not everything is as in the plain program."""
+    code = getattr(program.step, "__code__", None)
+    if code is None:
+        return ""
+    wanted, seen = _run(program, None, index).lines, launcher.record(name, index).lines
+    for (number, before), (other, after) in zip(wanted, seen, strict=False):
+        if number != other or _first_difference(before, after, tolerance) is not None:
+            source = linecache.getline(code.co_filename, number).strip()
+            return f"{code.co_filename}:{number}: {source}"
+    return ""
+
+
+def _first_difference(wanted: Snapshot, seen: Snapshot, tolerance: float) -> tuple[str, str] | None:
+    for name in dict.fromkeys([*wanted, *seen]):
+        if (name in wanted) != (name in seen):
+            return name, "is there in the plain program only" if name in wanted else "is not there in the plain program"
+        left, right = wanted[name].detach().cpu(), seen[name].detach().cpu()
+        if left.shape != right.shape:
+            return name, f"has shape {tuple(right.shape)} for {tuple(left.shape)}"
+        if torch.allclose(right.to(torch.complex128), left.to(torch.complex128), tolerance, tolerance, equal_nan=True):
+            continue
+        return name, f"is off by {float((right.double() - left.double()).abs().nan_to_num(torch.inf).max()):.3g}"
+    return None
+
+
+def _run(program: _Program, strategy: Any, traced: int | None = None) -> _Recording:
+    """All steps, plainly or under a synchronous strategy; every process of its launch calls this."""
+    recording = _Recording()
+    with program.conditions():
+        with ExitStack() as scope:
+            if strategy is not None:
+                scope.enter_context(strategy.scope())
+            built = program.build()
+        batches = program.batches if strategy is None else strategy.distribute_dataset(program.batches)
+        for index, batch in enumerate(batches):
+            step = _traced(program.step, recording.lines) if index == traced else program.step
+            if strategy is None:
+                step(built, batch)
+            else:
+                strategy.run(_bound(step, built), args=(batch,))
+            recording.steps.append(read(_watched(built)))
+    return recording
+
+
+def _bound(step: Callable[[Any, Any], Any], built: Any) -> Callable[[Any], Any]:
+    """The step as a function of a batch, which closes over the program as a user's does."""
+    return lambda batch: step(built, batch)
+
+
+def _run_on_servers(program: _Program) -> _Recording:
+    """All steps on a cluster of threads with one worker and two servers, joined one by one."""
+    import torchstrat as ts
+    from torchstrat.testing.fake_cluster import FakeCluster
+
+    recording = _Recording()
+    with program.conditions(), FakeCluster(workers=1, ps=2) as cluster:
+        strategy = cluster.strategy(None, rows_only=False)
+        with strategy.scope():
+            built = program.build()
+        coordinator = ts.ClusterCoordinator(strategy)
+        step = _bound(program.step, built)
+        for batch in program.batches:
+            coordinator.schedule(lambda one: strategy.run(step, args=(one,)), args=(batch,)).get(_FUNCTION_SECONDS)
+            strategy.extended.pull()
+            recording.steps.append(read(_watched(built)))
+    return recording
+
+
+def _run_in_process(row: contract.Row, program: _Program, traced: int | None) -> _Recording:
+    strategy = row.make()
+    try:
+        return _run(program, strategy, traced)
+    finally:
+        strategy.close()
+
+
+def _run_as_process(packed: bytes, name: str, traced: int | None) -> _Recording | TorchstratError:
+    """In a process of a launch. Errors of ours are handed back: to a group of processes every error is a failure."""
+    try:
+        return _run_in_process(contract.TORCHRUN[name], cloudpickle.loads(packed), traced)
+    except TorchstratError as error:
+        return error
+
+
+class _Launcher:
+    """Runs the program wherever a strategy's name says; keeps the processes between runs."""
+
+    def __init__(self, program: _Program) -> None:
+        self._program = program
+        self._workers = Workers(2)
+
+    def __enter__(self) -> _Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.close()
+
+    def record(self, name: str, traced: int | None = None) -> _Recording:
+        if name == _SERVERS:
+            return _run_on_servers(self._program)
+        if not name.startswith(_TORCHRUN):
+            return _run_in_process(contract.IN_PROCESS[name], self._program, traced)
+        row = name.removeprefix(_TORCHRUN)
+        answers = self._workers.run(_run_as_process, cloudpickle.dumps(self._program), row, traced)
+        for answer in answers:
+            if isinstance(answer, TorchstratError):
+                raise answer
+        first, second = answers
+        # A rank that differs from the first one shows in the steps, under its own name.
+        for mine, others in zip(first.steps, second.steps, strict=True):
+            mine.update({f"{key} on rank 1": number for key, number in others.items() if _differ(mine[key], number)})
+        recording: _Recording = first
+        return recording
+
+
+def _differ(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return not torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+def _watched(built: Any, name: str = "") -> Mapping[str, Any]:
+    """What is compared of what ``build`` returned, by name: modules, optimizers, schedulers and tensors in it."""
+    if isinstance(built, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.Tensor):
+        return {name: built}
+    items = built.items() if isinstance(built, dict) else enumerate(built) if isinstance(built, list | tuple) else ()
+    return {key: one for index, item in items for key, one in _watched(item, f"{name}[{index}]").items()}
+
+
+def _traced(step: Callable[[Any, Any], Any], lines: list[tuple[int, Snapshot]]) -> Callable[[Any, Any], Any]:
+    """The step, which on the first replica notes what everything is after each of its own lines."""
+
+    def traced(built: Any, batch: Any) -> Any:
+        import torchstrat as ts
+
+        context = ts.get_replica_context()
+        if context is not None and int(context.replica_id_in_sync_group) > 0:
+            return step(built, batch)
+        before = sys.gettrace()
+        sys.settrace(_LineTracer(getattr(step, "__code__", None), built, lines))
+        try:
+            return step(built, batch)
+        finally:
+            sys.settrace(before)
+
+    return traced
+
+
+class _LineTracer:
+    """A trace function that looks at the program between the lines of one function."""
+
+    def __init__(self, code: CodeType | None, built: Any, lines: list[tuple[int, Snapshot]]) -> None:
+        self._code, self._built, self._lines = code, built, lines
+        self._previous: int | None = None
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> _LineTracer | None:
+        if frame.f_code is not self._code:
+            return None
+        if event in ("line", "return"):
+            if self._previous is not None:
+                self._lines.append((self._previous, self._look()))
+            self._previous = frame.f_lineno
+        return self
+
+    def _look(self) -> Snapshot:
+        watched = _watched(self._built)
+        gradients = {
+            f"{name}.{parameter}.grad": tensor.grad
+            for name, value in watched.items()
+            if isinstance(value, nn.Module)
+            for parameter, tensor in value.named_parameters()
+            if tensor.grad is not None
+        }
+        modules = {name: value for name, value in watched.items() if isinstance(value, nn.Module)}
+        return {**read(modules), **read(gradients)}

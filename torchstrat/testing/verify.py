@@ -1,0 +1,44 @@
+"""The command ``torchstrat verify``: `compare` for a program that is named by its module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.testing.compare import STRATEGIES, compare
+
+
+def main(words: list[str]) -> int:
+    """Print a line for each strategy; 0 if all of them give the plain numbers or refuse the program by name."""
+    parser = argparse.ArgumentParser(
+        prog="torchstrat verify",
+        description="Run a program plainly and under each strategy, and print the first variable, step and line that "
+        "differ. See torchstrat.testing.compare.",
+    )
+    parser.add_argument("build", metavar="MODULE:BUILD", help="makes modules and optimizers, and returns them")
+    parser.add_argument("step", metavar="MODULE:STEP", help="step(program, batch), on what BUILD returned")
+    parser.add_argument("batches", metavar="MODULE:BATCHES", help="global batches, or a function that makes them")
+    parser.add_argument("strategies", metavar="STRATEGY", nargs="*", help=f"of: {', '.join(STRATEGIES)}; none: all")
+    options = parser.parse_args(words)
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        build, step, batches = (_named(name) for name in (options.build, options.step, options.batches))
+        comparison = compare(build, step, batches, options.strategies or STRATEGIES)
+    except InvalidArgumentError as error:
+        parser.error(str(error))
+    sys.stdout.write(f"{comparison}\n")
+    return 0 if comparison.is_right else 1
+
+
+def _named(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise InvalidArgumentError(f"{name!r} must be MODULE:NAME, such as train:step.")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError(f"{name!r} cannot be loaded from {Path.cwd()}: {error}.") from error
