@@ -260,8 +260,8 @@ class LogicalReplicas:
     def set_weight(self, weight: float) -> None:
         self._inner.set_weight(weight)
 
-    def own_weight(self) -> float:
-        return self._inner.own_weight()
+    def relative_weight(self) -> float:
+        return self._inner.relative_weight()
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         return None

@@ -298,9 +298,9 @@ class InProcessReplicas:
         if self._weights is not None and holder is not None:  # outside of any run there is nothing to weigh
             self._weights.override(holder, value)
 
-    def own_weight(self) -> float:
+    def relative_weight(self) -> float:
         holder = self._baton.holder if self._baton is not None else 0
-        return 1.0 if self._weights is None or holder is None else self._weights.of(holder)
+        return 1.0 if self._weights is None or holder is None else self._weights.relative(holder)
 
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
         return None

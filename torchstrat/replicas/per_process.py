@@ -414,8 +414,8 @@ class PerProcessReplica:
         assert self._weights is not None
         self._weights.override(self._world.rank, check_weight(weight))
 
-    def own_weight(self) -> float:
-        return 1.0 if self._weights is None else self._weights.of(self._world.rank)
+    def relative_weight(self) -> float:
+        return 1.0 if self._weights is None else self._weights.relative(self._world.rank)
 
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
         return None

@@ -277,8 +277,8 @@ class SpmdReplicas:
         if self._recordings.current is not None:
             self._recordings.current.weights.give(weight)
 
-    def own_weight(self) -> float:
-        raise ContextError("own_weight is the weight of one replica; a step of this strategy runs for all at once.")
+    def relative_weight(self) -> float:
+        raise ContextError("relative_weight is the weight of one replica; a step of this strategy runs for all at once.")
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         if layer.momentum is None:
