@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
 from torchstrat.reachable import Reached, Start
+from torchstrat.replicas.buffer_rules import BufferRules
 
 
 class BufferSlot(NamedTuple):
@@ -103,6 +104,7 @@ class VariableRegistry:
         self._members_watch = MembersWatch(self._watcher)
         self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
         self._walked: dict[Any, Start] = {}
+        self.buffer_rules = BufferRules()
         self._step: Any = None  # what the last adopted function is known by
         self._copying: set[Any] = set()  # step functions that have been seen to make deep copies
         self.on_member: Callable[[nn.Module, str, Any], None] | None = None

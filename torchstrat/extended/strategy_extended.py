@@ -18,7 +18,7 @@ from torchstrat.extended import component_updates
 from torchstrat.extended import destinations as placing
 from torchstrat.memory import MemoryEstimate
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.reduction import ReduceOp
+from torchstrat.reduction import ReduceOp, VariableAggregation
 from torchstrat.values import require_callable
 from torchstrat.variable.storage import VariablePlacement
 from torchstrat.variable.variable import Variable
@@ -206,6 +206,16 @@ class StrategyExtended:
             )
         with self._strategy._colocating(colocate_with_variable):
             yield
+
+    def set_aggregation(self, module: nn.Module, name: str, aggregation: VariableAggregation | str) -> None:
+        """Say what becomes of buffer ``name`` of ``module`` where a step changes it on several replicas.
+
+        ``aggregation``: "mean" of the replicas' values (what floating buffers get unless told otherwise, as running
+        statistics want it); "sum" of their changes, for counts, histograms and totals; "only_first_replica"; "none":
+        each replica keeps its own from run to run, such as a recurrent state with a row for each of its rows, and
+        what is saved is the first one's. Every process has to call it. Raises `ValueError` if there is no such buffer.
+        """
+        self._strategy._engine.registry.buffer_rules.set(module, name, aggregation)
 
     def pull(self, model: nn.Module | None = None) -> None:
         """Bring the current values of ``model`` (None: of every variable) into this process's tensors.

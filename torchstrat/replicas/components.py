@@ -45,7 +45,7 @@ class Components:
         self._devices = devices
         self._parameter_device = parameter_device
         self._slots: dict[int, TensorSlot] = {}
-        self._buffers = ComponentBuffers(devices)
+        self._buffers = ComponentBuffers(devices, registry.buffer_rules)
         self._helpers = ComponentHelpers()
         self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
@@ -80,18 +80,19 @@ class Components:
         if self._home == self._leader:
             self._install_objects(self._leader)
 
-    def end(self, weights: list[float] | None) -> None:
+    def end(self, weights: list[float] | None, rows: Sequence[int | None] = ()) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.
 
-        ``weights``: of the replicas, for the buffers' means. None after a failure: buffers stay as they were, and so
-        do variables since the last moment when all replicas agreed, which is an optimizer's step or the run's start.
+        ``weights``: of the replicas, for the buffers' means; ``rows``: those of their batches. None after a failure:
+        buffers stay as they were, and so do variables since the last moment when all replicas agreed, which is an
+        optimizer's step or the run's start.
         """
         self.park()
         if weights is None:
             self._restore_unedited()
         else:
             self.merge_rows()
-            self._buffers.merge(weights)
+            self._buffers.merge(weights, rows)
         self._settle_newborn()
         if weights is not None and self._home == CENTRAL:
             self._carry_to_central()
@@ -295,6 +296,8 @@ class Components:
         grad = slot.tensor.grad
         if slot.is_grad_untouched(grad):
             kept = slot.grads
+            if grad is not None and grad.dtype != slot.grad_dtype:  # the model was cast: so are all replicas' gradients
+                slot.cast_grads(grad.dtype)
             if self._home not in kept:
                 kept[self._home] = grad
             elif kept[self._home] is not grad:  # another replica led the last run
@@ -447,8 +450,9 @@ class Components:
 
 
 def _is_variable(tensor: torch.Tensor) -> bool:
-    """Lazy ones are not yet; those made in inference mode can be neither trained nor swapped, and are shared."""
-    return not is_lazy(tensor) and not tensor.is_inference()
+    """Lazy ones are not yet, and those on "meta" have no values; those made in inference mode can be neither trained
+    nor swapped, and are shared."""
+    return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference()
 
 
 def _same_storage_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

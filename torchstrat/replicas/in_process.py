@@ -232,7 +232,8 @@ class InProcessReplicas:
                 self.registry.on_copy = None
                 try:
                     self._gradients.end()
-                    self._components.end(None if failed else weights.values())
+                    rows = [weights.rows_of(replica) for replica in weights.active]
+                    self._components.end(None if failed else weights.values(), rows)
                 finally:
                     self._baton = None
 

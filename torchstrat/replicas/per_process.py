@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -265,6 +266,18 @@ class PerProcessReplica:
             self._gradients.use(self._rosters.now())
         self._edits.note(parameters)
 
+    def _take_over_buffer(self, buffers: ProcessBuffers, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """A step is about to give a module that was there a new buffer: it gets the first rank's value, as the replicas
+        of one process find the one that the first of them has made."""
+        if name in module._buffers or not buffers.was_there(module) or value.is_inference() or value.is_meta:
+            return
+        call = f"the first value of buffer {name!r} of module {self.registry.number_of(module)}"
+        agree(self._communicator, call)
+        kind = self._communicator.broadcast_object((value.shape, value.dtype), 0, call)
+        if kind != (value.shape, value.dtype):
+            value.data = torch.empty(kind[0], dtype=kind[1], device=value.device)
+        broadcast_tensors(self._communicator, [value.detach()], 0, call)
+
     def _make_step(self, communicator: Communicator) -> ProcessStep:
         return ProcessStep(
             communicator,
@@ -359,9 +372,9 @@ class PerProcessReplica:
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
-        buffers = ProcessBuffers(self.registry, members.modules)
+        buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, torch_device(self._device))
         step = self._make_step(self._communicator)
-        newborn = Newborn(self.registry, self._take_over_newborn)
+        newborn = Newborn(self.registry, self._take_over_newborn, on_buffer=partial(self._take_over_buffer, buffers))
         self._streams.begin([me])
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
@@ -393,8 +406,13 @@ class PerProcessReplica:
         rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
         if not all_equal([row[1:4] for row in rows]):
             self._edits.make_equal(self._communicator, roster, END_OF_RUN)
-        if not all_equal([row[4:] for row in rows]):
+        buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
+        if buffers.sums or not all_equal([row[4:] for row in rows]):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
+        if self.registry.buffer_rules:
+            for name, slot in self.registry.named_buffer_slots().items():
+                if self.registry.buffer_rules.keeps_own(slot.module, slot.name):
+                    self._known[f"buffer {name}"] = weakref.ref(slot.module)  # not to be overwritten as a new one
 
     def _mean_loss(self, loss: Any) -> Any:
         """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike."""
@@ -482,4 +500,4 @@ class PerProcessReplica:
 
 def _is_there(slot: BufferSlot) -> bool:
     """Whether the buffer has values by now."""
-    return slot.tensor is not None and not is_lazy(slot.tensor)
+    return slot.tensor is not None and not is_lazy(slot.tensor) and not slot.tensor.is_meta

@@ -278,7 +278,9 @@ class SpmdReplicas:
             self._recordings.current.weights.give(weight)
 
     def relative_weight(self) -> float:
-        raise ContextError("relative_weight is the weight of one replica; a step of this strategy runs for all at once.")
+        raise ContextError(
+            "relative_weight is the weight of one replica; a step of this strategy runs for all at once."
+        )
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         if layer.momentum is None:
