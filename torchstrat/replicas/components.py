@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from torchstrat._torch_private import foreach_copy_, set_version_counters
 from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
@@ -46,7 +47,7 @@ class Components:
         self._parameter_device = parameter_device
         self._slots: dict[int, TensorSlot] = {}
         self._buffers = ComponentBuffers(devices, registry.buffer_rules)
-        self._helpers = ComponentHelpers()
+        self._helpers = ComponentHelpers(watches_leader=True)
         self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
@@ -205,17 +206,19 @@ class Components:
             grad = slot.grads.get(self._leader)
             slot.grads[CENTRAL] = None if grad is None else grad.to(self.device_of(CENTRAL))
 
-    def enter_step(self, tensors: Iterable[torch.Tensor]) -> None:
-        """For the leader, in its turn: an optimizer is about to step ``tensors``; install the central components."""
+    def enter_step(self, optimizer: Optimizer) -> None:
+        """For the leader, in its turn: an optimizer is about to step; install the central components."""
         self._steps += 1
+        self._helpers.enter_step(optimizer)
         if self._home == CENTRAL and self._installed != CENTRAL:
             self.park()
             self._carry_to_central()
             self._install(CENTRAL)
 
-    def leave_step(self, tensors: Iterable[torch.Tensor]) -> None:
+    def leave_step(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """The optimizer has stepped them: every replica gets the new values."""
         self._steps -= 1
+        self._helpers.leave_step(optimizer)
         if self._home != CENTRAL:
             self.refresh(tensors)
             return
@@ -225,9 +228,17 @@ class Components:
             self._install(self._leader)
         self._is_parked = False
 
-    def undo_edits(self, tensors: Iterable[torch.Tensor]) -> None:
+    def begin_closure_step(self, optimizer: Optimizer) -> None:
+        """While all replicas stand still, with the central components installed: a step that asks for closures."""
+        self._helpers.enter_step(optimizer)
+
+    def end_closure_step(self, optimizer: Optimizer) -> None:
+        self._helpers.leave_step(optimizer)
+
+    def undo_edits(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """For another replica, in its turn, after a step: what hooks on the optimizer edited in place has been done on
         the central variables already, when the leader stepped."""
+        self._helpers.forget_state(optimizer)
         for tensor in tensors:
             slot = self._slots.get(id(tensor))
             if slot is not None and tensor._version != slot.version:
