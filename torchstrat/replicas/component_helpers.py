@@ -7,6 +7,7 @@ Of an optimizer's state, which only the leader's steps change, replicas have vie
 from __future__ import annotations
 
 import collections
+import copy
 from typing import Any
 
 import torch
@@ -129,6 +130,6 @@ def private_value(value: Any) -> Any:
         return [private_value(member) for member in value]
     if type(value) is tuple:
         return tuple(private_value(member) for member in value)
-    if type(value) is set:
-        return set(value)
+    if type(value) in (set, collections.deque):
+        return copy.copy(value)
     return value

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import foreach_copy_, set_version_counters
+from torchstrat.replicas.component_attributes import ComponentAttributes
 from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.randomness import ReplicaStreams
@@ -48,6 +49,7 @@ class Components:
         self._slots: dict[int, TensorSlot] = {}
         self._buffers = ComponentBuffers(devices, registry.buffer_rules)
         self._helpers = ComponentHelpers(watches_leader=True)
+        self._attributes = ComponentAttributes()
         self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
@@ -78,6 +80,7 @@ class Components:
         self.refresh()
         self._buffers.begin(members.buffer_slots, members.modules, self._replicas)
         self._helpers.begin(members.helpers, self._replicas)
+        self._attributes.begin(members.modules, self._replicas)
         if self._home == self._leader:
             self._install_objects(self._leader)
 
@@ -101,6 +104,7 @@ class Components:
         self.streams.end()
         self._buffers.end(failed=weights is None)
         self._helpers.end()
+        self._attributes.end(self._leader)
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
             slot.release()
         self._lazy, self._tables, self._copies = [], [], set()
@@ -125,6 +129,7 @@ class Components:
                 self._buffers.park(key)
             if self._helpers.helpers:
                 self._helpers.park(key)
+            self._attributes.park(key)
         self._is_parked = True
 
     def has_nothing_to_swap(self, replica: int | None) -> bool:
@@ -156,9 +161,11 @@ class Components:
         if self._home == CENTRAL:
             self._carry_to_central()
         self._install(self._home)
+        self._attributes.begin_common()
 
     def spread_central(self) -> None:
         """After `install_central` and such code: what it did to the variables is so for every replica."""
+        self._attributes.end_common(self._leader)
         self._is_parked = False
         self.park()
         self.refresh()
@@ -190,6 +197,7 @@ class Components:
             self._buffers.install(replica)
         if self._helpers.helpers:
             self._helpers.install(replica)
+        self._attributes.install(replica)
 
     def _carry_to_central(self, slots: Iterable[TensorSlot] | None = None) -> None:
         """What the leader did to its components, and its gradients, as the central ones; for parked slots.
@@ -435,6 +443,10 @@ class Components:
                 slot.agreed.copy_(slot.unedited)  # type: ignore[union-attr]
 
     # -- modules that came up during the run ------------------------------------------------------------------------
+
+    def made_members(self) -> None:
+        """The replica whose turn it is registers parameters or buffers."""
+        self._attributes.made_members()
 
     def expect_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """The replica whose turn it is is about to register a buffer."""

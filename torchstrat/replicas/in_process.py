@@ -256,6 +256,7 @@ class InProcessReplicas:
         if baton is None or not self._is_current():
             return
         baton.shield()
+        self._components.made_members()
         with OwnSettings():
             self._components.register_module(module)
             self._attach(parameters_of(module))
@@ -272,6 +273,7 @@ class InProcessReplicas:
 
     def _expect(self, module: nn.Module, name: str, member: torch.Tensor) -> None:
         """A replica's code is about to register a parameter or a buffer."""
+        self._components.made_members()
         if isinstance(member, nn.Parameter):
             self._hooks.attach([member], early=self._gradients.needs_early_hooks)
         else:
