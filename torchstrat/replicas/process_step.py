@@ -14,6 +14,7 @@ from torchstrat._torch_private import optimizer_post_hooks, optimizer_pre_hooks
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.optimizer_blocks import step_in_blocks
+from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
@@ -113,7 +114,7 @@ class ProcessStep:
         call = self._call_name(optimizer) + (" with a closure" if closure is not None else "")
         if self._storage is not None and self._storage.shares(optimizer):
             return self._share_out(self._storage, optimizer, closure, args, kwargs, call)
-        self._make_equal(call, tensors)
+        self._make_equal(call, optimizer, tensors)
         if closure is not None:
             return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
         if not self._owns:
@@ -148,13 +149,17 @@ class ProcessStep:
         self._edits.note(level)
         self._gradients.records.after_step(tensors)
 
-    def _make_equal(self, call: str, tensors: list[torch.Tensor], shared: Optimizer | None = None) -> None:
+    def _make_equal(
+        self, call: str, optimizer: Optimizer, tensors: list[torch.Tensor], *, is_shared: bool = False
+    ) -> None:
         """Before a step: combine what no backward pass has, and undo what edits made different.
 
         Clipping edits every rank's gradient alike, random noise does not: where fingerprints of edited gradients and
         parameters differ, the first rank's count, as they would in one process. In central storage its edits of
-        parameters always do, because there is one copy to take them; and what it put into the state of ``shared``.
+        parameters always do, because there is one copy to take them; and what it put into the state of an optimizer
+        whose steps are shared out (``is_shared``). Hyperparameters are the first one's everywhere.
         """
+        shared = optimizer if is_shared else None
         elsewhere = self._elsewhere(tensors, alone=shared is None)
         edited = self._edits.since_noted(elsewhere)
         left_over: set[int] = set()
@@ -169,7 +174,9 @@ class ProcessStep:
             is_foreign = shared is not None and storage.is_foreign(shared)
             is_torn = not as_combined and self._gradients.records.torn(tensors)
             numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
-        everyone = agree(self._communicator, call, numbers)
+        everyone = agree(self._communicator, call, (*numbers, hyperparameters.digest(optimizer)))
+        if not all_equal([row[-1:] for row in everyone]):
+            hyperparameters.level(self._communicator, optimizer, call)
         if storage is not None and any(row[7] for row in everyone):
             raise InvalidArgumentError(
                 f"gradients have been changed between backward() and {call}, and with gradients='owner' no rank has "
@@ -208,7 +215,7 @@ class ProcessStep:
             with torch.enable_grad():
                 value = self._mean_loss(closure())
         tensors = self._variables_of(optimizer)
-        self._make_equal(call, tensors, optimizer)
+        self._make_equal(call, optimizer, tensors, is_shared=True)
         own = storage.begin_step(self._communicator, optimizer, self._gradients.records.owned, call)
         if not step_in_blocks(own):
             bare_step(own)
