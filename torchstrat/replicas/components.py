@@ -25,7 +25,7 @@ from torchstrat.replicas.component_attributes import ComponentAttributes
 from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.randomness import ReplicaStreams
-from torchstrat.replicas.renormed_rows import merge_renormed_rows, renormed_tables
+from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
 from torchstrat.replicas.tensor_slot import TensorSlot
 from torchstrat.variables import Members, VariableRegistry
 
@@ -53,7 +53,6 @@ class Components:
         self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
-        self._tables: list[nn.Module] = []
         self._changes = 0
         self._replicas: list[int] = []
         self._leader = 0
@@ -75,7 +74,6 @@ class Components:
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
         self._installed, self._is_parked, self._steps = self._home, False, 0
         self._changes = members.changes
-        self._tables = renormed_tables(members.modules)
         self._take(members.tensors)
         self.refresh()
         self._buffers.begin(members.buffer_slots, members.modules, self._replicas)
@@ -107,7 +105,7 @@ class Components:
         self._attributes.end(self._leader)
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
             slot.release()
-        self._lazy, self._tables, self._copies = [], [], set()
+        self._lazy, self._copies = [], set()
 
     # -- taking turns -----------------------------------------------------------------------------------------------
 
@@ -415,14 +413,25 @@ class Components:
 
     def merge_rows(self) -> None:
         """While all replicas stand still: rows that a lookup with ``max_norm`` has scaled on any replica."""
-        for table in self._tables:
-            weight = table._parameters.get("weight")
-            slot = None if weight is None else self._slots.get(id(weight))
-            if slot is None:
+        for slot in self._slots.values():
+            version = slot.version
+            if any(one != version for one in slot.versions.values()) and may_be_table(slot.tensor):
+                self._merge_rows_of(slot)
+
+    def _merge_rows_of(self, slot: TensorSlot) -> None:
+        editors = [replica for replica in self._replicas if replica != self._leader and slot.is_edited(replica)]
+        mine = slot.data[self._leader]
+        is_known = bool(editors) and id(slot.tensor) in renormed_weights(self._registry.modules())
+        for replica in editors:
+            theirs = slot.data[replica].to(mine.device)
+            rows = scaled_rows(mine, theirs, is_known=is_known) if theirs.shape == mine.shape else ()
+            if not len(rows):
                 continue
             if self._home == CENTRAL:
                 slot.unedited = copy_to(slot.data[CENTRAL], self._devices[self._leader])
-            merge_renormed_rows(slot, self._leader, self._replicas)
+            elif slot.unedited is None and not slot.is_edited(self._leader):
+                slot.unedited = mine.clone()
+            mine[rows] = theirs[rows]
 
     def _keep_unedited(self, slot: TensorSlot) -> None:
         """The leader edited a central tensor in place: keep the value from before, which another replica still has."""

@@ -46,6 +46,7 @@ from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
+from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.step_pages import StepPages
@@ -92,12 +93,14 @@ class PerProcessReplica:
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
         self._storage = CentralStorage.of(communicator, copies) if central else None
+        if self._storage is not None:
+            self._storage.tables = lambda: renormed_weights(self.registry.modules())
         self._is_staged = copies is not None
         self._owned: tuple[Any, dict[int, Owned]] = ((), {})
         self._gradients = BucketedGradients(
             gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
         )
-        self._edits = ParameterEdits()
+        self._edits = ParameterEdits(self.registry.modules)
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)

@@ -173,7 +173,7 @@ class ProcessStep:
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
             is_torn = not as_combined and self._gradients.records.torn(tensors)
-            numbers = (*numbers, float(storage.look_for_edits()), float(is_foreign), float(is_torn))
+            numbers = (*numbers, float(storage.look_for_edits(rows=True)), float(is_foreign), float(is_torn))
         everyone = agree(self._communicator, call, (*numbers, hyperparameters.digest(optimizer)))
         if not all_equal([row[-1:] for row in everyone]):
             hyperparameters.level(self._communicator, optimizer, call)
@@ -186,13 +186,13 @@ class ProcessStep:
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
         if not all_equal([row[1:5] for row in everyone]):
-            broadcast_tensors(self._communicator, [t.data for t in elsewhere], 0, call)
+            self._edits.level(self._communicator, elsewhere, call)
             grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, call)
             for tensor, grad in zip(tensors, grads, strict=True):
                 if tensor.grad is not grad:
                     self._gradients.records.take_over(tensor, grad, used=False)
         if storage is not None and any(row[5] for row in everyone):
-            storage.publish_edits(self._communicator, call)
+            storage.publish_edits(self._communicator, call, rows=any(row[5] > 1 for row in everyone))
         if storage is not None and shared is not None and any(row[6] for row in everyone):
             storage.take_state(self._communicator, shared, call)
 
