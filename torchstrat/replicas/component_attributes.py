@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -42,8 +42,9 @@ class ComponentAttributes:
     def modules(self) -> list[nn.Module]:
         return self._modules
 
-    def begin(self, modules: Iterable[nn.Module], replicas: list[int]) -> None:
-        """``replicas``: of the run, the leader first. With one there is nobody to keep apart."""
+    def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
+        """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
+        of tensors that share memory with variables, and change hands with these."""
         others = replicas[1:]
         self._attributes, self._has_made_members, self._before = {}, False, None
         self._modules = [one for one in modules if not _is_script(type(one))] if others else []
@@ -56,7 +57,8 @@ class ComponentAttributes:
             self._attributes[replica] = mine = [attributes.copy() for attributes in own]
             for attributes, names in zip(mine, found, strict=True):
                 for name in names:
-                    attributes[name] = self._copy_of(attributes[name], replica)
+                    if id(attributes[name]) not in vectors:
+                        attributes[name] = self._copy_of(attributes[name], replica)
 
     def _copy_of(self, value: Any, replica: int) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import foreach_copy_, set_version_counters
+from torchstrat.replicas.common_storage import CommonStorages
 from torchstrat.replicas.component_attributes import ComponentAttributes
 from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
 from torchstrat.replicas.component_helpers import ComponentHelpers
@@ -50,6 +51,7 @@ class Components:
         self._buffers = ComponentBuffers(devices, registry.buffer_rules)
         self._helpers = ComponentHelpers(watches_leader=True)
         self._attributes = ComponentAttributes()
+        self._common = CommonStorages()
         self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
@@ -74,11 +76,13 @@ class Components:
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
         self._installed, self._is_parked, self._steps = self._home, False, 0
         self._changes = members.changes
+        copies = {replica: one for replica, one in enumerate(self._devices) if replica != self._home}
+        self._common.begin(members.vectors, members.tensors, copies)
         self._take(members.tensors)
         self.refresh()
         self._buffers.begin(members.buffer_slots, members.modules, self._replicas)
         self._helpers.begin(members.helpers, self._replicas)
-        self._attributes.begin(members.modules, self._replicas)
+        self._attributes.begin(members.modules, self._replicas, {id(vector) for vector in members.vectors})
         if self._home == self._leader:
             self._install_objects(self._leader)
 
@@ -114,6 +118,8 @@ class Components:
         if self._is_parked:
             return
         key = self._installed
+        if self._common:
+            self._common.park(key)
         keeps_unedited = key == self._leader == self._home and len(self._replicas) > 1
         for slot in self._slots.values():
             tensor = slot.tensor
@@ -170,6 +176,8 @@ class Components:
         self._helpers.copy_again()
 
     def _install(self, key: int) -> None:
+        if self._common:
+            self._common.install(key)
         edited, versions = [], []
         for slot in self._slots.values():
             tensor = slot.tensor
@@ -315,6 +323,9 @@ class Components:
             kept = slot.grads
             if grad is not None and grad.dtype != slot.grad_dtype:  # the model was cast: so are all replicas' gradients
                 slot.cast_grads(grad.dtype)
+            if self._common and grad is not None:
+                for replica in [replica for replica in kept if replica != self._home]:
+                    kept[replica] = self._in_common(grad, kept[replica], replica)
             if self._home not in kept:
                 kept[self._home] = grad
             elif kept[self._home] is not grad:  # another replica led the last run
@@ -323,7 +334,17 @@ class Components:
         slot.grads = {self._home: grad}
         for replica, device in enumerate(self._devices):  # also of those that sit this run out
             if replica != self._home:
-                slot.grads[replica] = None if grad is None else grad.detach().clone().to(device)
+                own = None if grad is None else grad.detach().clone().to(device)
+                slot.grads[replica] = own if grad is None else self._in_common(grad, own, replica)
+
+    def _in_common(self, central: torch.Tensor, own: torch.Tensor | None, replica: int) -> torch.Tensor | None:
+        """A replica's ``own`` of something: where the ``central`` one shares its memory, in its copy of that."""
+        storage = self._common.of(central)
+        if storage is None or own is None or own.shape != central.shape or storage.holds(own, replica):
+            return own
+        view = storage.view_like(central, replica)
+        view.copy_(own)
+        return view
 
     def register_newborn(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Variables that appeared during the run: lazy parameters now materialised, modules first built in a step; and
@@ -394,6 +415,8 @@ class Components:
             for replica, device in others:
                 slot.versions[replica] = version
                 own = slot.data.get(replica)
+                if self._common and (storage := self._common.of(central)) is not None:
+                    own = slot.data[replica] = storage.view_like(central, replica)
                 if own is None or not _same_storage_layout(own, central) or own.device != device:
                     slot.data[replica] = copy_to(central, device)
                 elif own.layout != torch.strided:
