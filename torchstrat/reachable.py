@@ -42,6 +42,21 @@ _WHOLES: tuple[type, ...] = (torch.Tensor, nn.Module, types.ModuleType, *HELPER_
 _is_atom: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _ATOMS))
 _is_whole: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _WHOLES))
 
+
+def _find_slots(kind: type) -> tuple[str, ...]:
+    """The names in its ``__slots__`` and those of its bases, as its instances know them."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        for name in names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+_slots_of: Callable[[Any], tuple[str, ...]] = functools.lru_cache(1024)(_find_slots)
+
 _LIBRARIES = frozenset(
     {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
 )
@@ -165,19 +180,6 @@ def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
         for name in _slots_of(type(value)):
             if hasattr(value, name):
                 yield getattr(value, name)
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    """The names in its ``__slots__`` and those of its bases, as its instances know them."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else tuple(slots)
-        for name in names:
-            is_private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _from_callable(fn: Any) -> Iterator[Any]:

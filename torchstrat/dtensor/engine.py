@@ -146,6 +146,9 @@ class LogicalReplicas:
             self._inner.scope_closed()
         self._take()
 
+    def check_replicas(self, when: str) -> None:
+        self._inner.check_replicas(when)
+
     def set_no_sync(self, active: bool) -> None:
         self._inner.set_no_sync(active)
 

@@ -135,6 +135,9 @@ class InProcessReplicas:
     def set_no_sync(self, active: bool) -> None:
         self._gradients.set_no_sync(active)
 
+    def check_replicas(self, when: str) -> None:
+        """Between runs all replicas of a process have the same objects."""
+
     def close(self) -> None:
         self._hooks.detach()
         self._threads.close()

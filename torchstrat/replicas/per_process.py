@@ -37,6 +37,7 @@ from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
+from torchstrat.replicas.drift import compare
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.exchange import gather_components, gather_values, reduce_values, require_alike
@@ -48,6 +49,7 @@ from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
+from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.step_pages import StepPages
 from torchstrat.replicas.transfer import broadcast_tensors
@@ -197,6 +199,9 @@ class PerProcessReplica:
 
     def set_no_sync(self, active: bool) -> None:
         self._gradients.no_sync = active
+
+    def check_replicas(self, when: str) -> None:
+        compare(self._world, Belongings(self.registry, lambda one: not self._is_of_owner(one)), when)
 
     def close(self) -> None:
         error = sys.exc_info()[1]

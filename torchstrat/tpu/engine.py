@@ -130,6 +130,9 @@ class SpmdReplicas:
         if not failed:
             self._variables.take()
 
+    def check_replicas(self, when: str) -> None:
+        """There is one program, and one value of each variable."""
+
     def set_no_sync(self, active: bool) -> None:
         """Gradients are combined by the compiled program where they are added up: the sums are the same."""
 
