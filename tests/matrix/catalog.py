@@ -9,6 +9,7 @@ from tests.matrix.table import Table
 
 MODULES: Mapping[str, str] = {
     # name of the table → module that has it as TABLE
+    "losses": "tests.matrix.losses",
 }
 
 
