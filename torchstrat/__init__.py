@@ -27,7 +27,7 @@ with _importing.without_collection():
     from torchstrat.explain import explain_sharding
     from torchstrat.extended import StrategyExtended
     from torchstrat.ftrl import Ftrl
-    from torchstrat.losses import compute_average_loss, scale_regularization_loss
+    from torchstrat.losses import compute_average_loss, global_mean, scale_regularization_loss
     from torchstrat.parameter_server.coordinator import ClusterCoordinator
     from torchstrat.parameter_server.leases.dataset import LeasedDataset
     from torchstrat.parameter_server.leases.lease import Lease
@@ -117,6 +117,7 @@ __all__ = [
     "explain_sharding",
     "get_replica_context",
     "get_strategy",
+    "global_mean",
     "has_strategy",
     "in_cross_replica_context",
     "partitioners",

@@ -13,6 +13,7 @@
     │   └── StrategyMixingError               two strategies meet in one call
     ├── ReplicaError (RuntimeError)           replicas that no longer agree
     │   ├── ReplicaDivergenceError            they made different calls
+    │   ├── ReplicaDriftError                 they have different values of what has to be equal
     │   └── StructureMismatchError            they returned different structures
     ├── CommunicationError (RuntimeError)     another process could not be reached
     │   ├── CommunicationTimeoutError         it did not arrive in time; the message names who was waited for
@@ -81,6 +82,10 @@ class ReplicaError(TorchstratError, RuntimeError):
 
 class ReplicaDivergenceError(ReplicaError):
     """One replica made a call that another did not make: a step, a collective, a `merge_call`."""
+
+
+class ReplicaDriftError(ReplicaError):
+    """Replicas have other values of what has to be equal; the message names the first, and who has what."""
 
 
 class StructureMismatchError(ReplicaError, AssertionError):

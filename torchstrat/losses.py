@@ -1,4 +1,4 @@
-"""Losses scaled by the global batch, for programs written for summed gradients."""
+"""Losses over the global batch: means over labels that replicas have different numbers of, and shares of a mean."""
 
 from __future__ import annotations
 
@@ -10,6 +10,37 @@ import torch
 from torchstrat.context import get_replica_context, get_strategy
 from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.reduction import ReduceOp
+
+
+def global_mean(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+    """The mean of a loss over the global batch, where replicas do not count alike: labels, tokens, class weights.
+
+    With ``ignore_index`` or class weights a replica's mean loss divides by what that replica has, and the mean of such
+    means is not the global one. Sum the losses and what they are divided by instead::
+
+        total = F.cross_entropy(scores, labels, ignore_index=0, reduction="sum")
+        loss = ts.global_mean(total, (labels != 0).sum())        # the same number on every replica
+        loss.backward()
+
+    Args:
+        total: the sum of this replica's losses, a differentiable scalar.
+        count: what it is to be divided by: this replica's number of labels, or the sum of their weights.
+
+    Every replica has to call it. The gradients are those of one device on the global batch, with averaged gradients
+    (whatever weights replicas have, but for 0) as with summed ones. 0 where nobody has anything to count.
+    """
+    replica = get_replica_context()
+    if replica is None:
+        raise ContextError("global_mean works inside a replica; call it in the step given to strategy.run.")
+    own = torch.as_tensor(count, dtype=total.dtype, device=total.device).detach()
+    is_sum = replica.num_replicas_in_sync > 1 and replica.strategy.extended.gradient_reduce_op is ReduceOp.SUM
+    everyone, counted = replica.all_reduce(ReduceOp.SUM, [total.detach() if is_sum else total, own])
+    divisor = torch.where(counted == 0, 1.0, counted)
+    mean: torch.Tensor = everyone / divisor
+    if not is_sum:
+        return mean
+    share = total / divisor  # what is left to the sum of the replicas' gradients
+    return share + (mean - share).detach()
 
 
 def _require_sum(call: str) -> int:

@@ -42,6 +42,21 @@ _WHOLES: tuple[type, ...] = (torch.Tensor, nn.Module, types.ModuleType, *HELPER_
 _is_atom: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _ATOMS))
 _is_whole: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, _WHOLES))
 
+
+def _find_slots(kind: type) -> tuple[str, ...]:
+    """The names in its ``__slots__`` and those of its bases, as its instances know them."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        for name in names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+_slots_of: Callable[[Any], tuple[str, ...]] = functools.lru_cache(1024)(_find_slots)
+
 _LIBRARIES = frozenset(
     {"torch", "torchstrat", "numpy", "hydra", "omegaconf", "tqdm", "matplotlib", "tensorboard", "_pytest", "pytest"}
 )
@@ -57,6 +72,8 @@ class Reached:
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     helpers: list[Any] = dataclasses.field(default_factory=list)
     generators: list[torch.Generator] = dataclasses.field(default_factory=list)
+    plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """Tensors that are no leaves with a gradient."""
 
 
 class Start:
@@ -130,6 +147,8 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         if value.requires_grad and value.is_leaf:
             reached.tensors.append(value)
+        else:
+            reached.plain.append(value)
     elif isinstance(value, nn.Module):
         reached.modules.append(value)
         yield from _attributes(value, skip=("_parameters", "_buffers", "_modules"))
@@ -141,7 +160,7 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
         yield from (member for member in vars(value).values() if isinstance(member, (list, tuple, *HELPER_TYPES)))
     elif isinstance(value, torch.Generator):
         reached.generators.append(value)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         yield from itertools.islice(value, _MAX_MEMBERS)
     elif isinstance(value, Mapping):
         yield from itertools.islice(value.values(), _MAX_MEMBERS)
@@ -161,6 +180,9 @@ def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
         for name, member in members[:_MAX_MEMBERS]:
             if name not in skip:
                 yield member
+        for name in _slots_of(type(value)):
+            if hasattr(value, name):
+                yield getattr(value, name)
 
 
 def _from_callable(fn: Any) -> Iterator[Any]:
@@ -174,6 +196,9 @@ def _from_callable(fn: Any) -> Iterator[Any]:
     elif isinstance(fn, (nn.Module, *HELPER_TYPES)):
         yield fn
     elif callable(fn):
+        wrapped = getattr(fn, "__wrapped__", None)  # `functools.lru_cache` and its like
+        if wrapped is not None:
+            yield wrapped
         yield from _attributes(fn)
         call = vars(type(fn)).get("__call__")
         if isinstance(call, types.FunctionType):

@@ -151,13 +151,21 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         require_list_or_tuple(args)
         require_run_options(options)
         context.require_cross(self, "run")
-        return self._run_on_engine(fn, args, dict(kwargs or {}), options)
+        result = self._run_on_engine(fn, args, dict(kwargs or {}), options)
+        checks = self.extended._periodic_checks
+        if checks is not None and (number := checks.is_due()):
+            self._check_replicas(f", after run {number}")
+        return result
 
     def _run_on_engine(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
     ) -> Any:
         """``options`` are about compiled steps."""
         return self._engine.run(fn, args, kwargs)
+
+    def _check_replicas(self, when: str) -> None:
+        """See `StrategyExtended.check_replicas`; ``when``: ends the error's first sentence."""
+        self._engine.check_replicas(when)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Combine a value over replicas: "sum" or "mean".

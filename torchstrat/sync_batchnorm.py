@@ -14,7 +14,6 @@ from torch import nn
 
 from torchstrat.context import get_replica_context
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.engine import ReplicaEngine
 
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
@@ -115,7 +114,7 @@ def _global_statistics(
     own_mean = x.sum(dim=dims) / max(own_count, 1)
     own_squares = (x - own_mean.view(shape)).square().sum(dim=dims)
     row = torch.cat([own_mean, own_squares, own_mean.new_tensor([own_count])])
-    rows = _weighed_gather(row.unsqueeze(0), engine)  # (replicas, 2 * channels + 1)
+    rows = engine.all_gather(row.unsqueeze(0), 0)  # (replicas, 2 * channels + 1)
     means, squares, counts = rows.split([channels, channels, 1], dim=1)
     count = counts.detach().sum()
     if own_count <= 1 and float(count) <= 1:
@@ -127,39 +126,6 @@ def _global_statistics(
     mean = (shares * means).sum(dim=0)
     between = (shares * (means - mean).square()).sum(dim=0)
     return mean, squares.sum(dim=0) / count + between, count
-
-
-def _weighed_gather(row: torch.Tensor, engine: ReplicaEngine) -> torch.Tensor:
-    """All replicas' rows, differentiable with respect to the loss whose gradient the strategy computes.
-
-    That loss is the weighted mean of the replicas' losses, and the weights are applied after each replica's backward.
-    A gradient that crosses over from another replica must therefore bring its weight, in place of this one's.
-    """
-    if engine.gradient_op is ReduceOp.SUM:
-        gathered: torch.Tensor = engine.all_gather(row, 0)
-        return gathered
-    sent = _ScaleGradient.apply(row, engine, True)  # type: ignore[no-untyped-call]
-    return _ScaleGradient.apply(engine.all_gather(sent, 0), engine, False)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity; backward multiplies by this replica's weight or divides by it.
-
-    The weight is read in backward, because a step may set it after forward. A replica of weight 0 has no share in the
-    gradient, whatever arrives here.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, engine: ReplicaEngine, divide: bool) -> torch.Tensor:
-        ctx.engine, ctx.divide = engine, divide
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        weight = ctx.engine.own_weight()
-        factor = weight if not ctx.divide else 1.0 / weight if weight else 0.0
-        return gradient * factor, None, None
 
 
 @torch.no_grad()

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import is_compiler_at_work
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
 from torchstrat.reachable import Reached, Start
+from torchstrat.replicas.buffer_rules import BufferRules
+from torchstrat.replicas.common_storage import address_of, has_address
 
 
 class BufferSlot(NamedTuple):
@@ -42,6 +44,8 @@ class Members(NamedTuple):
     helpers: list[Any]
     changes: int
     """`VariableRegistry.changes` of that moment."""
+    vectors: list[torch.Tensor]
+    """Tensors that steps reach, which share memory with variables or their gradients."""
 
 
 class WeakOrdered:
@@ -100,10 +104,12 @@ class VariableRegistry:
         self._modules = WeakOrdered()
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
+        self._vectors = WeakOrdered()
         self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
         self._members_watch = MembersWatch(self._watcher)
         self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
         self._walked: dict[Any, Start] = {}
+        self.buffer_rules = BufferRules()
         self._step: Any = None  # what the last adopted function is known by
         self._copying: set[Any] = set()  # step functions that have been seen to make deep copies
         self.on_member: Callable[[nn.Module, str, Any], None] | None = None
@@ -167,7 +173,10 @@ class VariableRegistry:
         self.may_create = is_new or step in self._copying
         if start.is_closed and not is_new:
             return []
-        adopted = self._record(start.walk(again=not is_new))
+        found = start.walk(again=not is_new)
+        adopted = self._record(found)
+        if is_new:
+            self._note_vectors(found.plain)
         start.forget_objects()
         self._walked[step] = start
         return adopted if is_new else []  # else it may have been made by an earlier run of the step
@@ -191,6 +200,17 @@ class VariableRegistry:
             if self._tensors.add(tensor) and not self._opened and id(tensor) not in owned:
                 adopted.append(f"a leaf tensor of shape {tuple(tensor.shape)}")
         return adopted
+
+    def _note_vectors(self, plain: Iterable[torch.Tensor]) -> None:
+        plain = [tensor for tensor in plain if type(tensor) is torch.Tensor and has_address(tensor)]
+        if not plain:
+            return
+        variables = [tensor for tensor in self.tensors() if has_address(tensor)]
+        gradients = [tensor.grad for tensor in variables if tensor.grad is not None and has_address(tensor.grad)]
+        addresses = {address_of(tensor) for tensor in (*variables, *gradients)}
+        for tensor in plain:
+            if address_of(tensor) in addresses and tensor.numel():
+                self._vectors.add(tensor)
 
     def _grow(self) -> None:
         """Children that were put into known modules since: a new head, a parametrization."""
@@ -236,7 +256,8 @@ class VariableRegistry:
         tensors += self._tensors
         tensors += [tensor for helper in helpers for tensor in _tensors_of(helper)]
         slots = [BufferSlot(module, name) for module in modules if module._buffers for name in module._buffers]
-        return Members(modules, list({id(tensor): tensor for tensor in tensors}.values()), slots, helpers, changes)
+        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        return Members(modules, tensors, slots, helpers, changes, list(self._vectors))
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

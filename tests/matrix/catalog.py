@@ -13,6 +13,7 @@ MODULES: Mapping[str, str] = {
     "gradients": "tests.matrix.gradients",
     "stand_ins": "tests.matrix.stand_ins",
     "stand_ins_on_tpu": "tests.matrix.stand_ins_on_tpu",
+    "losses": "tests.matrix.losses",
 }
 
 

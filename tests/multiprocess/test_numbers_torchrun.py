@@ -16,7 +16,6 @@ BY_NAME = {case.name: case for case in CASES}
 EVERYWHERE = tuple(contract.TORCHRUN)
 KNOWN_WRONG = {
     "B10": ("lookahead", ("central_storage", "central_storage on sockets"), "attributes of a wrapper that one steps"),
-    "B14": ("embedding_with_max_norm", EVERYWHERE, "rows that other ranks have scaled are lost"),
     "B18": ("parameter_made_in_forward", EVERYWHERE, "a leaf tensor first made in the step"),
 }
 

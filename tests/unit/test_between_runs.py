@@ -105,6 +105,7 @@ class Mean(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
+        ts.get_strategy().extended.set_aggregation(self, "mean", "mean")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()

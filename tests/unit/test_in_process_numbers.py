@@ -711,6 +711,7 @@ class Counts(nn.Module):
         self.register_buffer("mean", torch.zeros(3), persistent=False)
         self.other = nn.Module()
         self.other.register_buffer("shared", self.mean)
+        ts.get_strategy().extended.set_aggregation(self, "mean", "mean")
 
     def forward(self, x):
         out = self.layer(x)
@@ -718,6 +719,7 @@ class Counts(nn.Module):
         self.mean.mul_(0.5).add_(out.detach().mean(dim=0), alpha=0.5)
         if "late" not in self._buffers:
             self.register_buffer("late", torch.zeros(3))
+            ts.get_strategy().extended.set_aggregation(self, "late", "mean")
         self.late = self.late * 0.5 + out.detach().mean(dim=0)
         return out + self.other.shared.mean() * 0
 

@@ -146,6 +146,9 @@ class LogicalReplicas:
             self._inner.scope_closed()
         self._take()
 
+    def check_replicas(self, when: str) -> None:
+        self._inner.check_replicas(when)
+
     def set_no_sync(self, active: bool) -> None:
         self._inner.set_no_sync(active)
 
@@ -260,8 +263,8 @@ class LogicalReplicas:
     def set_weight(self, weight: float) -> None:
         self._inner.set_weight(weight)
 
-    def own_weight(self) -> float:
-        return self._inner.own_weight()
+    def relative_weight(self) -> float:
+        return self._inner.relative_weight()
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         return None

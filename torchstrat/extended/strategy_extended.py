@@ -18,7 +18,8 @@ from torchstrat.extended import component_updates
 from torchstrat.extended import destinations as placing
 from torchstrat.memory import MemoryEstimate
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
-from torchstrat.reduction import ReduceOp
+from torchstrat.reduction import ReduceOp, VariableAggregation
+from torchstrat.replicas.drift import PeriodicChecks
 from torchstrat.values import require_callable
 from torchstrat.variable.storage import VariablePlacement
 from torchstrat.variable.variable import Variable
@@ -50,6 +51,7 @@ class StrategyExtended:
         self._default_replica_context: context.ReplicaContext | None = None  # set by the default strategy
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._variable_numbers = itertools.count()
+        self._periodic_checks = PeriodicChecks.from_environment()
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -206,6 +208,28 @@ class StrategyExtended:
             )
         with self._strategy._colocating(colocate_with_variable):
             yield
+
+    def set_aggregation(self, module: nn.Module, name: str, aggregation: VariableAggregation | str) -> None:
+        """Say what becomes of buffer ``name`` of ``module`` where a step changes it on several replicas.
+
+        ``aggregation``: "mean" of the replicas' values (what floating buffers get unless told otherwise, as running
+        statistics want it); "sum" of their changes, for counts, histograms and totals; "only_first_replica"; "none":
+        each replica keeps its own from run to run, such as a recurrent state with a row for each of its rows, and
+        what is saved is the first one's. Every process has to call it. Raises `ValueError` if there is no such buffer.
+        """
+        self._strategy._engine.registry.buffer_rules.set(module, name, aggregation)
+
+    def check_replicas(self) -> None:
+        """Make sure that what has to be equal on all replicas is: parameters, buffers, optimizer state and settings,
+        schedulers, modes (`torchstrat.replicas.state_kinds` lists them).
+
+        Compares digests of all values, which takes about as long as reading them. Every process has to call it, between
+        runs; with ``TORCHSTRAT_CHECK=every:100`` in its environment it is called after every 100th run. Raises
+        `ReplicaDriftError`, on every process, that names the first thing that differs and who has what;
+        `NotImplementedError` on parameter servers, whose workers' copies differ by design.
+        """
+        context.require_cross(self._strategy, "check_replicas")
+        self._strategy._check_replicas("")
 
     def pull(self, model: nn.Module | None = None) -> None:
         """Bring the current values of ``model`` (None: of every variable) into this process's tensors.

@@ -32,6 +32,7 @@ from torchstrat.replicas.differing_edits import (
 from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.nested_steps import StepInProgress
+from torchstrat.replicas.optimizer_views import real_state
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.stand_ins import make_stand_in, stepped_by
 
@@ -149,7 +150,7 @@ class CentralStep:
         self._in_progress.begin()
         self._baton.shield()  # until `_after`: an interrupted step would leave the variables half-stepped
         with OwnSettings():
-            self._components.enter_step(tensors)
+            self._components.enter_step(optimizer)
         self._last_hooks.step_in_blocks(optimizer)
         return None
 
@@ -203,14 +204,14 @@ class CentralStep:
             return
         if replica != self._leader:
             with OwnSettings():
-                self._components.undo_edits(tensors)
+                self._components.undo_edits(optimizer, tensors)
             return
         if closure_of(args, kwargs) is not None:
             return
         self._in_progress.end()
         self._last_hooks.remove(optimizer)
         with OwnSettings():
-            self._components.leave_step(tensors)
+            self._components.leave_step(optimizer, tensors)
             self._components.forget_unedited()
             self._gradients.after_step(tensors)
         self._baton.unshield()
@@ -229,11 +230,14 @@ class CentralStep:
                 self._components.install_central()
                 before = self._gradients.central()
             if not driver:
+                self._components.begin_closure_step(optimizer)
                 driver.append(ClosureDriver(optimizer, args, kwargs, self._driver_threads))
                 self._drivers.append(driver[0])
             loss = None if any(loss is _NOTHING for loss in losses.values()) else self._combine_losses(losses)
             evaluate = driver[0].resume(loss)
             with OwnSettings():
+                if not evaluate:
+                    self._components.end_closure_step(optimizer)
                 self._components.spread_central()
                 self._gradients.spread_central(before)
             return dict.fromkeys(losses, (evaluate, driver[0].value))
@@ -318,7 +322,7 @@ def _let_be_one(optimizers: dict[int, Optimizer]) -> None:
                 f"{type(other).__name__} over other variables. Every replica has to make the same steps in the same "
                 "order; look for a branch that depends on the replica's data or id."
             )
-        other.state = first.state
+        other.state = real_state(first.state)
 
 
 __all__ = ["CentralStep", "closure_of", "make_inert_stand_in", "with_closure"]

@@ -1,4 +1,9 @@
-"""`all_reduce` and `all_gather` as differentiable functions of nests of tensors, whatever the engine below."""
+"""`all_reduce` and `all_gather` as differentiable functions of nests of tensors, whatever the engine below.
+
+What a strategy minimises is the weighted mean of the replicas' losses (or their sum), and the engine applies a
+replica's weight after its backward pass. A gradient that comes over from another replica must therefore bring that
+one's weight in place of this one's: it is multiplied before it leaves and divided by the receiver's where it arrives.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ Exchange = Callable[..., Any]
 
 
 class AllReduce(torch.autograd.Function):
-    """Combines tensors over replicas; backward combines the incoming gradients with the same operation."""
+    """Combines tensors over replicas; backward combines the incoming gradients, by weight, with the same operation."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, op: ReduceOp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -25,12 +30,11 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        combined = AllReduce.apply(ctx.exchange, ctx.op, *gradients)  # type: ignore[no-untyped-call]
-        return (None, None, *combined)
+        return (None, None, *_combined_by_weight(ctx.exchange.__self__, ctx.op, gradients))
 
 
 class AllGather(torch.autograd.Function):
-    """Joins tensors over replicas; backward sums the incoming gradients and cuts out the own part."""
+    """Joins tensors over replicas; backward sums the incoming gradients, by weight, and cuts out the own part."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, axis: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -40,10 +44,20 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        engine = ctx.exchange.__self__
-        combined = AllReduce.apply(engine._exchange_all_reduce, ReduceOp.SUM, *gradients)  # type: ignore[no-untyped-call]
+        combined = _combined_by_weight(ctx.exchange.__self__, ReduceOp.SUM, gradients)
         own = [g.narrow(ctx.axis, start, size) for g, (start, size) in zip(combined, ctx.parts, strict=True)]
         return (None, None, *own)
+
+
+def _combined_by_weight(engine: Any, op: ReduceOp, gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """What arrives here of the replicas' gradients, for a replica whose own weight is applied later."""
+    weight = 1.0 if engine.gradient_op is ReduceOp.SUM else engine.relative_weight()
+    sent = gradients if weight == 1.0 else [gradient * weight for gradient in gradients]
+    combined: list[torch.Tensor] = list(AllReduce.apply(engine._exchange_all_reduce, op, *sent))  # type: ignore[no-untyped-call]
+    if weight == 1.0:
+        return combined
+    # Of weight 0 it has no share in the gradient, whatever arrives.
+    return [gradient / weight if weight else torch.zeros_like(gradient) for gradient in combined]
 
 
 def differentiable(function: type[torch.autograd.Function], value: Any, exchange: Exchange, how: Any, call: str) -> Any:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from torchstrat.reduction import VariableAggregation
+from torchstrat.replicas.buffer_rules import BufferRules, counts_rows
 from torchstrat.variables import BufferSlot
 
 
 class _BufferState:
     """One entry of a module's buffers: the tensor found there, per replica its data or what replaced it."""
 
-    __slots__ = ("central", "data", "is_shared", "made_by", "original", "replaced", "slot")
+    __slots__ = ("central", "count", "data", "is_shared", "made_by", "original", "replaced", "slot", "training")
 
     def __init__(self, slot: BufferSlot, original: torch.Tensor | None, made_by: int | None = None) -> None:
         self.slot = slot
+        self.training = slot.module.training  # when the run began
+        self.count: int | None = None
         self.original = original
         self.central = None if original is None else original.data  # not written before the run has succeeded
         self.made_by = made_by  # during the run, with the whole module
@@ -52,8 +58,10 @@ class _BufferState:
 class ComponentBuffers:
     """The buffers of one run after the other."""
 
-    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+    def __init__(self, devices: tuple[torch.device, ...], rules: BufferRules) -> None:
         self._devices = dict(enumerate(devices))
+        self._rules = rules
+        self._own = _OwnBuffers(rules)
         self.states: list[_BufferState] = []
         self._replicas: list[int] = []
         self._modules: set[int] = set()
@@ -64,6 +72,10 @@ class ComponentBuffers:
         self.states = [_BufferState(slot, slot.tensor) for slot in slots]
         for state in self.states:
             state.give_each(replicas, self._devices)
+            if state.original is not None and counts_rows(state.slot.module, state.slot.name, state.original):
+                state.count = int(state.original)
+        if self._rules:
+            self._own.give(self.states, replicas)
 
     def park(self, replica: int) -> None:
         for state in self.states:
@@ -104,34 +116,79 @@ class ComponentBuffers:
             if state.slot.module is module and replica != state.made_by:
                 state.is_shared = True
 
-    def merge(self, weights: list[float]) -> None:
+    def merge(self, weights: list[float], rows: Sequence[int | None]) -> None:
         """After the replicas' code has ended and all is parked: one value per buffer, from those of the replicas.
 
-        In training mode, floating buffers that differ are averaged and integral ones are the leader's; where all
-        replicas agree nothing is averaged, because that would change constants by rounding. Replicas of weight 0 have
-        no say: a batch without rows makes nan of a running mean.
+        `BufferRules` says which; where all replicas agree nothing is averaged, because that would change constants by
+        rounding. Replicas of weight 0 have no say in means: a batch without rows makes nan of a running mean.
+        ``rows``: of the replicas.
         """
+        if self._rules:
+            self._own.keep(self.states, self._replicas)
         counted = [replica for replica, weight in zip(self._replicas, weights, strict=True) if weight] or self._replicas
+        done: dict[int, torch.Tensor] = {}  # a tensor may be several modules' buffer
         for state in self.states:
             replicas = counted if state.made_by is None or state.is_shared else [state.made_by]
             if state.replaced:
                 self._merge_replaced(state, replicas)
             if state.central is None:
                 continue
-            merged = _merge([state.data[replica] for replica in replicas], training=state.slot.module.training)
+            if id(state.original) in done:
+                state.central = done[id(state.original)]
+                continue
+            merged = self._merge(state, state.data, replicas, is_mean_of_others=state.made_by is None)
             if merged.shape == state.central.shape and merged.dtype == state.central.dtype:
                 state.central.copy_(merged)
             else:
                 state.central = merged.clone()
+            done[id(state.original)] = state.central
+            if state.count is not None:
+                self._look_at_count(state, rows[0])
+
+    def _look_at_count(self, state: _BufferState, rows: int | None) -> None:
+        module, name, left = state.slot.module, state.slot.name, state.central
+        if state.replaced:
+            left = state.replaced[self._replicas[0]]
+        if state.count is not None and counts_rows(module, name, left):
+            self._rules.look_at_count(module, name, state.count, int(left), rows)  # type: ignore[arg-type]
 
     def _merge_replaced(self, state: _BufferState, replicas: list[int]) -> None:
-        values = [state.replaced.get(replica, state.original) for replica in replicas]
-        first, tensors = values[0], [value.detach() for value in values if value is not None]
-        if first is not None and len(tensors) == len(values):
-            merged = _merge(tensors, training=state.slot.module.training)
-            if merged is not tensors[0]:
+        values = {replica: state.replaced.get(replica, state.original) for replica in self._replicas}
+        first = values[replicas[0]]
+        if first is not None and all(value is not None for value in values.values()):
+            tensors = {replica: value.detach() for replica, value in values.items() if value is not None}
+            merged = self._merge(state, tensors, replicas, is_mean_of_others=True)
+            if merged is not tensors[replicas[0]]:
                 first.data = merged
         state.replaced = dict.fromkeys(self._replicas, first)
+
+    def _merge(
+        self, state: _BufferState, data: dict[int, torch.Tensor], counted: list[int], *, is_mean_of_others: bool
+    ) -> torch.Tensor:
+        """The one value of the replicas' ``data``, of which ``counted`` have a say in a mean."""
+        module, name = state.slot.module, state.slot.name
+        first, before = data[counted[0]], state.central
+        everyone = [data[replica] for replica in self._replicas] if is_mean_of_others else [data[r] for r in counted]
+        values = [data[replica] for replica in counted]
+        sums = bool(self._rules) and before is not None and self._rules.needs_before(module, name)
+        if not sums and all(_are_equal(other, first) for other in values[1:]):
+            return first
+        if self._rules and self._rules.keeps_own(module, name):
+            return first
+        are_alike = all(other.shape == first.shape and other.dtype == first.dtype for other in everyone)
+        training = module.training or state.training
+        how = self._rules.aggregation_of(module, name, first, are_alike=are_alike, training=training)
+        if how is VariableAggregation.ONLY_FIRST_REPLICA:
+            return first
+        if how is VariableAggregation.SUM and before is not None and before.shape == first.shape:
+            start = before.to(first.device)
+            return (
+                torch.stack([other.to(first.device) - start for other in everyone]).sum(dim=0).to(first.dtype) + start
+            )
+        total = values[0].clone()
+        for other in values[1:]:
+            total += other.to(first.device)
+        return total / len(values) if how is VariableAggregation.MEAN else total
 
     def end(self, *, failed: bool) -> None:
         """Install the modules' own buffers; they have changed where `merge` was called."""
@@ -143,21 +200,49 @@ class ComponentBuffers:
         self.states, self._replicas, self._modules = [], [], set()
 
 
-def _merge(components: list[torch.Tensor], *, training: bool) -> torch.Tensor:
-    first = components[0]
-    if not training or all(
-        other.shape == first.shape and torch.equal(other.to(first.device), first) for other in components[1:]
-    ):
-        return first
-    if not (first.is_floating_point() or first.is_complex()) or any(other.shape != first.shape for other in components):
-        return first
-    total = first.clone()
-    for other in components[1:]:
-        total += other.to(first.device)
-    return total / len(components)
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.to(other.device), other)
+
+
+class _OwnBuffers:
+    """What each replica keeps to itself of buffers whose aggregation is NONE, from run to run."""
+
+    def __init__(self, rules: BufferRules) -> None:
+        self._rules = rules
+        self._kept: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, int, dict[int, torch.Tensor]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def give(self, states: list[_BufferState], replicas: list[int]) -> None:
+        """As a run begins: unless the program has changed the buffer since, each replica finds what it has left."""
+        for state in states:
+            left = self._kept.get(state.slot.module, {}).get(state.slot.name)
+            if left is None or state.original is None or left[0]() is not state.original:
+                continue
+            if left[1] == state.original._version:
+                state.data.update({replica: left[2][replica] for replica in replicas if replica in left[2]})
+
+    def keep(self, states: list[_BufferState], replicas: list[int]) -> None:
+        """As a run ends, before all become one: the tensor that will stand there is the first replica's."""
+        for state in states:
+            module, name = state.slot.module, state.slot.name
+            if not self._rules.keeps_own(module, name):
+                continue
+            values = {r: state.replaced.get(r, state.original) for r in replicas}
+            first = values[replicas[0]]
+            earlier = self._kept.get(module, {}).get(name)
+            kept = {} if earlier is None else dict(earlier[2])
+            for replica, value in values.items():
+                if value is not None and replica != replicas[0]:
+                    kept[replica] = state.data[replica] if value is state.original else value.data
+            self._kept.setdefault(module, {})
+            if first is None:
+                self._kept[module].pop(name, None)
+            else:
+                self._kept[module][name] = (weakref.ref(first), first._version, kept)
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of its own, also where ``tensor`` is on ``device`` already."""
     copy = tensor.detach().clone(memory_format=torch.preserve_format)
-    return copy if device == copy.device or device.type == "meta" else copy.to(device)
+    return copy if device == copy.device or "meta" in (device.type, copy.device.type) else copy.to(device)

@@ -1,28 +1,40 @@
 """Each replica's own attributes of optimizers, schedulers and gradient scalers.
 
 Every replica's code steps a scheduler, updates a scaler or sets a learning rate; what the leader's does is what lasts.
+Of an optimizer's state, which only the leader's steps change, replicas have views (see `optimizer_views`).
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.replicas.optimizer_views import LeaderView, ReplicaView, SharedState, real_state
+
 
 class ComponentHelpers:
-    """The helpers of one run after the other. The leader works on the user's own objects, the others on copies."""
+    """The helpers of one run after the other. The leader works on the user's own objects, the others on copies.
 
-    def __init__(self) -> None:
+    ``watches_leader``: whether `enter_step` and `leave_step` are called around the leader's steps, so that what its own
+    code looks at in between can be told from what these do.
+    """
+
+    def __init__(self, *, watches_leader: bool = False) -> None:
         self.helpers: list[tuple[Any, dict[int, dict[str, Any]], int]] = []  # helper, attributes, whose last
+        self._watches_leader = watches_leader
         self._known: set[int] = set()
         self._replicas: list[int] = []
+        self._states: dict[int, SharedState] = {}  # by the id of the optimizer; wrappers may share theirs
+        self._stepping: set[int] = set()
 
     def begin(self, helpers: list[Any], replicas: list[int]) -> None:
         self._replicas, self.helpers, self._known = replicas, [], set()
+        self._states, self._stepping = {}, set()
         self.add(helpers, replicas[0])
 
     def add(self, helpers: list[Any], owner: int) -> None:
@@ -31,9 +43,20 @@ class ComponentHelpers:
             if id(helper) not in self._known:
                 self._known.add(id(helper))
                 own = vars(helper)
-                share = not isinstance(helper, Optimizer) or _torch_steps(helper)
-                attributes = {r: own if r == owner else _private(own, share_state=share) for r in self._replicas}
+                shared = self._share_state(helper, own)
+                attributes = {r: own if r == owner else _private(own, shared) for r in self._replicas}
+                if shared is not None and self._watches_leader and id(helper) not in self._stepping:
+                    own["state"] = LeaderView(shared)
                 self.helpers.append((helper, attributes, owner))
+
+    def _share_state(self, helper: Any, own: dict[str, Any]) -> SharedState | None:
+        state = own.get("state")
+        if not isinstance(helper, Optimizer) or not isinstance(state, dict):
+            return None
+        real = real_state(state)
+        shared = next((one for one in self._states.values() if one.real is real), None)
+        self._states[id(helper)] = shared = SharedState(real, private_value) if shared is None else shared
+        return shared
 
     def copy_again(self) -> None:
         """Give the others copies of what their owner's attributes have become, while all replicas stand still."""
@@ -42,6 +65,29 @@ class ComponentHelpers:
         for helper, owner, own in kept:
             helper.__dict__ = own
             self.add([helper], owner)
+
+    def enter_step(self, optimizer: Optimizer) -> None:
+        """The leader's ``optimizer`` is about to step: on the state itself."""
+        self._stepping.add(id(optimizer))
+        own = vars(optimizer)
+        if "state" in own:
+            own["state"] = real_state(own["state"])
+
+    def leave_step(self, optimizer: Optimizer) -> None:
+        self._stepping.discard(id(optimizer))
+        shared, own = self._states.get(id(optimizer)), vars(optimizer)
+        if shared is None or not isinstance(own.get("state"), dict):
+            return
+        shared.real = real_state(own["state"])
+        shared.stepped()
+        if self._watches_leader:
+            own["state"] = LeaderView(shared)
+
+    def forget_state(self, optimizer: Optimizer) -> None:
+        """For another replica, in its turn: what it has done to the state so far is undone by a step."""
+        state = vars(optimizer).get("state")
+        if isinstance(state, ReplicaView):
+            state.forget()
 
     def park(self, replica: int) -> None:
         for helper, attributes, _ in self.helpers:
@@ -53,53 +99,37 @@ class ComponentHelpers:
 
     def end(self) -> None:
         for helper, attributes, owner in self.helpers:
-            helper.__dict__ = attributes[owner]
+            helper.__dict__ = own = attributes[owner]
+            if id(helper) in self._states:
+                own["state"] = real_state(own.get("state"))
         self.helpers, self._known, self._replicas = [], set(), []
+        self._states, self._stepping = {}, set()
 
 
-def _torch_steps(optimizer: Optimizer) -> bool:
-    """Whether torch's step hooks see this optimizer, so that the leader alone steps it. Not so for wrappers around
-    another one that do without ``super().__init__()``: these run on every replica."""
-    return bool(getattr(type(optimizer).step, "hooked", False))
-
-
-def _private(attributes: dict[str, Any], *, share_state: bool) -> dict[str, Any]:
-    """A replica's own copy of a helper's attributes: containers and plain tensors copied, objects shared.
-
-    An optimizer's state and its lists of parameters stay shared: they are central, and only the leader steps.
-    """
+def _private(attributes: dict[str, Any], shared: SharedState | None) -> dict[str, Any]:
+    """A replica's own copy of a helper's attributes: containers and plain tensors copied, objects shared, and so are an
+    optimizer's lists of parameters."""
     return {
-        name: (value if share_state else _private_state(value)) if name == "state" else _private_value(value)
+        name: ReplicaView(shared) if name == "state" and shared is not None else private_value(value)
         for name, value in attributes.items()
     }
 
 
-def _private_state(state: Any) -> Any:
-    """``state`` maps parameters to dictionaries of tensors and numbers."""
-    if not isinstance(state, dict):
-        return state
-    copies = state.copy()
-    copies.update((key, _private_value(value)) for key, value in state.items())
-    return copies
-
-
-def _private_value(value: Any) -> Any:
+def private_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.requires_grad else value.clone()
     if isinstance(value, collections.defaultdict):
         return collections.defaultdict(
-            value.default_factory, {key: _private_value(member) for key, member in value.items()}
+            value.default_factory, {key: private_value(member) for key, member in value.items()}
         )
     if type(value) in (dict, collections.OrderedDict):
-        return type(value)(
-            (key, member if key == "params" else _private_value(member)) for key, member in value.items()
-        )
+        return type(value)((key, member if key == "params" else private_value(member)) for key, member in value.items())
     if type(value) is list:
         if value and all(isinstance(member, nn.Parameter) for member in value):
             return value
-        return [_private_value(member) for member in value]
+        return [private_value(member) for member in value]
     if type(value) is tuple:
-        return tuple(_private_value(member) for member in value)
-    if type(value) is set:
-        return set(value)
+        return tuple(private_value(member) for member in value)
+    if type(value) in (set, collections.deque):
+        return copy.copy(value)
     return value

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from torchstrat._torch_private import foreach_copy_, set_version_counters
+from torchstrat.replicas.common_storage import CommonStorages
+from torchstrat.replicas.component_attributes import ComponentAttributes
 from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.randomness import ReplicaStreams
-from torchstrat.replicas.renormed_rows import merge_renormed_rows, renormed_tables
+from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
 from torchstrat.replicas.tensor_slot import TensorSlot
 from torchstrat.variables import Members, VariableRegistry
 
@@ -45,12 +48,13 @@ class Components:
         self._devices = devices
         self._parameter_device = parameter_device
         self._slots: dict[int, TensorSlot] = {}
-        self._buffers = ComponentBuffers(devices)
-        self._helpers = ComponentHelpers()
+        self._buffers = ComponentBuffers(devices, registry.buffer_rules)
+        self._helpers = ComponentHelpers(watches_leader=True)
+        self._attributes = ComponentAttributes()
+        self._common = CommonStorages()
         self.streams = ReplicaStreams(devices)
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
-        self._tables: list[nn.Module] = []
         self._changes = 0
         self._replicas: list[int] = []
         self._leader = 0
@@ -74,26 +78,29 @@ class Components:
         self._home = self._leader if device is None or device == self._devices[self._leader] else CENTRAL
         self._installed, self._is_parked, self._steps, self.has_edits = self._home, False, 0, False
         self._changes = members.changes
-        self._tables = renormed_tables(members.modules)
+        copies = {replica: one for replica, one in enumerate(self._devices) if replica != self._home}
+        self._common.begin(members.vectors, members.tensors, copies)
         self._take(members.tensors)
         self.refresh()
         self._buffers.begin(members.buffer_slots, members.modules, self._replicas)
         self._helpers.begin(members.helpers, self._replicas)
+        self._attributes.begin(members.modules, self._replicas, {id(vector) for vector in members.vectors})
         if self._home == self._leader:
             self._install_objects(self._leader)
 
-    def end(self, weights: list[float] | None) -> None:
+    def end(self, weights: list[float] | None, rows: Sequence[int | None] = ()) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.
 
-        ``weights``: of the replicas, for the buffers' means. None after a failure: buffers stay as they were, and so
-        do variables since the last moment when all replicas agreed, which is an optimizer's step or the run's start.
+        ``weights``: of the replicas, for the buffers' means; ``rows``: those of their batches. None after a failure:
+        buffers stay as they were, and so do variables since the last moment when all replicas agreed, which is an
+        optimizer's step or the run's start.
         """
         self.park()
         if weights is None:
             self._restore_unedited()
         else:
             self.merge_rows()
-            self._buffers.merge(weights)
+            self._buffers.merge(weights, rows)
         self._settle_newborn()
         if weights is not None and self._home == CENTRAL:
             self._carry_to_central()
@@ -101,9 +108,10 @@ class Components:
         self.streams.end()
         self._buffers.end(failed=weights is None)
         self._helpers.end()
+        self._attributes.end(self._leader)
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
             slot.release()
-        self._lazy, self._tables, self._copies = [], [], set()
+        self._lazy, self._copies = [], set()
 
     # -- taking turns -----------------------------------------------------------------------------------------------
 
@@ -112,6 +120,8 @@ class Components:
         if self._is_parked:
             return
         key = self._installed
+        if self._common:
+            self._common.park(key)
         keeps_unedited = key == self._leader == self._home and len(self._replicas) > 1
         for slot in self._slots.values():
             tensor = slot.tensor
@@ -127,6 +137,7 @@ class Components:
                 self._buffers.park(key)
             if self._helpers.helpers:
                 self._helpers.park(key)
+            self._attributes.park(key)
         self._is_parked = True
 
     def has_nothing_to_swap(self, replica: int | None) -> bool:
@@ -158,15 +169,19 @@ class Components:
         if self._home == CENTRAL:
             self._carry_to_central()
         self._install(self._home)
+        self._attributes.begin_common()
 
     def spread_central(self) -> None:
         """After `install_central` and such code: what it did to the variables is so for every replica."""
+        self._attributes.end_common(self._leader)
         self._is_parked = False
         self.park()
         self.refresh()
         self._helpers.copy_again()
 
     def _install(self, key: int) -> None:
+        if self._common:
+            self._common.install(key)
         edited, versions = [], []
         for slot in self._slots.values():
             tensor = slot.tensor
@@ -192,6 +207,7 @@ class Components:
             self._buffers.install(replica)
         if self._helpers.helpers:
             self._helpers.install(replica)
+        self._attributes.install(replica)
 
     def _carry_to_central(self, slots: Iterable[TensorSlot] | None = None) -> None:
         """What the leader did to its components, and its gradients, as the central ones; for parked slots.
@@ -208,17 +224,19 @@ class Components:
             grad = slot.grads.get(self._leader)
             slot.grads[CENTRAL] = None if grad is None else grad.to(self.device_of(CENTRAL))
 
-    def enter_step(self, tensors: Iterable[torch.Tensor]) -> None:
-        """For the leader, in its turn: an optimizer is about to step ``tensors``; install the central components."""
+    def enter_step(self, optimizer: Optimizer) -> None:
+        """For the leader, in its turn: an optimizer is about to step; install the central components."""
         self._steps += 1
+        self._helpers.enter_step(optimizer)
         if self._home == CENTRAL and self._installed != CENTRAL:
             self.park()
             self._carry_to_central()
             self._install(CENTRAL)
 
-    def leave_step(self, tensors: Iterable[torch.Tensor]) -> None:
+    def leave_step(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """The optimizer has stepped them: every replica gets the new values."""
         self._steps -= 1
+        self._helpers.leave_step(optimizer)
         if self._home != CENTRAL:
             self.refresh(tensors)
             return
@@ -228,9 +246,17 @@ class Components:
             self._install(self._leader)
         self._is_parked = False
 
-    def undo_edits(self, tensors: Iterable[torch.Tensor]) -> None:
+    def begin_closure_step(self, optimizer: Optimizer) -> None:
+        """While all replicas stand still, with the central components installed: a step that asks for closures."""
+        self._helpers.enter_step(optimizer)
+
+    def end_closure_step(self, optimizer: Optimizer) -> None:
+        self._helpers.leave_step(optimizer)
+
+    def undo_edits(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """For another replica, in its turn, after a step: what hooks on the optimizer edited in place has been done on
         the central variables already, when the leader stepped."""
+        self._helpers.forget_state(optimizer)
         for tensor in tensors:
             slot = self._slots.get(id(tensor))
             if slot is not None and tensor._version != slot.version:
@@ -250,8 +276,17 @@ class Components:
 
     def unmerged(self, slots: Iterable[TensorSlot]) -> list[TensorSlot]:
         """Those of which one component counts when replicas have edited them; not tables that `merge_rows` merges."""
-        merged = {id(table._parameters.get("weight")) for table in self._tables}
-        return [slot for slot in slots if id(slot.tensor) not in merged]
+        known = renormed_weights(self._registry.modules())
+        return [slot for slot in slots if id(slot.tensor) not in known and not self._has_scaled_rows(slot)]
+
+    def _has_scaled_rows(self, slot: TensorSlot) -> bool:
+        editors = [replica for replica in self._replicas if slot.is_edited(replica)]
+        if not editors or not may_be_table(slot.tensor):
+            return False
+        first = slot.data[self._leader]
+        others = [slot.data[replica].to(first.device) for replica in self._replicas if replica != self._leader]
+        pairs = [pair for one in others if one.shape == first.shape for pair in ((first, one), (one, first))]
+        return any(len(scaled_rows(*pair, is_known=False)) for pair in pairs)
 
     def keyed_slots(self) -> Iterable[tuple[int, TensorSlot]]:
         """The same by `id` of their tensors."""
@@ -313,6 +348,11 @@ class Components:
         grad = slot.tensor.grad
         if slot.is_grad_untouched(grad):
             kept = slot.grads
+            if grad is not None and grad.dtype != slot.grad_dtype:  # the model was cast: so are all replicas' gradients
+                slot.cast_grads(grad.dtype)
+            if self._common and grad is not None:
+                for replica in [replica for replica in kept if replica != self._home]:
+                    kept[replica] = self._in_common(grad, kept[replica], replica)
             if self._home not in kept:
                 kept[self._home] = grad
             elif kept[self._home] is not grad:  # another replica led the last run
@@ -321,7 +361,17 @@ class Components:
         slot.grads = {self._home: grad}
         for replica, device in enumerate(self._devices):  # also of those that sit this run out
             if replica != self._home:
-                slot.grads[replica] = None if grad is None else grad.detach().clone().to(device)
+                own = None if grad is None else grad.detach().clone().to(device)
+                slot.grads[replica] = own if grad is None else self._in_common(grad, own, replica)
+
+    def _in_common(self, central: torch.Tensor, own: torch.Tensor | None, replica: int) -> torch.Tensor | None:
+        """A replica's ``own`` of something: where the ``central`` one shares its memory, in its copy of that."""
+        storage = self._common.of(central)
+        if storage is None or own is None or own.shape != central.shape or storage.holds(own, replica):
+            return own
+        view = storage.view_like(central, replica)
+        view.copy_(own)
+        return view
 
     def register_newborn(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Variables that appeared during the run: lazy parameters now materialised, modules first built in a step; and
@@ -392,6 +442,8 @@ class Components:
             for replica, device in others:
                 slot.versions[replica] = version
                 own = slot.data.get(replica)
+                if self._common and (storage := self._common.of(central)) is not None:
+                    own = slot.data[replica] = storage.view_like(central, replica)
                 if own is None or not _same_storage_layout(own, central) or own.device != device:
                     slot.data[replica] = copy_to(central, device)
                 elif own.layout != torch.strided:
@@ -411,14 +463,25 @@ class Components:
 
     def merge_rows(self) -> None:
         """While all replicas stand still: rows that a lookup with ``max_norm`` has scaled on any replica."""
-        for table in self._tables:
-            weight = table._parameters.get("weight")
-            slot = None if weight is None else self._slots.get(id(weight))
-            if slot is None:
+        for slot in self._slots.values():
+            version = slot.version
+            if any(one != version for one in slot.versions.values()) and may_be_table(slot.tensor):
+                self._merge_rows_of(slot)
+
+    def _merge_rows_of(self, slot: TensorSlot) -> None:
+        editors = [replica for replica in self._replicas if replica != self._leader and slot.is_edited(replica)]
+        mine = slot.data[self._leader]
+        is_known = bool(editors) and id(slot.tensor) in renormed_weights(self._registry.modules())
+        for replica in editors:
+            theirs = slot.data[replica].to(mine.device)
+            rows = scaled_rows(mine, theirs, is_known=is_known) if theirs.shape == mine.shape else ()
+            if not len(rows):
                 continue
             if self._home == CENTRAL:
                 slot.unedited = copy_to(slot.data[CENTRAL], self._devices[self._leader])
-            merge_renormed_rows(slot, self._leader, self._replicas)
+            elif slot.unedited is None and not slot.is_edited(self._leader):
+                slot.unedited = mine.clone()
+            mine[rows] = theirs[rows]
 
     def _keep_unedited(self, slot: TensorSlot) -> None:
         """The leader edited a central tensor in place: keep the value from before, which another replica still has."""
@@ -439,6 +502,10 @@ class Components:
                 slot.agreed.copy_(slot.unedited)  # type: ignore[union-attr]
 
     # -- modules that came up during the run ------------------------------------------------------------------------
+
+    def made_members(self) -> None:
+        """The replica whose turn it is registers parameters or buffers."""
+        self._attributes.made_members()
 
     def expect_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """The replica whose turn it is is about to register a buffer."""
@@ -465,8 +532,9 @@ class Components:
 
 
 def _is_variable(tensor: torch.Tensor) -> bool:
-    """Lazy ones are not yet; those made in inference mode can be neither trained nor swapped, and are shared."""
-    return not is_lazy(tensor) and not tensor.is_inference()
+    """Lazy ones are not yet, and those on "meta" have no values; those made in inference mode can be neither trained
+    nor swapped, and are shared."""
+    return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference()
 
 
 def _same_storage_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

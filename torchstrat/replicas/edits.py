@@ -1,4 +1,5 @@
-"""Parameters that a step's own code has changed in place: where replicas did so differently, the first one's count.
+"""Parameters that a step's own code has changed in place: where replicas did so differently, the first one's count,
+but for rows of tables that a lookup has scaled (`renormed_rows`).
 
 Decay and clamping are the same on every rank and need nothing. Random noise is not: each replica draws its own.
 """
@@ -13,19 +14,25 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.replicas import renormed_rows
 from torchstrat.replicas.agreement import fingerprint
+from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
-from torchstrat.replicas.transfer import broadcast_tensors
 
 _PROBED = 16  # bytes of each tensor
 
 
 class ParameterEdits:
-    """Notices edits by version counters and, because ``.data`` goes around those, by a sample of bytes."""
+    """Notices edits by version counters and, because ``.data`` goes around those, by a sample of bytes.
 
-    def __init__(self) -> None:
+    ``modules()``: all that there are.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[nn.Module]] = tuple) -> None:
+        self._modules = modules
         self._noted: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -50,7 +57,8 @@ class ParameterEdits:
         return (*fingerprint(self.since_noted(roster.tensors)), _probe(roster.tensors))
 
     def make_equal(self, communicator: Communicator, roster: Roster, call: str) -> list[torch.Tensor]:
-        """Overwrite what differs with the first rank's; those tensors. All ranks call it, when summaries differ."""
+        """Overwrite what differs with the first rank's; the tensors of which that lost something. All ranks call it,
+        when summaries differ."""
         roster = roster.in_common(communicator, call)
         prints = [fingerprint([tensor]) for tensor in roster.tensors]
         everyone = communicator.all_gather_object(prints, call)
@@ -59,9 +67,18 @@ class ParameterEdits:
             for tensor, each in zip(roster.tensors, zip(*everyone, strict=True), strict=True)
             if any(one != each[0] for one in each)
         ]
-        broadcast_tensors(communicator, [tensor.data for tensor in differing], 0, call)
+        scaled = self.level(communicator, differing, call)
         self.note(roster.tensors)
-        return differing
+        of_all = {id(tensor) for tensor in scaled}
+        return [tensor for tensor in differing if id(tensor) not in of_all]
+
+    def level(self, communicator: Communicator, tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
+        """Overwrite these with the first rank's, but for rows that a lookup has scaled elsewhere; the tensors that have
+        such rows. All ranks call it."""
+        known = renormed_weights(self._modules())
+        numbers = {number for number, tensor in enumerate(tensors) if id(tensor) in known}
+        scaled = renormed_rows.level(communicator, [tensor.data for tensor in tensors], numbers, call)
+        return [tensors[number] for number in sorted(scaled)]
 
 
 def _probe(tensors: Iterable[torch.Tensor]) -> float:

@@ -72,6 +72,10 @@ class ReplicaEngine(Protocol):
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any: ...
     def gather(self, value: Any, axis: int) -> Any: ...
     def set_no_sync(self, active: bool) -> None: ...
+
+    def check_replicas(self, when: str) -> None:
+        """Raise `ReplicaDriftError` where replicas have other values of what has to be equal. Collective."""
+
     def close(self) -> None: ...
 
     # replica context
@@ -80,8 +84,8 @@ class ReplicaEngine(Protocol):
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def set_weight(self, weight: float) -> None: ...
 
-    def own_weight(self) -> float:
-        """How much the running replica counts in the mean gradient, relative to the others."""
+    def relative_weight(self) -> float:
+        """How much the running replica counts in the mean gradient; 1 for each where a batch was split evenly."""
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """Batch normalisation of ``x`` in training, over all replicas, where the engine has a way of its own; None: by

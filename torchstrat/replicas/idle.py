@@ -247,7 +247,8 @@ class IdleReplicas:
 
 
 def _buffers(registry: VariableRegistry) -> dict[str, torch.Tensor | None]:
-    return {name: slot.tensor for name, slot in registry.named_buffer_slots().items()}
+    slots = registry.named_buffer_slots().items()
+    return {name: tensor for name, slot in slots if (tensor := slot.tensor) is None or not tensor.is_meta}
 
 
 def _kind(tensor: torch.Tensor) -> _Kind:

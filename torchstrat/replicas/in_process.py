@@ -137,6 +137,9 @@ class InProcessReplicas:
     def set_no_sync(self, active: bool) -> None:
         self._gradients.set_no_sync(active)
 
+    def check_replicas(self, when: str) -> None:
+        """Between runs all replicas of a process have the same objects."""
+
     def close(self) -> None:
         self._hooks.detach()
         self._threads.close()
@@ -242,7 +245,8 @@ class InProcessReplicas:
                 self.registry.on_copy = None
                 try:
                     self._gradients.end()
-                    self._components.end(None if failed else weights.values())
+                    rows = [weights.rows_of(replica) for replica in weights.active]
+                    self._components.end(None if failed else weights.values(), rows)
                 finally:
                     self._baton = None
 
@@ -271,6 +275,7 @@ class InProcessReplicas:
         if baton is None or not self._is_current():
             return
         baton.shield()
+        self._components.made_members()
         with OwnSettings():
             self._components.register_module(module)
             self._attach(parameters_of(module))
@@ -287,6 +292,7 @@ class InProcessReplicas:
 
     def _expect(self, module: nn.Module, name: str, member: torch.Tensor) -> None:
         """A replica's code is about to register a parameter or a buffer."""
+        self._components.made_members()
         if isinstance(member, nn.Parameter):
             self._hooks.attach([member], early=self._gradients.needs_early_hooks)
         else:
@@ -316,9 +322,9 @@ class InProcessReplicas:
         if self._weights is not None and holder is not None:  # outside of any run there is nothing to weigh
             self._weights.override(holder, value)
 
-    def own_weight(self) -> float:
+    def relative_weight(self) -> float:
         holder = self._baton.holder if self._baton is not None else 0
-        return 1.0 if self._weights is None or holder is None else self._weights.of(holder)
+        return 1.0 if self._weights is None or holder is None else self._weights.relative(holder)
 
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
         return None

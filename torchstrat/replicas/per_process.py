@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.differing_edits import DifferingEdits
+from torchstrat.replicas.drift import compare
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.exchange import gather_components, gather_values, reduce_values, require_alike
@@ -46,7 +48,9 @@ from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
+from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
+from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.step_pages import StepPages
 from torchstrat.replicas.transfer import broadcast_tensors
@@ -92,12 +96,14 @@ class PerProcessReplica:
         self.registry = VariableRegistry()
         self.gradient_op = gradient_op
         self._storage = CentralStorage.of(communicator, copies) if central else None
+        if self._storage is not None:
+            self._storage.tables = lambda: renormed_weights(self.registry.modules())
         self._is_staged = copies is not None
         self._owned: tuple[Any, dict[int, Owned]] = ((), {})
         self._gradients = BucketedGradients(
             gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
         )
-        self._edits = ParameterEdits()
+        self._edits = ParameterEdits(self.registry.modules)
         self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
@@ -196,6 +202,9 @@ class PerProcessReplica:
     def set_no_sync(self, active: bool) -> None:
         self._gradients.set_no_sync(active)
 
+    def check_replicas(self, when: str) -> None:
+        compare(self._world, Belongings(self.registry, lambda one: not self._is_of_owner(one)), when)
+
     def close(self) -> None:
         error = sys.exc_info()[1]
         if error is not None:  # the program is on its way out, by way of a finally
@@ -266,6 +275,18 @@ class PerProcessReplica:
         if not self._gradients.is_in_pass:  # else an optimizer's step catches up with them
             self._gradients.use(self._rosters.now())
         self._edits.note(parameters)
+
+    def _take_over_buffer(self, buffers: ProcessBuffers, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """A step is about to give a module that was there a new buffer: it gets the first rank's value, as the replicas
+        of one process find the one that the first of them has made."""
+        if name in module._buffers or not buffers.was_there(module) or value.is_inference() or value.is_meta:
+            return
+        call = f"the first value of buffer {name!r} of module {self.registry.number_of(module)}"
+        agree(self._communicator, call)
+        kind = self._communicator.broadcast_object((value.shape, value.dtype), 0, call)
+        if kind != (value.shape, value.dtype):
+            value.data = torch.empty(kind[0], dtype=kind[1], device=value.device)
+        broadcast_tensors(self._communicator, [value.detach()], 0, call)
 
     def _make_step(self, communicator: Communicator) -> ProcessStep:
         return ProcessStep(
@@ -362,9 +383,9 @@ class PerProcessReplica:
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
-        buffers = ProcessBuffers(self.registry, members.modules)
+        buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, torch_device(self._device))
         step = self._make_step(self._communicator)
-        newborn = Newborn(self.registry, self._take_over_newborn)
+        newborn = Newborn(self.registry, self._take_over_newborn, on_buffer=partial(self._take_over_buffer, buffers))
         self._streams.begin([me])
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
@@ -396,8 +417,13 @@ class PerProcessReplica:
         rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
         if not all_equal([row[1:4] for row in rows]):
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
-        if not all_equal([row[4:] for row in rows]):
+        buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
+        if buffers.sums or not all_equal([row[4:] for row in rows]):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
+        if self.registry.buffer_rules:
+            for name, slot in self.registry.named_buffer_slots().items():
+                if self.registry.buffer_rules.keeps_own(slot.module, slot.name):
+                    self._known[f"buffer {name}"] = weakref.ref(slot.module)  # not to be overwritten as a new one
 
     def _mean_loss(self, loss: Any, flag: bool) -> tuple[Any, bool]:
         """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike. And
@@ -421,8 +447,8 @@ class PerProcessReplica:
         assert self._weights is not None
         self._weights.override(self._world.rank, check_weight(weight))
 
-    def own_weight(self) -> float:
-        return 1.0 if self._weights is None else self._weights.of(self._world.rank)
+    def relative_weight(self) -> float:
+        return 1.0 if self._weights is None else self._weights.relative(self._world.rank)
 
     def sync_batch_norm(self, layer: nn.Module, x: torch.Tensor) -> None:
         return None
@@ -489,4 +515,4 @@ class PerProcessReplica:
 
 def _is_there(slot: BufferSlot) -> bool:
     """Whether the buffer has values by now."""
-    return slot.tensor is not None and not is_lazy(slot.tensor)
+    return slot.tensor is not None and not is_lazy(slot.tensor) and not slot.tensor.is_meta

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchstrat._torch_private import (
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.optimizer_blocks import step_in_blocks
+from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
@@ -130,7 +131,7 @@ class ProcessStep:
         call = self._call_name(optimizer) + (" with a closure" if closure is not None else "")
         if self._storage is not None and self._storage.shares(optimizer):
             return self._share_out(self._storage, optimizer, closure, args, kwargs, call)
-        self._make_equal(call, tensors)
+        self._make_equal(call, optimizer, tensors)
         if closure is not None:
             return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
         if not self._owns:
@@ -170,13 +171,17 @@ class ProcessStep:
         self._edits.note(level)
         self._gradients.records.after_step(tensors)
 
-    def _make_equal(self, call: str, tensors: list[torch.Tensor], shared: Optimizer | None = None) -> None:
+    def _make_equal(
+        self, call: str, optimizer: Optimizer, tensors: list[torch.Tensor], *, is_shared: bool = False
+    ) -> None:
         """Before a step: combine what no backward pass has, and undo what edits made different.
 
         Clipping edits every rank's gradient alike, random noise does not: where fingerprints of edited gradients and
         parameters differ, the first rank's count, as they would in one process. In central storage its edits of
-        parameters always do, because there is one copy to take them; and what it put into the state of ``shared``.
+        parameters always do, because there is one copy to take them; and what it put into the state of an optimizer
+        whose steps are shared out (``is_shared``). Hyperparameters are the first one's everywhere.
         """
+        shared = optimizer if is_shared else None
         elsewhere = self._elsewhere(tensors, alone=shared is None)
         edited = self._edits.since_noted(elsewhere)
         left_over: set[int] = set()
@@ -190,10 +195,12 @@ class ProcessStep:
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
             is_torn = not as_combined and self._gradients.records.torn(tensors)
-            has_edits = storage.look_for_edits()
+            has_edits = storage.look_for_edits(rows=True)
             edits = fingerprint([tensor.detach() for tensor in tensors])[0] if has_edits else 0.0
             numbers = (*numbers, float(has_edits), float(is_foreign), float(is_torn), edits)
-        everyone = agree(self._communicator, call, numbers)
+        everyone = agree(self._communicator, call, (*numbers, hyperparameters.digest(optimizer)))
+        if not all_equal([row[-1:] for row in everyone]):
+            hyperparameters.level(self._communicator, optimizer, call)
         if storage is not None and any(row[7] for row in everyone):
             raise InvalidArgumentError(
                 f"gradients have been changed between backward() and {call}, and with gradients='owner' no rank has "
@@ -203,22 +210,28 @@ class ProcessStep:
         if any(row[0] for row in everyone):
             self._gradients.catch_up(tensors)
         if not all_equal([row[1:5] for row in everyone]):
-            self._report_differing(tensors, elsewhere, call)
-            broadcast_tensors(self._communicator, [t.data for t in elsewhere], 0, call)
+            differing = self._find_differing(tensors, elsewhere, call)
+            scaled = {id(tensor) for tensor in self._edits.level(self._communicator, elsewhere, call)}
+            self._report(differing, scaled)
             grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, call)
             for tensor, grad in zip(tensors, grads, strict=True):
                 if tensor.grad is not grad:
                     self._gradients.records.take_over(tensor, grad, used=False)
         if storage is not None and any(row[5] for row in everyone):
-            if any(row[8] != everyone[0][8] for row in everyone):
-                self._report_differing(tensors, tensors, call)
-            storage.publish_edits(self._communicator, call)
+            has_rows = any(row[5] > 1 for row in everyone)
+            if not has_rows and any(row[8] != everyone[0][8] for row in everyone):
+                self._report(self._find_differing(tensors, tensors, call))
+            storage.publish_edits(self._communicator, call, rows=has_rows)
         if storage is not None and shared is not None and any(row[6] for row in everyone):
             storage.take_state(self._communicator, shared, call)
 
-    def _report_differing(self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor], call: str) -> None:
+    def _find_differing(
+        self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor], call: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters, and those whose gradients, ranks have edited each in another way; none once that has been told.
+        All ranks call it."""
         if self._differing.is_told:
-            return
+            return [], []
         prints = (
             [fingerprint([tensor]) for tensor in elsewhere],
             {place: fingerprint([tensor.grad]) for place, tensor in enumerate(tensors) if tensor.grad is not None},
@@ -229,10 +242,17 @@ class ProcessStep:
         def differs(which: int, place: int) -> bool:
             return any(one[which][place] != first[which][place] for one in everyone)
 
-        self._differing.report(
+        return (
             [tensor for place, tensor in enumerate(elsewhere) if differs(0, place)],
             [t for place, t in enumerate(tensors) if all(place in one[1] for one in everyone) and differs(1, place)],
         )
+
+    def _report(
+        self, differing: tuple[list[torch.Tensor], list[torch.Tensor]], scaled: Container[int] = frozenset()
+    ) -> None:
+        """``scaled``: ``id`` of tables of which all ranks' rows have come to count."""
+        parameters, gradients = differing
+        self._differing.report([tensor for tensor in parameters if id(tensor) not in scaled], gradients)
 
     def _share_out(
         self,
@@ -253,7 +273,7 @@ class ProcessStep:
             with torch.enable_grad():
                 value, _ = self._mean_loss(closure(), False)
         tensors = self._variables_of(optimizer)
-        self._make_equal(call, tensors, optimizer)
+        self._make_equal(call, optimizer, tensors, is_shared=True)
         own = storage.begin_step(self._communicator, optimizer, self._gradients.records.owned, call)
         if not step_in_blocks(own):
             bare_step(own)

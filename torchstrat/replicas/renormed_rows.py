@@ -1,39 +1,76 @@
-"""Embedding tables with ``max_norm``, whose forward pass scales the rows that it looks up, in place.
+"""Rows of a table that a lookup with ``max_norm`` has scaled, in place, while it went forward.
 
-Each replica scales the rows of its own ids. A single device would have scaled all of these, so all of them count: a
-row that the leader did not touch is taken from a replica that did.
+Each replica scales the rows of its own ids. A single device would have scaled all of these, so all of them count: a row
+that another replica has scaled down is taken from there, where other edits of parameters are the first replica's. Such
+a row is known by what it is, the same one times a number below 1: `torch.nn.functional.embedding` may have been called
+by anybody's module, and there may be no copy left of what was there before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
+import torch
 from torch import nn
 
-from torchstrat.replicas.tensor_slot import TensorSlot
+from torchstrat.collectives.communicator import Communicator
+from torchstrat.replicas.transfer import broadcast_tensors
+
+Rows = tuple[int, torch.Tensor, torch.Tensor]
+"""The number of a table, which of its rows, and what they are."""
 
 
-def renormed_tables(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    return [
-        module
+def renormed_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """``id`` of the weights of torch's tables that scale rows."""
+    return {
+        id(module._parameters.get("weight"))
         for module in modules
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    ]
+    }
 
 
-def merge_renormed_rows(slot: TensorSlot, leader: int, replicas: list[int]) -> None:
-    """``slot`` is a table's weight, (rows, width), with the components of all replicas parked."""
-    editors = [replica for replica in replicas if replica != leader and slot.is_edited(replica)]
-    if not editors:
-        return
-    mine = slot.data[leader]
-    before = slot.unedited if slot.is_edited(leader) else mine.clone()
-    if before is None:  # no replica has the value from before any more; the leader's edits count
-        return
-    slot.unedited = before
-    untouched = (mine == before).all(dim=1)
-    for replica in editors:
-        theirs = slot.data[replica].to(mine.device)
-        rows = (theirs != before).any(dim=1) & untouched
-        mine[rows] = theirs[rows]
-        untouched &= ~rows
+def may_be_table(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and tensor.is_floating_point() and tensor.layout == torch.strided
+
+
+def scaled_rows(first: torch.Tensor, other: torch.Tensor, *, is_known: bool) -> torch.Tensor:
+    """The numbers of the rows, all (rows, width), that ``other`` has times a number between 0 and 1.
+
+    ``is_known``: to be a table that scales rows. Else it may be any matrix that a replica's own code has scaled, of
+    which every row is another one, by one number; and one of width 1 could not be told from noise.
+    """
+    (rows,) = (first != other).any(dim=1).nonzero(as_tuple=True)
+    if not len(rows) or not (is_known or first.shape[1] > 1):
+        return rows[:0]
+    whole, part = first[rows].double(), other[rows].double()
+    norms, shrunk = whole.norm(dim=1), part.norm(dim=1)
+    scales, tolerance = shrunk / norms, 8 * torch.finfo(first.dtype).eps
+    if not is_known and len(rows) == len(first) and float(scales.max() - scales.min()) <= tolerance:
+        return rows[:0]
+    off = (part - scales[:, None] * whole).abs().amax(dim=1)
+    return rows[(shrunk < norms) & (shrunk > 0) & (off <= tolerance * norms)]
+
+
+def level(communicator: Communicator, tensors: Sequence[torch.Tensor], known: Container[int], call: str) -> set[int]:
+    """Overwrite ``tensors`` with the first rank's, but for rows that others have scaled; the numbers of the tensors
+    that have such rows. All ranks call it, with the same ones in one order. ``known``: the numbers of those that are
+    known to be tables that scale rows."""
+    own = {number: tensor.clone() for number, tensor in enumerate(tensors) if may_be_table(tensor)}
+    broadcast_tensors(communicator, tensors, 0, call)
+    if not own:
+        return set()
+    mine: list[Rows] = []
+    for number, before in own.items():
+        rows = scaled_rows(tensors[number], before, is_known=number in known)
+        if len(rows):
+            mine.append((number, rows.cpu(), before[rows].cpu()))
+    everyone = communicator.all_gather_object(mine, call)
+    put_rows(tensors, everyone)
+    return {number for told in everyone for number, _, _ in told}
+
+
+def put_rows(tensors: Sequence[torch.Tensor], everyone: Iterable[Sequence[Rows]]) -> None:
+    """Where several replicas have scaled a row they have scaled it alike."""
+    for told in everyone:
+        for number, rows, values in told:
+            tensors[number][rows.to(tensors[number].device)] = values.to(tensors[number].device)

@@ -104,7 +104,11 @@ class Rosters:
         """All variables that have values by now. ``members``: of the registry, if they have just been looked up."""
         tensors = self._registry.tensors() if members is None else members.tensors
         if not self._latest.describes(tensors):
-            named = {name: tensor for name, tensor in self._registry.named_tensors().items() if not is_lazy(tensor)}
+            named = {
+                name: tensor
+                for name, tensor in self._registry.named_tensors().items()
+                if not is_lazy(tensor) and not tensor.is_meta
+            }
             self._latest = Layout(named)
             tensors = list(named.values())
         return Roster(tensors, self._latest)

@@ -22,6 +22,7 @@ class TensorSlot:
         "agreed",
         "bases",
         "data",
+        "grad_dtype",
         "grads",
         "is_copy",
         "is_shared",
@@ -50,6 +51,7 @@ class TensorSlot:
         """A copy of what it then was, if the leader has edited it in place since."""
         self.parked_grad: tuple[weakref.ref[torch.Tensor] | None, int] | None = None
         """What the last run left in ``.grad``, and its version then."""
+        self.grad_dtype: torch.dtype | None = None
 
         # Bookkeeping of `GradientExchange`
         self.bases: dict[int, torch.Tensor | None] = {}
@@ -81,6 +83,7 @@ class TensorSlot:
         """The run has ended. Until the next one, the tensor lives only as long as the user keeps it."""
         grad = self.tensor.grad
         self.parked_grad = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
+        self.grad_dtype = None if grad is None else grad.dtype
         self.agreed = self.unedited = None
         del self.tensor
 
@@ -92,6 +95,11 @@ class TensorSlot:
         if grad is None or left is None:
             return grad is None and left is None
         return grad is left() and grad._version == version
+
+    def cast_grads(self, dtype: torch.dtype) -> None:
+        """The program has cast the tensor and its gradient, of which it sees the installed one."""
+        for kept in (self.grads, self.bases):
+            kept.update({r: grad.to(dtype) for r, grad in kept.items() if grad is not None and grad.dtype != dtype})
 
     def is_edited(self, replica: int) -> bool:
         """Whether that replica's component was edited in place since all were equal. For parked slots."""

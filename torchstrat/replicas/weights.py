@@ -26,6 +26,12 @@ class StepWeights:
     def of(self, replica: int) -> float:
         return self._weights[replica]
 
+    def relative(self, replica: int) -> float:
+        """The weight of a replica where those of a batch that was split evenly are 1, so that nothing is rounded."""
+        rows = [] if self.batch is None else [float(self.batch.rows[one]) for one in self.active]
+        mean = sum(rows) / len(rows) if any(rows) else 1.0
+        return self._weights[replica] / mean
+
     def values(self) -> list[float]:
         """Of the replicas that take part, in their order. When none has any weight they count alike."""
         weights = [self._weights[replica] for replica in self.active]

@@ -22,7 +22,7 @@ from torchstrat.cluster_resolver import ClusterResolver
 from torchstrat.cluster_spec import PARAMETER_SERVER, ClusterSpec
 from torchstrat.data.options import InputContext, InputOptions
 from torchstrat.devices import resolve_compute_devices
-from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
+from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
@@ -395,6 +395,14 @@ class ParameterServerStrategy(Strategy):
                 "Schedule a function that calls it: coordinator.schedule(fn)."
             )
         return super().run(fn, args, kwargs, options)
+
+    def _check_replicas(self, when: str) -> None:
+        if not when:  # TORCHSTRAT_CHECK is for whichever strategy is used, and has nothing to find here
+            raise UnsupportedError(
+                "check_replicas has nothing to compare on parameter servers: variables are on the servers once, and "
+                "workers' copies are as old as their last pull, by design. Read what the servers have with "
+                "strategy.extended.pull()."
+            )
 
     # -- input ------------------------------------------------------------------------------------------------------
 

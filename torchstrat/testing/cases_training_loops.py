@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchstrat.context import get_strategy
 from torchstrat.testing.training import STEPS, Batch, Case, Mlp, Training, plain_step, squared_error
 
 
@@ -75,6 +76,7 @@ def own_buffer() -> Training:
             return y
 
     model = Centred()
+    get_strategy().extended.set_aggregation(model, "centre", "mean")
     return Training(plain_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), {"model": model})
 
 

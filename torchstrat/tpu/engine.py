@@ -131,6 +131,9 @@ class SpmdReplicas:
         if not failed:
             self._variables.take()
 
+    def check_replicas(self, when: str) -> None:
+        """There is one program, and one value of each variable."""
+
     def set_no_sync(self, active: bool) -> None:
         """Gradients are combined by the compiled program where they are added up: the sums are the same."""
 
@@ -285,8 +288,10 @@ class SpmdReplicas:
         if self._recordings.current is not None:
             self._recordings.current.weights.give(weight)
 
-    def own_weight(self) -> float:
-        raise ContextError("own_weight is the weight of one replica; a step of this strategy runs for all at once.")
+    def relative_weight(self) -> float:
+        raise ContextError(
+            "relative_weight is the weight of one replica; a step of this strategy runs for all at once."
+        )
 
     def sync_batch_norm(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         if layer.momentum is None:

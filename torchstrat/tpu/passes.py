@@ -171,4 +171,5 @@ class Passes:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.index is not None:
+            self._helpers.leave_step(optimizer) if self.index == FIRST else self._helpers.forget_state(optimizer)
             self.meet(f"{type(optimizer).__name__}.step()", None, dict.fromkeys)

@@ -53,6 +53,10 @@ class CentralParameters:
     def memories(self) -> list[CommonMemory]:
         return list({id(home.place.memory): home.place.memory for home in self._homes.values()}.values())
 
+    def places(self) -> list[tuple[int, Place]]:
+        """Of those that are not staged, with their ``id``, in one order on all ranks."""
+        return [(key, home.place) for key, home in self._homes.items()]
+
     def moved_in(self) -> list[torch.Tensor]:
         tensors = (home.reference() for home in self._homes.values())
         return [tensor for tensor in tensors if tensor is not None]

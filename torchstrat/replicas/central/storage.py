@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part, Work, portions
 from torchstrat.replicas.central.state import CentralState, tensors_of
 from torchstrat.replicas.central.twin import Twin, is_sparse
+from torchstrat.replicas.renormed_rows import Rows, may_be_table, put_rows, scaled_rows
 
 FIRST = 0
 """The rank of a group whose edits count, and which steps what cannot be shared out."""
@@ -52,6 +53,9 @@ class CentralStorage:
         self.state = CentralState(copies)
         self._prepared: weakref.WeakKeyDictionary[Optimizer, _Prepared] = weakref.WeakKeyDictionary()
         self._edits: list[tuple[CommonMemory, Ranges]] = []
+        self._rows: list[Rows] = []
+        self.tables: Callable[[], Container[int]] = tuple
+        """The ``id`` of the weights that are known to be tables whose rows a lookup scales."""
         self._is_leading = False
 
     @staticmethod
@@ -117,8 +121,9 @@ class CentralStorage:
 
     # -- edits ------------------------------------------------------------------------------------------------------
 
-    def look_for_edits(self) -> bool:
-        """Whether this rank's program has changed parameters or state in place since the last step.
+    def look_for_edits(self, *, rows: bool = False) -> int:
+        """Whether this rank's program has changed parameters or state in place since the last step: 0 or 1, and with
+        ``rows`` 2 where it has scaled rows of tables (see `renormed_rows`), which count on every rank.
 
         It comes before a meeting after which some write to common memory: so no copy may still be reading there.
         """
@@ -127,11 +132,30 @@ class CentralStorage:
             self._copies.wait()
         found = ((memory, memory.edits()) for memory in (*self.parameters.memories(), *self.state.memories()))
         self._edits = [(memory, ranges) for memory, ranges in found if ranges]
-        return bool(self._edits)
+        self._rows = self._find_rows() if rows and self._edits else []
+        return 2 if self._rows else int(bool(self._edits))
 
-    def publish_edits(self, communicator: Communicator, call: str, source: int = FIRST) -> None:
+    def _find_rows(self) -> list[Rows]:
+        ranges = {id(memory): pages for memory, pages in self._edits}
+        found, known = [], self.tables()
+        for number, (key, place) in enumerate(self.parameters.places()):
+            start = place.written.data_ptr() - place.memory.address
+            stop = start + place.written.nbytes
+            edited = any(first < stop and start < last for first, last in ranges.get(id(place.memory), ()))
+            if edited and may_be_table(place.written):
+                which = scaled_rows(place.written, place.shown, is_known=key in known)
+                if len(which):
+                    found.append((number, which, place.shown[which]))
+        return found
+
+    def publish_edits(self, communicator: Communicator, call: str, source: int = FIRST, *, rows: bool = False) -> None:
         """The edits of one rank become everyone's, the others' are undone. All ranks of ``communicator`` call it,
-        right after `look_for_edits` and a meeting that told that any has edits."""
+        right after `look_for_edits` and a meeting that told that any has edits. ``rows``: some have scaled rows."""
+        if rows:
+            told = communicator.all_gather_object(self._rows, call)
+            if communicator.rank == source:
+                put_rows([place.shown for _, place in self.parameters.places()], told)
+                self.look_for_edits()
         if communicator.rank == source:
             for memory, ranges in self._edits:
                 memory.publish(ranges)

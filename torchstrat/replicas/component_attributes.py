@@ -1,0 +1,167 @@
+"""Each replica's own plain attributes of modules: what a forward pass leaves there, lists that a step fills, modes.
+
+Replicas of one process take turns in the midst of a step, so an attribute of the only module there is could change
+hands between its write and its read. Every replica but the leader therefore has attributes of its own, copies of the
+leader's made when a run starts; what the leader's code has set is what lasts. Parameters, buffers, children and hooks
+are in dictionaries that all replicas share, and so is whatever is no container and no plain tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstrat.replicas.component_helpers import private_value
+
+_MOST_MEMBERS = 1_000
+"""Of a container: longer ones hold data, which replicas share."""
+
+_SHARED = frozenset(vars(nn.Module())) - {"training"}
+_CONTAINERS = frozenset({list, dict, set, tuple, collections.OrderedDict, collections.defaultdict, collections.deque})
+_Attributes = dict[str, Any]
+_set_attributes = object.__setattr__  # a module's own asks whether it is given a parameter, a child, a buffer
+
+
+class ComponentAttributes:
+    """The attributes of one run after the other."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._attributes: dict[int, list[_Attributes]] = {}
+        self._copies: dict[int, _Copies] = {}  # by the id of the tensor, which they refer to
+        self._has_made_members = False
+        self._before: list[_Attributes] | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return self._modules
+
+    def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
+        """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
+        of tensors that share memory with variables, and change hands with these."""
+        others = replicas[1:]
+        self._attributes, self._has_made_members, self._before = {}, False, None
+        self._modules = [one for one in modules if not _is_script(type(one))] if others else []
+        if not self._modules:
+            return
+        own = [vars(module) for module in self._modules]
+        found = [_to_copy(module, attributes) for module, attributes in zip(self._modules, own, strict=True)]
+        self._attributes[replicas[0]] = own
+        for replica in others:
+            self._attributes[replica] = mine = [attributes.copy() for attributes in own]
+            for attributes, names in zip(mine, found, strict=True):
+                for name in names:
+                    if id(attributes[name]) not in vectors:
+                        attributes[name] = self._copy_of(attributes[name], replica)
+
+    def _copy_of(self, value: Any, replica: int) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return private_value(value)
+        key, kept = id(value), self._copies
+        if key not in kept or kept[key].reference() is not value:
+            kept[key] = copies = _Copies(value, lambda gone: _forget(kept, key, gone))
+            return copies.of(value, replica)
+        return kept[key].of(value, replica)
+
+    def made_members(self) -> None:
+        """The replica whose turn it is registers parameters or buffers. They are made once, for all, so what it sets
+        beside them (``self.is_built = True``) must not be missed by the others."""
+        self._has_made_members = True
+
+    def park(self, replica: int) -> None:
+        own = self._attributes.get(replica)
+        if own is None:
+            return
+        if self._has_made_members:
+            self._has_made_members = False
+            for index, attributes in enumerate(own):
+                for other in self._attributes.values():
+                    if other is not own:
+                        _tell(other[index], attributes)
+
+    def install(self, replica: int) -> None:
+        for module, attributes in zip(self._modules, self._attributes.get(replica, ()), strict=False):
+            _set_attributes(module, "__dict__", attributes)
+
+    def begin_common(self) -> None:
+        """While all replicas stand still, code runs that is for all of them, on the leader's attributes."""
+        self._before = [vars(module).copy() for module in self._modules]
+
+    def end_common(self, leader: int) -> None:
+        """What that code has set is so for every replica."""
+        before, self._before = self._before, None
+        for index, (module, earlier) in enumerate(zip(self._modules, before or (), strict=True)):
+            changed = {n: v for n, v in vars(module).items() if n not in earlier or earlier[n] is not v}
+            gone = [name for name in earlier if name not in vars(module)]
+            for replica, attributes in self._attributes.items():
+                if replica != leader:
+                    attributes[index].update({name: private_value(value) for name, value in changed.items()})
+                    for name in gone:
+                        attributes[index].pop(name, None)
+
+    def end(self, leader: int) -> None:
+        self.install(leader)
+        self._modules, self._attributes, self._before = [], {}, None
+
+
+class _Copies:
+    """Of a plain tensor in an attribute, kept from run to run: a mask of the model's is not copied anew for each."""
+
+    def __init__(self, value: torch.Tensor, forget: Callable[[Any], None]) -> None:
+        self.reference = weakref.ref(value, forget)
+        self._version = value._version
+        self._copies: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def of(self, value: torch.Tensor, replica: int) -> torch.Tensor:
+        if value._version != self._version:
+            self._version, self._copies = value._version, {}
+        kept = self._copies.get(replica)
+        if kept is None or kept[0]._version != kept[1]:
+            copy = value.clone()
+            kept = self._copies[replica] = copy, copy._version
+        return kept[0]
+
+
+def _forget(kept: dict[int, _Copies], key: int, gone: Any) -> None:
+    if key in kept and kept[key].reference is gone:
+        del kept[key]
+
+
+def _to_copy(module: nn.Module, attributes: _Attributes) -> list[str]:
+    """The names of attributes that a step may change in place. Torch's own modules change none."""
+    if _is_of_torch(type(module)):
+        return []
+    return [
+        name
+        for name, value in attributes.items()
+        if name not in _SHARED and (type(value) in _CONTAINERS or isinstance(value, torch.Tensor)) and _is_small(value)
+    ]
+
+
+# Of classes: every run asks.
+_is_of_torch: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch."))
+_is_script: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, torch.jit.ScriptModule))
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and not value.requires_grad and not value.is_inference()
+    return len(value) <= _MOST_MEMBERS
+
+
+def _tell(others: _Attributes, own: _Attributes) -> None:
+    """Give another replica what one has set: all that is new or has become a member, and other plain values."""
+    for name, value in own.items():
+        if name in _SHARED or others.get(name, own) is value:
+            continue
+        if name not in others or isinstance(value, bool | int | float | str | type(None)):
+            others[name] = value
+    members = [own[kind] for kind in ("_parameters", "_buffers", "_modules")]
+    for name in [name for name in others if name not in own and any(name in kind for kind in members)]:
+        del others[name]  # ``self.weight = None``, which a parameter has taken the place of

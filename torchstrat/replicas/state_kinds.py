@@ -1,0 +1,145 @@
+"""Which state there is in a program, and for each kind of it: what an edit on several replicas means.
+
+The one list: `check_replicas` compares by it what has to be equal, and the table of state (tests/matrix) has its rows.
+
+"The first replica" is the first that takes part in a run; in one process the user's own objects are its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat.replicas.agreement import fingerprint
+from torchstrat.variables import VariableRegistry
+
+Digest = tuple[Any, ...]
+
+
+class Belongings(NamedTuple):
+    """What of a strategy's state is read. ``has_state``: whether this process has all of an optimizer's state."""
+
+    registry: VariableRegistry
+    has_state: Callable[[Optimizer], bool]
+
+
+class StateKind(NamedTuple):
+    """``read``: names and digests of what has to be equal on all replicas between runs; None if nothing has to be."""
+
+    name: str
+    rule: str
+    read: Callable[[Belongings], Iterable[tuple[str, Digest]]] | None = None
+
+
+def _parameters(state: Belongings) -> Iterator[tuple[str, Digest]]:
+    names = state.registry.outermost_names()
+    for name, tensor in state.registry.named_tensors().items():
+        yield f"parameter {names.get(id(tensor), name)}", _digest(tensor)
+
+
+def _requires_grad(state: Belongings) -> Iterator[tuple[str, Digest]]:
+    names = state.registry.outermost_names()
+    for name, tensor in state.registry.named_tensors().items():
+        yield f"requires_grad of {names.get(id(tensor), name)}", (tensor.requires_grad,)
+
+
+def _buffers(state: Belongings) -> Iterator[tuple[str, Digest]]:
+    for name, slot in state.registry.named_buffer_slots().items():
+        if not state.registry.buffer_rules.keeps_own(slot.module, slot.name):
+            yield f"buffer {slot.name} of {type(slot.module).__name__} ({name})", _digest(slot.tensor)
+
+
+def _optimizer_state(state: Belongings) -> Iterator[tuple[str, Digest]]:
+    for number, optimizer in enumerate(state.registry.optimizers()):
+        if state.has_state(optimizer):
+            for place, tensor in _stepped(optimizer):
+                for name, value in (optimizer.state.get(tensor) or {}).items():
+                    yield f"state {name} of parameter {place} of {_called(optimizer, number)}", _digest(value)
+
+
+def _hyperparameters(state: Belongings) -> Iterator[tuple[str, Digest]]:
+    for number, optimizer in enumerate(state.registry.optimizers()):
+        for place, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params" and state.has_state(optimizer):
+                    yield f"{name} of group {place} of {_called(optimizer, number)}", _digest(value)
+
+
+def _helpers(state: Belongings) -> Iterator[tuple[str, Digest]]:
+    for number, helper in enumerate(state.registry.helpers()):
+        if not isinstance(helper, Optimizer) and hasattr(helper, "state_dict"):
+            for name, value in helper.state_dict().items():
+                yield f"{name} of {_called(helper, number)}", _digest(value)
+
+
+def _modes(state: Belongings) -> Iterator[tuple[str, Digest]]:
+    for number, module in enumerate(state.registry.modules()):
+        yield f"training mode of {type(module).__name__} (module {number})", (module.training,)
+
+
+KINDS = (
+    StateKind(
+        "parameter",
+        "edits in place take effect once: what all make alike, and else the first replica's; a row that a lookup with "
+        "max_norm scales counts on whichever replica; afterwards equal everywhere",
+        _parameters,
+    ),
+    StateKind("gradient", "combined when a backward pass ends; until then, and under no_sync, each replica's own"),
+    StateKind(
+        "buffer",
+        "as `set_aggregation` says; else, where replicas differ, floating ones of modules that train are averaged and "
+        "all others are the first replica's (`buffer_rules`), with a warning for those that are not torch's statistics",
+        _buffers,
+    ),
+    StateKind(
+        "optimizer state",
+        "the optimizer's alone to step; edits take effect once, and are the first replica's where they differ",
+        _optimizer_state,
+    ),
+    StateKind("hyperparameter", "of a group, also of tensors: the first replica's before each step", _hyperparameters),
+    StateKind(
+        "scheduler and scaler",
+        "each replica's code steps or updates its own, and the first one's is what lasts in one process; between "
+        "processes what they set in the optimizer is",
+        _helpers,
+    ),
+    StateKind("training mode", "each replica's own within a run; the first one's is what lasts", _modes),
+    StateKind("requires_grad", "the tensor's, which all replicas of a process share", _requires_grad),
+    StateKind(
+        "attribute",
+        "plain attributes of modules, containers and plain tensors among them: each replica's own; in one process the "
+        "first one's is what lasts",
+    ),
+    StateKind("memory", "what shares storage with any of these is found when a step is first run, and changes with it"),
+    StateKind("random numbers", "a stream for each replica, the same in one process and in several"),
+)
+
+
+def digests(state: Belongings) -> dict[str, Digest]:
+    """By name, in one order on all replicas."""
+    return {name: digest for kind in KINDS if kind.read is not None for name, digest in kind.read(state)}
+
+
+def _stepped(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    return enumerate(tensor for group in optimizer.param_groups for tensor in group["params"])
+
+
+def _called(helper: Any, number: int) -> str:
+    return f"{type(helper).__name__} {number}"
+
+
+def _digest(value: Any) -> Digest:
+    if isinstance(value, torch.Tensor):
+        has_values = not value.is_meta and not torch.nn.parameter.is_lazy(value)
+        shape = tuple(value.shape) if has_values else ()
+        return (shape, str(value.dtype), *(fingerprint([value]) if has_values else ()))
+    if isinstance(value, bool | int | float | complex | str | type(None)):
+        return (repr(value),)
+    if isinstance(value, list | tuple):
+        return tuple(_digest(one) for one in value)
+    if isinstance(value, dict):
+        return tuple((str(key), _digest(one)) for key, one in value.items())
+    return (type(value).__name__,)
