@@ -479,6 +479,8 @@ class Job:
             parts = [states.get((spec.number, shard)) for shard in range(len(spec.shards))]
             if parts[0]:
                 optimizer.state[tensor] = join_state(spec, parts)
+            else:  # a checkpoint without state may have been restored since the last time
+                optimizer.state.pop(tensor, None)
 
     def push_optimizer(self, optimizer: Optimizer) -> None:
         """Give the servers the state that the coordinator's object holds."""
