@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import pickle
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +36,7 @@ from torchstrat.parameter_server.dispatch import (
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.travel.closures import Packed, pack_result, unpack
+from torchstrat.parameter_server.travel.exceptions import pack_exception
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
@@ -295,7 +294,7 @@ class _Session:
                 is_cut_off=isinstance(cause, PeerUnavailableError),
             )
         except BaseException as error:
-            return Raised(portable(error))
+            return pack_exception(error, self._world)
         finally:
             phases.reached(phases.IDLE)
 
@@ -337,18 +336,3 @@ class _Code:
         self.is_loaded = False
         self.function: Any = None
         self.captured: list[Any] = []
-
-
-def portable(error: BaseException) -> BaseException:
-    """``error`` with the worker's traceback as a note, if it survives the way to the coordinator; else its text in an
-    error that does."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        if not isinstance(error, Exception):  # sys.exit() in a function is not to end the coordinator
-            raise TypeError
-        copy: BaseException = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copy = FunctionError(f"{type(error).__name__}: {error}")
-    if hasattr(copy, "add_note"):
-        copy.add_note(f"on the worker:\n{text}")
-    return copy
