@@ -190,6 +190,43 @@ def test_nobody_outlives_a_launcher_that_is_killed(who_else: str) -> None:
             wait_until(lambda pid=pid: is_gone(pid), f"the end of {pid}")  # type: ignore[misc]
 
 
+WOKEN = textwrap.dedent(
+    """
+    import os, signal, sys, threading
+    import torchstrat as ts
+    from torchstrat.launch import LocalCluster
+
+    with LocalCluster(1, 1, restart=False) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver)
+        coordinator = ts.ClusterCoordinator(strategy)
+        given_up, tell = threading.Event(), strategy._job.on_worker_lost
+        strategy._job.on_worker_lost = lambda *lost: (tell(*lost), given_up.set())
+        worker = cluster.process("worker", 0).pid
+        assert coordinator.schedule(os.getpid).get(timeout=60) == worker
+        os.kill(worker, signal.SIGSTOP)
+        given_up.wait()
+        os.kill(worker, signal.SIGCONT)
+        again = coordinator.schedule(lambda: (os.getpid(), sys.argv[1:])).get(timeout=60)
+        assert again[0] == worker and again[1][-4:] == ["--job", "worker", "--index", "0"], again
+        print(cluster._reaper._process.pid, worker, flush=True)
+        sys.stdin.read()
+    """
+)
+
+
+def test_who_was_given_up_starts_itself_again_and_ends_with_the_launcher() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WOKEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        line = next(one for one in launcher.stdout if re.fullmatch(r"[\d ]+\n", one))
+        reaper, worker = map(int, line.split())
+        assert "-m torchstrat.server" in command_of(worker)
+        os.kill(reaper, signal.SIGKILL)
+        launcher.kill()
+        wait_until(lambda: is_gone(worker), "the end of the worker")
+
+
 def test_who_stops_at_once_does_not_wait_for_the_imports() -> None:
     with LocalCluster(1, 1, env=QUIET) as cluster:
         (server,) = cluster._fork_server._servers  # type: ignore[union-attr]

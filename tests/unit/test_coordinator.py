@@ -395,7 +395,7 @@ def raise_unpicklable() -> None:
         (bad, KeyError, "bad"),
         (lambda: 1 / 0, ZeroDivisionError, "division"),
         (lambda: torch.tensor(1) // torch.tensor(0), RuntimeError, "ZeroDivisionError"),
-        (raise_unpicklable, FunctionError, "UnpicklableError: 1 and 2"),
+        (raise_unpicklable, UnpicklableError, "1 and 2"),
         (lambda: exec("raise SystemExit(3)"), FunctionError, "SystemExit: 3"),
         (lambda: next(iter(())), OutOfRangeError, "no more batches"),
     ],

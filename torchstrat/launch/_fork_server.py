@@ -81,6 +81,8 @@ def _become(request: dict[str, Any], descriptors: list[int], life: int) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[1:] = request["arguments"]
+    # For one that has to start itself again: as `subprocess` would have started it.
+    sys.orig_argv[:] = [sys.executable, "-m", "torchstrat.server", *request["arguments"]]
     random.seed()
     np.random.seed()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, request["name"].encode()[:15], 0, 0, 0)
@@ -91,6 +93,7 @@ def _die_with(life: int) -> None:
     """Have the kernel kill this process at the end of that pipe. The usual way, PR_SET_PDEATHSIG, looks at the parent,
     which is the fork server and may end before."""
     own = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK)  # whom it signals is said of an opening
+    os.set_inheritable(own, True)  # also after it has started itself again
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)

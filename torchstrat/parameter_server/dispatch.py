@@ -87,9 +87,13 @@ PLAIN_RESULTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The function raised ``error``, or its result could not be sent."""
+    """The function raised ``error``, or its result could not be sent.
+
+    ``packed``: what was raised, where it cannot be pickled as it is; ``error`` then says what it said.
+    """
 
     error: BaseException
+    packed: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ from torchstrat.parameter_server.scheduler_events import (
 )
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.travel.closures import Packed
+from torchstrat.parameter_server.travel.exceptions import unpack_exception
 
 __all__ = ["Dispatcher", "Work"]
 
@@ -575,7 +576,7 @@ class Dispatcher:
             if isinstance(outcome, ServerGone):
                 self._job.server_gone(peer, outcome, then=partial(self._failed_without_server, peer, function, outcome))
             else:
-                events.append(Failed(*_names(peer), function, outcome.error))
+                events.append(Failed(*_names(peer), function, unpack_exception(outcome, self._unpack)))
         results: Sequence[Any] = report.results
         if Packed in map(type, results):
             results, faults = self._unpacked(report)

@@ -483,14 +483,12 @@ class Job:
                 optimizer.state.pop(tensor, None)
 
     def push_optimizer(self, optimizer: Optimizer) -> None:
-        """Give the servers the state that the coordinator's object holds."""
+        """Give the servers the state that the coordinator's object holds: none, where it holds none."""
         number = self._number_of(optimizer)
         by_server: dict[int, dict[ShardKey, StateOfShard]] = defaultdict(dict)
         for tensor, spec in self._specs_of(optimizer).items():
-            state = optimizer.state.get(tensor)
-            if state:
-                for shard, part in enumerate(split_state(spec, state)):
-                    by_server[spec.shards[shard].server][spec.number, shard] = part
+            for shard, part in enumerate(split_state(spec, optimizer.state.get(tensor) or {})):
+                by_server[spec.shards[shard].server][spec.number, shard] = part
         self.servers.ask("ps.load_optimizer_state", {server: (number, states) for server, states in by_server.items()})
         self.push_options(optimizer)
 

@@ -250,13 +250,13 @@ class VariableStore:
         return found if keys is None else {key: found[key] for key in keys if key in found}
 
     def load_optimizer_state(self, optimizer: int, states: Mapping[ShardKey, StateOfShard]) -> None:
-        """Replace the state of these shards; others keep theirs. All or none."""
+        """Replace the state of these shards, an empty one by none; others keep theirs. All or none."""
         self._optimizer(optimizer)
         with self._locked(key[0] for key in states) as shards:
             for key in states:
                 shards.require(key)
             for key, state in states.items():
-                shards.put_state(key, optimizer, _copy(state))
+                shards.put_state(key, optimizer, _copy(state) or None)
 
     def optimizer_options(self, optimizer: int) -> list[dict[str, Any]]:
         """By parameter group, the hyperparameters that steps have set here; of most optimizers none."""

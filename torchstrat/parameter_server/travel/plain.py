@@ -19,6 +19,11 @@ are_atoms: Callable[[Iterable[type]], bool] = ATOMS.issuperset
 """Whether all of some types are atoms."""
 
 
+def is_fixed(value: Any) -> bool:
+    """Whether ``value`` is an atom or a tuple of atoms: what cannot change and stay the same object."""
+    return type(value) in ATOMS or (type(value) is tuple and are_atoms(map(type, value)))
+
+
 def is_plain(value: Any, depth: int = _DEPTH) -> bool:
     """Whether ``value`` is an atom, or a list, tuple or dict of plain values; not deeper than a few levels."""
     kind = type(value)

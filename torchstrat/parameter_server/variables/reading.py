@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchstrat.parameter_server.travel.plain import ATOMS, are_atoms
+from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.variables import VariableRegistry
 
@@ -68,9 +68,5 @@ class Reading:
             marks += map(id, group["params"])
             values = [value for name, value in group.items() if name != "params"]
             kept += values
-            if not are_atoms(map(type, values)) and not all(map(_is_fixed, values)):
+            if not are_atoms(map(type, values)) and not all(map(is_fixed, values)):
                 self._is_comparable = False  # a tensor, or a list: it may change and stay the same object
-
-
-def _is_fixed(value: Any) -> bool:
-    return type(value) in ATOMS or (type(value) is tuple and are_atoms(map(type, value)))

@@ -13,7 +13,7 @@ from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
 from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same
 
 Edit = tuple[VariableSpec, EditName, torch.Tensor, None]
 
@@ -235,7 +235,7 @@ class Copies:
                 continue
             spec = self._specs[number]
             current = self._buffer(spec).detach()
-            if torch.equal(current, reference):
+            if is_same(current, reference):
                 continue
             if current.is_floating_point() or current.is_complex() or current.dtype == torch.bool:
                 edits.append((spec, "assign", current, None))

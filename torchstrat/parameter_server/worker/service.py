@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import pickle
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.devices import local_devices, torch_device
@@ -39,6 +36,7 @@ from torchstrat.parameter_server.dispatch import (
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.travel.closures import Packed, pack_result, unpack
+from torchstrat.parameter_server.travel.exceptions import pack_exception
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
@@ -50,6 +48,7 @@ from torchstrat.parameter_server.worker.function_thread import FunctionThread
 from torchstrat.parameter_server.worker.outcomes import Outcomes
 from torchstrat.parameter_server.worker.resources import Resources
 from torchstrat.parameter_server.worker.run import Executor, FunctionRun, current_run
+from torchstrat.parameter_server.worker.settings import Settings
 from torchstrat.parameter_server.worker.steps import StepHook
 
 SERVER_TIMEOUT_SECONDS = 60.0
@@ -221,7 +220,8 @@ class _Session:
         self._resources = Resources(self._build)
         self._kept_codes = Recent(KEPT_CODES)
         self._codes: list[_Code] = []  # of the batch
-        self._settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
+        self._settings = Settings(self._world, self._copies.tensor_of)
+        self._new_settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
         self._rested = True  # the next function comes after a rest
         self._trouble: BaseException | None = None  # with what a batch brought, for the next function to raise
         self._executor = Executor(self._strategy, self._copies, self._number_of)
@@ -235,8 +235,8 @@ class _Session:
                 self._kept_codes.add(digest, _Code(packed))
         self._codes = [self._kept_codes.use(digest) for digest, _ in batch.codes]
         # Of settings that did not come into force in the last batch, the newest hold now.
-        waiting = [(0, options, modes) for _, options, modes in reversed(self._settings)]
-        self._settings = [*waiting, *batch.settings][::-1]
+        waiting = [(0, options, modes) for _, options, modes in reversed(self._new_settings)]
+        self._new_settings = [*waiting, *batch.settings][::-1]
         try:
             self._learn(batch)
         except BaseException as error:
@@ -257,15 +257,15 @@ class _Session:
         """Bring into force what the function at this place of the batch was scheduled with."""
         options: Options | None = None
         modes: Modes | None = None
-        while self._settings and self._settings[-1][0] <= place:
-            _, new_options, new_modes = self._settings.pop()
+        while self._new_settings and self._new_settings[-1][0] <= place:
+            _, new_options, new_modes = self._new_settings.pop()
             options = options if new_options is None else new_options
             modes = modes if new_modes is None else new_modes
         try:
             if options is not None:
-                self._set_options(options)
+                self._settings.set_options(options)
             if modes is not None:
-                self._set_modes(modes)
+                self._settings.set_modes(modes)
         except BaseException as error:
             self._trouble = error
 
@@ -279,7 +279,10 @@ class _Session:
                 raise trouble
             run = FunctionRun(function, self._incarnation, self._index)
             rested, self._rested = self._rested, False
-            result = self._executor.call(run, lambda: self._load(self._codes[code], arguments), seed, rested=rested)
+            try:
+                result = self._executor.call(run, lambda: self._load(self._codes[code], arguments), seed, rested=rested)
+            finally:
+                self._settings.put_back()
             return result if type(result) in PLAIN_RESULTS else pack_result(result, self._world)
         except ParameterServerUnavailable as error:
             index, cause = error.task.index, error.__cause__
@@ -291,7 +294,7 @@ class _Session:
                 is_cut_off=isinstance(cause, PeerUnavailableError),
             )
         except BaseException as error:
-            return Raised(portable(error))
+            return pack_exception(error, self._world)
         finally:
             phases.reached(phases.IDLE)
 
@@ -311,24 +314,6 @@ class _Session:
 
     def _captured(self, tokens: Iterable[Any]) -> list[Any]:
         return [self._world.resolve(token) for token in tokens]
-
-    def _set_options(self, options: Options) -> None:
-        for number, groups in options.items():
-            if self._world.knows(("helper", number)):
-                optimizer = self._world.resolve(("helper", number))
-                for values in groups[len(optimizer.param_groups) :]:
-                    optimizer.param_groups.append({"params": [self._copies.tensor_of(n) for n in values["params"]]})
-                for group, values in zip(optimizer.param_groups, groups, strict=True):
-                    group.update({name: value for name, value in values.items() if name != "params"})
-
-    def _set_modes(self, modes: Modes) -> None:
-        for token, flag in modes.items():
-            if self._world.knows(token):
-                captured = self._world.resolve(token)
-                if isinstance(captured, nn.Module):
-                    captured.training = flag
-                else:
-                    captured.requires_grad_(flag)
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
         token = self._world.token_of(optimizer)
@@ -351,18 +336,3 @@ class _Code:
         self.is_loaded = False
         self.function: Any = None
         self.captured: list[Any] = []
-
-
-def portable(error: BaseException) -> BaseException:
-    """``error`` with the worker's traceback as a note, if it survives the way to the coordinator; else its text in an
-    error that does."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        if not isinstance(error, Exception):  # sys.exit() in a function is not to end the coordinator
-            raise TypeError
-        copy: BaseException = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copy = FunctionError(f"{type(error).__name__}: {error}")
-    if hasattr(copy, "add_note"):
-        copy.add_note(f"on the worker:\n{text}")
-    return copy

@@ -1,0 +1,132 @@
+"""What the coordinator owns and a function may change for itself: modes, `requires_grad`, and hyperparameters."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchstrat.parameter_server.dispatch import Modes, Options
+from torchstrat.parameter_server.travel.plain import is_fixed
+from torchstrat.parameter_server.travel.world import World
+
+
+class Settings:
+    """In force on this worker: those of the function that runs, as they were when it was scheduled.
+
+    What the function itself changes holds until it ends and is then put back, so that the next one does not depend on
+    which functions ran on the same worker before.
+    """
+
+    def __init__(self, world: World, tensor_of: Callable[[int], torch.Tensor]) -> None:
+        self._world = world
+        self._tensor_of = tensor_of
+        self._modules: list[tuple[nn.Module, bool]] = []
+        self._parameters: list[tuple[torch.Tensor, bool]] = []
+        self._groups: dict[int, list[_Group]] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+        self._warned: set[str] = set()
+
+    def set_options(self, options: Options) -> None:
+        for number, groups in options.items():
+            if self._world.knows(("helper", number)):
+                optimizer = self._optimizers[number] = self._world.resolve(("helper", number))
+                for values in groups[len(optimizer.param_groups) :]:
+                    optimizer.param_groups.append({"params": [self._tensor_of(n) for n in values["params"]]})
+                kept = zip(optimizer.param_groups, groups, strict=True)
+                self._groups[number] = [_Group(group, values) for group, values in kept]
+        for gone in self._groups.keys() - options.keys():
+            del self._groups[gone], self._optimizers[gone]
+
+    def set_modes(self, modes: Modes) -> None:
+        self._modules, self._parameters = [], []
+        for token, flag in modes.items():
+            if self._world.knows(token):
+                captured = self._world.resolve(token)
+                if isinstance(captured, nn.Module):
+                    self._modules.append((captured, flag))
+                else:
+                    self._parameters.append((captured, flag))
+        self._put_back_modes()
+
+    def put_back(self) -> None:
+        """After a function, whether it returned or raised."""
+        takes_gradients = self._put_back_modes()
+        if takes_gradients:
+            self._warn("requires_grad", f"{takes_gradients} parameters to take gradients, or not to")
+        for number, optimizer in self._optimizers.items():
+            self._put_back_groups(optimizer, self._groups[number])
+
+    def _put_back_modes(self) -> int:
+        """How many parameters had changed."""
+        for module, flag in self._modules:
+            if module.training is not flag:
+                module.training = flag
+        changed = [(tensor, flag) for tensor, flag in self._parameters if tensor.requires_grad is not flag]
+        for tensor, flag in changed:
+            tensor.requires_grad_(flag)
+        return len(changed)
+
+    def _put_back_groups(self, optimizer: Optimizer, kept: list[_Group]) -> None:
+        groups = optimizer.param_groups
+        if len(groups) == len(kept) and all(map(_Group.is_as_scheduled, kept, groups)):
+            return
+        for place, (own, group) in enumerate(zip(kept, groups, strict=False)):
+            for name, was, now in own.changes(group):
+                self._warn("rate", f"{name} of group {place} of {type(optimizer).__name__} from {was!r} to {now!r}")
+        groups[:] = [own.put_back() for own in kept]
+
+    def _warn(self, kind: str, what: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(
+                f"a scheduled function set {what}. That holds until the function ends: the next one has what the "
+                "coordinator's objects had when it was scheduled. Set it on the coordinator, before "
+                "coordinator.schedule, or in each function. (Further changes are not warned of.)",
+                stacklevel=2,
+            )
+
+
+class _Group:
+    """One parameter group of this worker's optimizer, and what the coordinator wants in it."""
+
+    def __init__(self, group: dict[str, Any], values: Mapping[str, Any]) -> None:
+        self._group = group
+        self._params = list(group["params"])
+        self._values = {name: value for name, value in values.items() if name != "params"}
+        self._fixed = {name: value for name, value in self._values.items() if is_fixed(value)}
+        self._written = self._values.keys() - self._fixed.keys()
+        """What a function can write to without putting another object there: copies of it are in force."""
+        self.put_back()
+
+    def is_as_scheduled(self, group: Mapping[str, Any]) -> bool:
+        if group is not self._group or len(group) != len(self._values) + 1:  # load_state_dict() makes new ones
+            return False
+        for name, value in self._fixed.items():
+            if group.get(name) is not value:
+                return False
+        return len(group["params"]) == len(self._params) and not (self._written and self.changes(group))
+
+    def changes(self, group: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """Name, value as scheduled, and value now."""
+        now = {name: group.get(name) for name in self._values}
+        return [(name, was, now[name]) for name, was in self._values.items() if not _is_equal(was, now[name])]
+
+    def put_back(self) -> dict[str, Any]:
+        group = self._group
+        group.clear()
+        group["params"] = list(self._params)
+        group.update(self._fixed)
+        group.update((name, copy.deepcopy(self._values[name])) for name in self._written)
+        return group
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
