@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.ps_worlds import Job
 
+from tests.unit.ps_worlds import Job
 from torchstrat.errors import FunctionError
 from torchstrat.parameter_server.travel.exceptions import pack_exception, unpack_exception
 from torchstrat.parameter_server.wire import payloads
@@ -45,7 +45,7 @@ def come_home(error: BaseException) -> BaseException:
 
 
 def test_a_class_of_the_script_comes_back_as_itself(script: Any) -> None:
-    with pytest.raises(script.BadShard, match="^shard 7: no rows") as caught:
+    with pytest.raises(script.BadShard, match=r"^shard 7: no rows") as caught:
         raise come_home(script.BadShard(7))
     assert str(caught.value) == "shard 7: no rows"
     assert (caught.value.shard, caught.value.reason) == (7, "no rows")
@@ -58,7 +58,7 @@ def test_what_a_builtin_keeps_in_c_comes_along(script: Any) -> None:
     assert (error.errno, error.filename, error.shard) == (2, "shard-3", 3)
 
 
-class Doubled(Exception):
+class Doubled(Exception):  # noqa: N818  # a name as scripts have them
     """Can be imported everywhere; made again by its arguments it says something else."""
 
     def __init__(self, name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.errors import ReplicaDivergenceError
 
-_WIDTH = 10
+_WIDTH = 12
 _PADDING = (0.0,) * (_WIDTH - 1)
 
 
@@ -46,7 +46,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()) -> list[list[float]]:
-    """Meet the other ranks in ``call``; the numbers each brought (at most 9), by rank.
+    """Meet the other ranks in ``call``; the numbers each brought (at most 11), by rank.
 
     ``call`` must be equal on all ranks, up to the last letter; the count of numbers belongs to the call. Raises
     `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.

@@ -62,7 +62,7 @@ def level(communicator: Communicator, tensors: Sequence[torch.Tensor], known: Co
     mine: list[Rows] = []
     for number, before in own.items():
         rows = scaled_rows(tensors[number], before, is_known=number in known)
-        if len(rows):
+        if len(rows) or len(scaled_rows(before, tensors[number], is_known=number in known)):  # or the first rank's own
             mine.append((number, rows.cpu(), before[rows].cpu()))
     everyone = communicator.all_gather_object(mine, call)
     put_rows(tensors, everyone)
