@@ -314,3 +314,12 @@ def _of_checkpoints(name: str) -> Any:
     import torch.distributed.checkpoint.filesystem  # noqa: F401
 
     return look_up(f"distributed.checkpoint.filesystem.{name}")
+
+
+_loader_iterator = look_up("utils.data.DataLoader._get_iterator")
+
+
+def iterates_as_torch_does(loader: torch.utils.data.DataLoader[Any]) -> bool:
+    """Whether what a loader hands out follows from its settings; a subclass may have an iterator of its own."""
+    kind = type(loader)
+    return kind.__iter__ is torch.utils.data.DataLoader.__iter__ and kind._get_iterator is _loader_iterator

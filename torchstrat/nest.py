@@ -6,15 +6,21 @@ A *leaf* is everything that is not one of those containers. `torch.utils._pytree
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torchstrat.errors import WrongTypeError
+
 Nest = Any
 
 
-# Of types. Every run asks for every argument, and an abstract class takes long to answer.
-_is_container: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, (list, tuple, Mapping)))
+# Of types. Every run asks for every argument, and an abstract class takes long to answer. OmegaConf's containers hold
+# no tensors, and raise where they are opened at a value that is still missing: they are passed whole.
+_is_container: Callable[[Any], bool] = functools.lru_cache(1024)(
+    lambda kind: issubclass(kind, (list, tuple, Mapping)) and kind.__module__.partition(".")[0] != "omegaconf"
+)
 _is_mapping: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, Mapping))
 
 
@@ -34,16 +40,41 @@ def _values(value: Nest) -> list[Nest]:
 
 
 def rebuild(like: Nest, values: list[Nest]) -> Nest:
-    """A container of the kind of ``like`` (same keys, same named tuple class) holding ``values``."""
+    """A container of the kind of ``like`` (same keys, same attributes, same class) holding ``values``.
+
+    Raises:
+        WrongTypeError: its class cannot be copied, or its copy does not take other values.
+    """
+    if type(like) is dict:
+        return dict(zip(like, values, strict=True))
     if _is_mapping(type(like)):
-        pairs = zip(like, values, strict=True)
-        try:
-            return type(like)(pairs)
-        except TypeError:  # a defaultdict's first argument is its factory; a foreign mapping may take none
-            return dict(pairs) if not hasattr(like, "default_factory") else dict(zip(like, values, strict=True))
+        return _rebuild_mapping(like, values)
     if isinstance(like, tuple):
-        return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+        return like._make(values) if hasattr(like, "_make") else _rebuild_tuple(like, values)
     return list(values)
+
+
+def _rebuild_mapping(like: Mapping[Any, Any], values: list[Nest]) -> Nest:
+    """By its own protocol, for its constructor may take anything: a copy, whose entries are replaced."""
+    if not hasattr(like, "__setitem__"):  # it is read only, as a proxy of a dict is
+        return dict(zip(like, values, strict=True))
+    try:
+        made: Any = copy.copy(like)
+        for key, value in zip(like, values, strict=True):
+            made[key] = value
+    except Exception as error:
+        raise WrongTypeError(
+            f"a {type(like).__qualname__} cannot be handed to replicas: a copy of it does not take their values "
+            f"({type(error).__name__}: {error}). Pass a plain dict, or let its class have __copy__ and __setitem__."
+        ) from error
+    return made
+
+
+def _rebuild_tuple(like: tuple[Any, ...], values: list[Nest]) -> Nest:
+    try:
+        return type(like)(values)
+    except TypeError:  # torch.Size, which holds numbers only
+        return tuple(values)
 
 
 def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchstrat import nest
 from torchstrat.values import DistributedValues
 from torchstrat.variable.tensor_like import TensorLike
 
@@ -162,7 +163,7 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
         reached.generators.append(value)
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         yield from itertools.islice(value, _MAX_MEMBERS)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and nest.is_nested(value):  # which OmegaConf's are not: they hold no tensors
         yield from itertools.islice(value.values(), _MAX_MEMBERS)
     elif callable(value) and not isinstance(value, types.ModuleType):
         yield from _from_callable(value)

@@ -131,7 +131,8 @@ def test_an_error_arrives_in_its_turn_with_its_traceback(buffer: int) -> None:
     with pytest.raises(KeyError, match="batch 2") as caught:
         next(iterator)
     assert 'raise KeyError(f"batch {index}")' in "".join(traceback.format_tb(caught.tb))
-    assert next(iterator, None) is None
+    with pytest.raises(KeyError, match="batch 2"):
+        next(iterator, None)
     assert not prefetch_threads()
 
 

@@ -184,7 +184,8 @@ class DistributedIterator:
     """One pass over a `DistributedDataset`. Not for several threads at once.
 
     Reading ahead stops, and its thread ends, at the end of the data, on an error, on `close`, and when the iterator is
-    garbage collected, so a loop may simply be left.
+    garbage collected, so a loop may simply be left. After an error, such as of a row that cannot be read, every further
+    call raises it again: the rows behind it are not at hand, and a loop that goes on shall not take that for the end.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class DistributedIterator:
         self._feed = feed
         self._position = 0
         self._ended = False
+        self._error: Exception | None = None
         self._reading = feed.open(going_on)
         self._progress = Progress(self._reading.standing, self._reading.pipelines)
         self._agreement: StepAgreement | None = None
@@ -257,11 +259,14 @@ class DistributedIterator:
 
     def _take(self, call: str) -> Step | None:
         _require_outside_replicas(self._strategy, call)
+        if self._error is not None:  # not the end of the data: who caught it would believe that all has been seen
+            raise self._error
         if self._ended:
             return None
         try:
             step = self._advance()
         except BaseException as error:
+            self._error = error if isinstance(error, Exception) else None
             self.close()
             if self._layout.peers is not None:
                 self._layout.peers.report_failure(f"its input failed in {call}: {type(error).__name__}: {error}")

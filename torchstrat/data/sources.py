@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchstrat import nest
+from torchstrat._torch_private import iterates_as_torch_does
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.data import rows, spec
 from torchstrat.data.datasets import ArrayDataset
@@ -365,7 +366,7 @@ def make_source(dataset: Any) -> Source:
         raise InvalidArgumentError(
             "the dataset is None; give a DataLoader, a Dataset, arrays or an iterable of batches."
         )
-    if isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__:
+    if isinstance(dataset, DataLoader) and iterates_as_torch_does(dataset):
         return LoaderSource(dataset)
     if isinstance(dataset, Pipeline):
         return PipelineSource(dataset)
