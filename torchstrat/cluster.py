@@ -178,7 +178,7 @@ def read_tf_config(environ: Environment | None = None) -> TFConfig:
             cluster=_cluster(content.get("cluster", {})),
             task_type=_text("task.type", task["type"]) if "type" in task else None,
             task_id=_index(task["index"]) if "index" in task else None,
-            rpc_layer=_text("rpc_layer", content["rpc_layer"]) if "rpc_layer" in content else None,
+            rpc_layer=_text("rpc_layer", content["rpc_layer"]) if content.get("rpc_layer") is not None else None,
             session_master=_text("session_master", content["session_master"]) if "session_master" in content else None,
         )
     )

@@ -286,3 +286,8 @@ def test_a_session_master_goes_before_everything() -> None:
 def test_exported_names_exist_and_are_listed() -> None:
     assert cluster_resolver.__all__ == sorted(cluster_resolver.__all__)
     assert all(hasattr(cluster_resolver, name) for name in cluster_resolver.__all__)
+
+
+def test_a_layer_that_is_null_is_none() -> None:
+    environ = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "rpc_layer": None})}
+    assert TFConfigClusterResolver(environ=environ).rpc_layer is None
