@@ -56,6 +56,9 @@ look_up("Tensor._backward_hooks"), look_up("Tensor._post_accumulate_grad_hooks")
 current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
 """A number for the backward pass that is now running on this thread; nested passes have their own. -1 outside."""
 
+EXTRA_STATE: str = look_up("nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
+"""The last part of the name under which ``state_dict()`` has what `Module.get_extra_state` returns."""
+
 function_mode_stack: Callable[[], list[Any]] = look_up("overrides._get_current_function_mode_stack")
 dispatch_mode_stack: Callable[[], list[Any]] = look_up("utils._python_dispatch._get_current_dispatch_mode_stack")
 

@@ -228,6 +228,7 @@ def _restore(
         reads.extend(_compared(stored, items))
         reads.append(job_state.reads(stored, objects, servers, processes.rank))
         values.extend(read(stored, [want for one in reads for want in one.wants]))
+        _require_fit(stored, [problem for one, of_it in _by_item(reads, values) for problem in one.problems(of_it)])
         if servers is not None:
             slots = [slot for one in reads for slot in one.slots]
             states = [state for one in reads for state in one.states]
@@ -236,17 +237,26 @@ def _restore(
     processes.attempt(look, f"restoring {target}")
     if restoring is not None:
         restoring.adopt()
+    for one, of_it in _by_item(reads, values):
+        one.put(of_it)
+
+
+def _by_item(reads: list[Reads], values: list[Any]) -> Iterator[tuple[Reads, list[Any]]]:
     first = 0
     for one in reads:
-        one.put(values[first : first + len(one.wants)])
+        yield one, values[first : first + len(one.wants)]
         first += len(one.wants)
 
 
 def _compared(stored: Stored, items: list[Item]) -> list[Reads]:
     problems: list[str] = []
     reads = [item.reads(stored, problems) for item in items]
+    _require_fit(stored, problems)
+    return reads
+
+
+def _require_fit(stored: Stored, problems: list[str]) -> None:
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS])
         more = f"\n  and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
         raise InvalidArgumentError(f"{stored.folder} does not fit this program; nothing was changed:{shown}{more}")
-    return reads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import mmap
 import os
 import uuid
@@ -17,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat.checkpoint import disk
-from torchstrat.checkpoint.pieces import Path, Piece, key_of, unflatten
+from torchstrat.checkpoint.module_state import Versions, versions_path, with_versions
+from torchstrat.checkpoint.pieces import Path, Piece, is_block, key_of, unflatten
 from torchstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from torchstrat.checkpoint import safetensors_file
     from torchstrat.checkpoint.reading import Stored
 
 _FORMATS = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".safetensors": "safetensors"}
@@ -33,6 +36,13 @@ class _Slot:
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Held(_Slot):
+    """One that is there already."""
+
+    value: torch.Tensor
 
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, format: str | None = None) -> File:  # noqa: A002  # as numpy and pandas call it
@@ -50,7 +60,8 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, fo
         format: ``"pt"``, for ``torch.load``: for every object of the checkpoint, under its name, what its
             ``state_dict()`` was; optimizers with numbered parameters, as PyTorch has them. Or ``"safetensors"``: all
             tensors under flat names (``model.head.weight``, ``optimizer.state.head.weight.exp_avg``) and no other
-            values; objects that are more than tensors are left out, but for optimizers. None: by the suffix of ``out``.
+            values; objects that are more than tensors are left out, but for modules and optimizers. Of a module, extra
+            state that is no tensor is left out with a warning. None: by the suffix of ``out``.
 
     Random numbers and counters of the job are left out; so are values of classes that ``torch.load(weights_only=True)``
     does not know, with a warning that names them. One tensor at a time is in memory. In a .pt file the checksums that
@@ -70,13 +81,14 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, fo
     if target.is_dir():
         raise InvalidArgumentError(f"{target} is a folder; consolidate writes a file, such as {target / 'model.pt'}.")
     tree = _tree_of(stored)
+    versions = _versions_of(stored)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _appears_whole(target) as unfinished:
             if kind == "pt":
-                _write_pt(unfinished, stored, _plain_only(tree, ()))
+                _write_pt(unfinished, stored, _plain_only(tree, ()), versions)
             else:
-                _write_safetensors(unfinished, stored, tree)
+                _write_safetensors(unfinished, stored, tree, versions)
     except OSError as error:
         raise InvalidArgumentError(f"{target} cannot be written: {error}") from error
     return target
@@ -117,6 +129,13 @@ def _tree_of(stored: Stored) -> dict[str, Any]:
     from torchstrat.checkpoint import job_state
 
     return {name: _object_of(stored, name) for name in names if name != job_state.NAME}
+
+
+def _versions_of(stored: Stored) -> dict[str, Versions]:
+    """Of modules, by the names of objects: what a ``state_dict()`` has as ``_metadata``, as far as JSON knows it."""
+    paths = [path for path in stored.paths.values() if path[:2] == versions_path("")[:2]]
+    read = stored.read([(Piece(path, ()), None) for path in paths])
+    return {str(path[2]): json.loads(json.dumps(found, default=str)) for path, found in zip(paths, read, strict=True)}
 
 
 def _object_of(stored: Stored, name: str) -> Any:
@@ -204,11 +223,12 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _write_pt(file: File, stored: Stored, tree: Any) -> None:
+def _write_pt(file: File, stored: Stored, tree: Any, versions: Mapping[str, Versions]) -> None:
     """First the file with holes where the numbers go, then these, through a mapping of it. The tensors that stand for
     them have addresses and no memory: nobody writes to theirs."""
     with torch.serialization.skip_data():
-        torch.save(_with_tensors(tree), file)
+        whole = {name: with_versions(one, versions.get(name)) for name, one in _with_tensors(tree).items()}
+        torch.save(whole, file)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(file, mmap=True, weights_only=True)
     _fill(stored, tree, mapped)
@@ -235,20 +255,45 @@ def _fill(stored: Stored, tree: Any, mapped: Any) -> None:
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
 
-def _write_safetensors(file: File, stored: Stored, tree: Mapping[str, Any]) -> None:
+def _write_safetensors(file: File, stored: Stored, tree: Mapping[str, Any], versions: Mapping[str, Versions]) -> None:
     from torchstrat.checkpoint import safetensors_file
 
-    slots = [slot for name, one in tree.items() if _is_tensors(one) for slot in _slots(one)]
-    described = {
-        key_of(slot.path): safetensors_file.Described(slot.shape, slot.dtype, partial(_blocks, stored, slot))
-        for slot in slots
-    }
+    described = {}
+    for name, one in tree.items():
+        if name in versions:
+            one = _tensors_only(name, one)
+        if _is_tensors(one):
+            described.update({key_of(slot.path): _described(stored, slot) for slot in _slots(one)})
     with file.open("xb") as stream:
-        safetensors_file.write(stream, described)
+        safetensors_file.write(stream, described, {name: one for name, one in versions.items() if name in tree})
+
+
+def _tensors_only(name: str, module: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a module; what is left out is what its extra state is, which most programs can do without."""
+    left_out = [
+        f"{name}.{key}" for key, value in module.items() if not isinstance(value, _Slot) and not is_block(value)
+    ]
+    if left_out:
+        warnings.warn(
+            f"{', '.join(left_out[:6])}{', …' if len(left_out) > 6 else ''}: left out, since safetensors has dense "
+            "tensors only; a .pt file has all of it.",
+            stacklevel=2,
+        )
+    return {
+        key: _Held((name, key), tuple(value.shape), value.dtype, value) if is_block(value) else value
+        for key, value in module.items()
+        if isinstance(value, _Slot) or is_block(value)
+    }
+
+
+def _described(stored: Stored, slot: _Slot) -> safetensors_file.Described:
+    from torchstrat.checkpoint import safetensors_file
+
+    return safetensors_file.Described(slot.shape, slot.dtype, partial(_blocks, stored, slot))
 
 
 def _blocks(stored: Stored, slot: _Slot) -> Iterator[torch.Tensor]:
-    yield _read(stored, slot)
+    yield slot.value if isinstance(slot, _Held) else _read(stored, slot)
 
 
 def _is_tensors(tree: Any) -> bool:

@@ -14,8 +14,9 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path as File
 from typing import IO, Any, Protocol, cast
 
@@ -73,6 +74,25 @@ class EntryFile:
         dtype = str(source.dtype).removeprefix("torch.")
         place = {"shape": piece.shape, "dtype": dtype, "first": piece.start + first, "rows": stop - first}
         self._end(piece.path, len(before), **place)
+
+    def add_again(self, piece: Piece, like: Sequence[Entry]) -> None:
+        """Write blocks that this file has already once more, for a tensor of two names."""
+        ends = list(accumulate((entry.bytes for entry in self._entries), initial=0))
+        for entry in like:
+            self._begin(f"rows {entry.first} to {entry.first + entry.rows} of {piece.key}")
+            begin = ends[self._entries.index(entry)]
+            with self._naming(), self._file.path.open("rb") as stream:
+                stream.seek(begin)
+                left = entry.bytes
+                while left and (data := stream.read(min(left, STEP_BYTES))):
+                    self._write(data)
+                    left -= len(data)
+            place = {"shape": entry.shape, "dtype": entry.dtype, "first": entry.first, "rows": entry.rows}
+            self._end(piece.path, entry.start, **place)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries)
 
     def add_value(self, path: Path, value: Any) -> None:
         """Write anything else, pickled."""

@@ -21,7 +21,7 @@ import torch
 
 from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.entries import BlockSource, EntryFile
-from torchstrat.checkpoint.manifest import FileCheck, check_of
+from torchstrat.checkpoint.manifest import Entry, FileCheck, check_of
 from torchstrat.checkpoint.pieces import Path, Piece, key_of
 from torchstrat.checkpoint.reading import INDEX, Stored, read
 from torchstrat.errors import InvalidArgumentError
@@ -60,10 +60,17 @@ def write_part(
     try:
         for path, value in values:
             file.add_value(path, value)
+        written: dict[int, Sequence[Entry]] = {}  # by the source, whose rows come once
         for piece, tensor in tensors:
+            before = len(file.entries)
+            if id(tensor) in written:
+                file.add_again(piece, written[id(tensor)])
+                continue
             source = _Held(tensor.detach()) if isinstance(tensor, torch.Tensor) else tensor
             for first, stop in _blocks(source):
                 file.add_block(piece, source, first, stop)
+            if source is tensor:
+                written[id(tensor)] = file.entries[before:]
         return WrittenPart({name: file.finish()})
     finally:
         file.close()

@@ -14,7 +14,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchstrat.checkpoint.pieces import Path, Piece, flatten, unflatten
+from torchstrat.checkpoint.module_state import (
+    VERSIONS,
+    Versions,
+    assumed,
+    is_extra_state,
+    not_converted,
+    versions_of,
+    versions_path,
+    with_versions,
+)
+from torchstrat.checkpoint.pieces import OWN, Path, Piece, flatten, is_block, key_of, unflatten
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.shard_handles import handle_of
@@ -78,6 +88,8 @@ class Reads:
     slots: list[RemoteSlot] = field(default_factory=list)
     states: list[tuple[RemoteState, tuple[Path, ...]]] = field(default_factory=list)
     """With the paths of the entries that the checkpoint has."""
+    problems: Callable[[Sequence[Any]], list[str]] = lambda values: []
+    """What does not fit of the values that were read: what could not be seen before. Changes nothing."""
 
 
 class Item(Protocol):
@@ -108,7 +120,7 @@ def expect(stored: Stored, piece: Piece, dtype: torch.dtype | None, problems: li
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Part:
     """A tensor of a module, or a shard of a `ShardedVariable`. ``key``: in the module's state_dict; None: a shard."""
 
@@ -131,6 +143,7 @@ class TensorsItem:
         self._value = value
         self._servers = servers
         self._values: dict[Path, Any] = {}
+        self._versions: Versions | None = None
         self.parts: list[_Part] = []
         if isinstance(value, ShardedVariable):
             self._add_shards((name,), value)
@@ -150,6 +163,7 @@ class TensorsItem:
         shards = tuple(f"{path}.part_" for path in sharded)
         # A prefix: what is hooked to the outermost state_dict() of a module on parameter servers fetches all values.
         state = module.state_dict(prefix=f"{self.name}.", keep_vars=True)
+        self._versions = versions_of(state, self.name)
         for key, value in state.items():
             key = key.removeprefix(f"{self.name}.")
             if shards and key.startswith(shards):
@@ -158,7 +172,7 @@ class TensorsItem:
                 raise InvalidArgumentError(
                     f"{self.name}.{key} has no shape yet: run the lazy module once before it is saved or restored."
                 )
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            if is_block(value) and not is_extra_state(key):
                 self.parts.append(_Part(Piece((self.name, key), tuple(value.shape)), value, key))
             else:
                 self._values[self.name, key] = value
@@ -180,33 +194,95 @@ class TensorsItem:
         here = [part for part in self.parts if self._spec(part) is None]
         # Buffers may differ: each process has seen other rows.
         replicated = frozenset(part.piece.path for part in here if isinstance(part.holder, nn.Parameter | Variable))
-        return Writes([(part.piece, _read(part)) for part in here], list(self._values.items()), replicated)
+        values = [(path, _whole(value)) for path, value in self._values.items()]
+        if self._versions is not None:
+            values.append((versions_path(self.name), self._versions))
+        return Writes([(part.piece, _read(part)) for part in here], values, replicated)
 
     def reads(self, stored: Stored, problems: list[str]) -> Reads:
-        fits = [expect(stored, part.piece, _dtype(part.holder), problems) for part in self.parts]
-        fits += [expect(stored, Piece(path, ()), None, problems) for path in self._values]
-        known = {part.piece.key for part in self.parts} | {Piece(path, ()).key for path in self._values}
+        missing = self._under_other_names(stored)
+        parts = [part for part in self.parts if part not in missing]
+        fits = [expect(stored, part.piece, _dtype(part.holder), problems) for part in parts]
+        fits += [self._expect_value(stored, path, problems) for path in self._values]
+        known = {part.piece.key for part in self.parts} | {key_of(path) for path in self._values}
         problems += [
             f"{key} is in the checkpoint and not in the program" for key in stored.under(self.name).keys() - known
         ]
         if not all(fits):
             return Reads()
-        here = [part for part in self.parts if self._spec(part) is None]
+        versions = self._stored_versions(stored)
+        here = [part for part in parts if self._spec(part) is None]
+        if len(here) < len(parts) and self.is_module:
+            problems += not_converted(self.name, self._value, versions)
         wants: list[Want] = [(part.piece, part.rows) for part in here]
-        wants += [(Piece(path, ()), None) for path in self._values]
-        return Reads(wants, lambda values: self._put(here, values), self.remote_slots())
+        wants += [(Piece(path, stored.shape(key_of(path)) or ()), None) for path in self._values]
+        return Reads(
+            wants,
+            lambda values: self._put(here, missing, values, versions),
+            [slot for slot in self.remote_slots() if slot.piece.key in stored.paths],
+            problems=lambda values: self._compared(values[len(here) :]),
+        )
 
-    def _put(self, parts: Sequence[_Part], values: Sequence[Any]) -> None:
+    def _under_other_names(self, stored: Stored) -> dict[_Part, _Part]:
+        """The parts that the checkpoint does not have under their own name, each with one that is the same tensor."""
+        there = {id(part.holder): part for part in self.parts if part.piece.key in stored.paths}
+        return {
+            part: there[id(part.holder)]
+            for part in self.parts
+            if part.piece.key not in stored.paths and id(part.holder) in there
+        }
+
+    def _expect_value(self, stored: Stored, path: Path, problems: list[str]) -> bool:
+        piece = Piece(path, ())
+        if is_extra_state(str(path[-1])) and piece.key in stored.paths:
+            return True
+        return expect(stored, piece, None, problems)
+
+    def _stored_versions(self, stored: Stored) -> Versions | None:
+        path = versions_path(self.name)
+        if key_of(path) in stored.paths:
+            [found] = stored.read([(Piece(path, ()), None)])
+            return found  # type: ignore[no-any-return]
+        if self.is_module and any(path[1] != VERSIONS for path in stored.under(OWN).values()):
+            return assumed(self._value, self._versions, stored.folder)
+        return None
+
+    def _compared(self, values: Sequence[Any]) -> list[str]:
+        """Of tensors that are no blocks, whose shapes are known once they are read."""
+        problems = []
+        for (path, own), value in zip(self._values.items(), values, strict=True):
+            if isinstance(own, torch.Tensor) and not is_extra_state(str(path[-1])) and _kind(own) != _kind(value):
+                problems.append(f"{key_of(path)} is {_kind(value)} in the checkpoint and {_kind(own)} in the program")
+        return problems
+
+    def _put(
+        self, parts: Sequence[_Part], missing: Mapping[_Part, _Part], values: Sequence[Any], versions: Versions | None
+    ) -> None:
         of_module: dict[str, Any] = {}
         for part, value in zip(parts, values, strict=False):
             if part.key and isinstance(self._value, nn.Module):
                 of_module[part.key] = value
             else:
                 _write(part, value)
+        for part, other in missing.items():
+            if other.key in of_module and part.key:
+                of_module[part.key] = of_module[other.key]
         for path, value in zip(self._values, values[len(parts) :], strict=True):
             of_module[str(path[1])] = value
-        if of_module:
-            self._value.load_state_dict(of_module, strict=False)  # names have been compared already
+        if of_module:  # names have been compared already
+            self._value.load_state_dict(with_versions(of_module, versions), strict=False)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype} {tuple(value.shape)} ({str(value.layout).removeprefix('torch.')})"
+
+
+def _whole(value: Any) -> Any:
+    """With its numbers, where it stands for numbers elsewhere."""
+    elsewhere = whole_value_of(value) if isinstance(value, torch.Tensor) and value.is_meta else None
+    return value if elsewhere is None else elsewhere.get()
 
 
 def _dtype(holder: Any) -> torch.dtype:
@@ -259,7 +335,7 @@ class StatefulItem:
     def writes(self) -> Writes:
         writes = Writes()
         for path, value in flatten((self.name,), self._value.state_dict()).items():
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+            if is_block(value) and not value.is_meta:
                 writes.tensors.append((Piece(path, tuple(value.shape)), value))
             else:
                 writes.values.append((path, value))

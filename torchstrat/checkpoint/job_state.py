@@ -24,7 +24,8 @@ from torch import nn
 
 from torchstrat import context
 from torchstrat.checkpoint.items import Reads, Want, Writes
-from torchstrat.checkpoint.pieces import Piece, flatten, unflatten
+from torchstrat.checkpoint.module_state import VERSIONS
+from torchstrat.checkpoint.pieces import OWN, Piece, flatten, unflatten
 from torchstrat.replicas.randomness import seedings
 from torchstrat.variable.variable import Variable
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
     from torchstrat.strategy import Strategy
 
-NAME = "torchstrat"
+NAME = OWN
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def writes_of(states: Sequence[JobState]) -> Writes:
 
 def reads(stored: Stored, objects: Mapping[str, Any], servers: ServerCheckpoint | None, rank: int) -> Reads:
     """What the process of this ``rank`` wants of it; to be put in place after everything else."""
-    paths = list(stored.under(NAME).values())
+    paths = [path for path in stored.under(NAME).values() if path[1] != VERSIONS]
     wants: list[Want] = [(Piece(path, ()), None) for path in paths]
 
     def put(values: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
-from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows
+from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows, is_block
 from torchstrat.optimizer_tiers import is_listed, kind_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class OptimizerItem:
                 writes.tensors.append((piece.entry(name, (piece.shape[0], *value.shape[1:])), value))
             elif path not in whole:
                 whole.add(path)
-                if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                if is_block(value):
                     writes.tensors.append((Piece(path, tuple(value.shape)), value))
                 else:
                     writes.values.append((path, value))

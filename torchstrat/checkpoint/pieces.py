@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+
+OWN = "torchstrat"
+"""The name under which a checkpoint has what is of the job itself, and of the objects beside their values."""
 
 Path = tuple[str | int, ...]
 """Where a value is in the checkpoint's nest: ``("model", "embedding.weight")``,
@@ -46,12 +49,18 @@ class Piece:
         return Piece((*self.path, name), self.shape if shape is None else shape, self.start)
 
 
+def is_block(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether a value is written as rows of numbers. What is more than its numbers (quantized, sparse, nested) is
+    pickled, like any other value."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return not value.is_quantized and not value.is_nested
+
+
 def goes_by_rows(value: Any, rows: int, shape: tuple[int, ...]) -> bool:
     """Whether an entry of an optimizer's state has one row for each of the ``rows`` of a tensor of ``shape``: it is cut
     with the tensor then. Anything else is of the tensor as a whole."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return False
-    return shape_goes_by_rows(tuple(value.shape), rows, shape)
+    return is_block(value) and shape_goes_by_rows(tuple(value.shape), rows, shape)
 
 
 def shape_goes_by_rows(entry: tuple[int, ...], rows: int, shape: tuple[int, ...]) -> bool:

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from torchstrat.checkpoint.items import Item, TensorsItem
+from torchstrat.checkpoint.module_state import Versions, versions_of, versions_path
 from torchstrat.checkpoint.optimizer_item import OptimizerItem
-from torchstrat.checkpoint.pieces import Path, Piece, flatten, key_of
-from torchstrat.checkpoint.safetensors_file import mapped
+from torchstrat.checkpoint.pieces import Path, Piece, flatten, is_block, key_of
+from torchstrat.checkpoint.safetensors_file import mapped, versions_in
 from torchstrat.errors import InvalidArgumentError
 
 SAFETENSORS = ".safetensors"
@@ -39,8 +40,7 @@ class _Entry:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        found = self.value
-        return found if isinstance(found, torch.Tensor) and found.layout == torch.strided else None
+        return self.value if is_block(self.value) else None
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class PlainFile:
     folder: File
     entries: Mapping[Path, _Entry]
     top: Any = field(repr=False)
+    versions: Mapping[str, Versions] = field(default_factory=dict, repr=False)
+    """Of modules by the names of objects, where ``top`` does not have them."""
     paths: Mapping[str, Path] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,18 +94,22 @@ class PlainFile:
 
     def named(self, items: Sequence[Item]) -> PlainFile:
         """The same by the names of a checkpoint. Raises `InvalidArgumentError` where it is of no known layout."""
-        return PlainFile(self.folder, dict(_Layout(self.folder, self.top, items).entries()), self.top)
+        return PlainFile(self.folder, dict(_Layout(self, items).entries()), self.top)
 
 
 def open_plain(file: File) -> PlainFile:
     """Raises `InvalidArgumentError` for a file that is no ``state_dict``, or damaged."""
-    top = mapped(file) if file.suffix == SAFETENSORS else _load(file)
+    versions: Mapping[str, Versions] = {}
+    if file.suffix == SAFETENSORS:
+        top, versions = mapped(file), versions_in(file)
+    else:
+        top = _load(file)
     if not isinstance(top, Mapping) or not all(isinstance(key, str) for key in top):
         raise InvalidArgumentError(
             f"{file} holds a {type(top).__name__}, and no state_dict: a dict of tensors by name, or of such dicts by "
             "the names of the checkpoint's objects."
         )
-    return PlainFile(file, {path: _Entry(value, path) for path, value in _leaves((), top)}, top)
+    return PlainFile(file, {path: _Entry(value, path) for path, value in _leaves((), top)}, top, versions)
 
 
 def _load(file: File) -> Any:
@@ -141,9 +147,10 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 class _Layout:
     """What a file's contents are called in a checkpoint of these items."""
 
-    def __init__(self, file: File, top: Mapping[str, Any], items: Sequence[Item]) -> None:
-        self._file = file
-        self._top = top
+    def __init__(self, file: PlainFile, items: Sequence[Item]) -> None:
+        self._file = file.folder
+        self._top: Mapping[str, Any] = file.top
+        self._versions = file.versions
         self._items = items
 
     def entries(self) -> Iterator[tuple[Path, _Entry]]:
@@ -151,6 +158,7 @@ class _Layout:
         names = {item.name for item in self._items}
         prefixed = {key for key in self._top if key.partition(".")[0] in names and "." in key}
         if len(modules) == 1 and self._is_of(modules[0], prefixed):
+            yield from self._of_versions(modules[0].name, versions_of(self._top))
             for key, value in self._top.items():
                 yield (modules[0].name, key), _Entry(value, (key,))
         elif names & self._top.keys() or not prefixed:
@@ -178,11 +186,17 @@ class _Layout:
             + (" nor a name that its module has." if len(modules) == 1 else ".")
         )
 
+    @staticmethod
+    def _of_versions(name: str, versions: Versions | None) -> Iterator[tuple[Path, _Entry]]:
+        if versions is not None:
+            yield versions_path(name), _Entry(versions)
+
     def _of_object(self, item: Item, value: Any) -> Iterator[tuple[Path, _Entry]]:
         name = item.name
         if isinstance(item, OptimizerItem):
             yield from self._of_optimizer(item, value)
         elif isinstance(item, TensorsItem) and isinstance(value, Mapping):
+            yield from self._of_versions(name, versions_of(value))
             for key, one in value.items():
                 yield (name, str(key)), _Entry(one, (name, key))
         elif isinstance(item, TensorsItem):
@@ -217,6 +231,7 @@ class _Layout:
     def _of_prefix(self, item: Item) -> Iterator[tuple[Path, _Entry]]:
         """Flat names: an optimizer's options are not among them, and stay what they are in the program."""
         name = item.name
+        yield from self._of_versions(name, self._versions.get(name))
         if isinstance(item, TensorsItem) and name in self._top:
             yield (name,), _Entry(self._top[name], (name,))
         own = {key.removeprefix(f"{name}."): key for key in self._top if key.startswith(f"{name}.")}

@@ -11,17 +11,19 @@ that name keeps whole files in memory. https://github.com/huggingface/safetensor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
 from torchstrat.checkpoint.entries import memory_of
+from torchstrat.checkpoint.module_state import Versions
 from torchstrat.errors import InvalidArgumentError
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -49,6 +51,7 @@ _DTYPES: dict[str, torch.dtype] = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MOST_HEADER_BYTES = 100_000_000  # what the format allows
 _METADATA = "__metadata__"
+_VERSIONS = "torchstrat.versions"
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,12 @@ class Described:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(stream: IO[bytes], tensors: Mapping[str, Described]) -> None:
-    """Write a whole file. Asks for one tensor's blocks after another. Raises `OSError`, and, before anything is
-    written, `InvalidArgumentError` for a dtype that the format does not have."""
+def write(stream: IO[bytes], tensors: Mapping[str, Described], versions: Mapping[str, Versions]) -> None:
+    """Write a whole file. ``versions``: of modules, by the names of objects, such as JSON knows.
+
+    Asks for one tensor's blocks after another. Raises `OSError`, and, before anything is written,
+    `InvalidArgumentError` for a dtype that the format does not have.
+    """
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
             raise InvalidArgumentError(
@@ -74,7 +80,10 @@ def write(stream: IO[bytes], tensors: Mapping[str, Described]) -> None:
             )
     # The widest first: then every tensor begins at a multiple of its own width, as readers need it to map the file.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
-    header: dict[str, object] = {_METADATA: {"format": "pt"}}
+    about = {"format": "pt"}
+    if versions:
+        about[_VERSIONS] = json.dumps(versions)
+    header: dict[str, object] = {_METADATA: about}
     end = 0
     for name, tensor in ordered.items():
         begin, end = end, end + tensor.bytes
@@ -95,19 +104,37 @@ def mapped(file: Path) -> dict[str, torch.Tensor]:
 
     Raises `InvalidArgumentError` naming the file, and the tensor, where it is not what the format says.
     """
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(_MOST_HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {length:,} bytes")
-            header = json.loads(stream.read(length))
+    with _errors_of(file):
+        header, begin = _header(file)
         described = {name: one for name, one in header.items() if name != _METADATA}
-        begin = 8 + length
         if not described:
             return {}
-        content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)[begin:]
+        content = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)[begin:]
         return dict(_tensors(file, described, content))
+
+
+def versions_in(file: Path) -> Mapping[str, Versions]:
+    """What `write` was given."""
+    with _errors_of(file):
+        header, _ = _header(file)
+        found: Mapping[str, Versions] = json.loads(header.get(_METADATA, {}).get(_VERSIONS, "{}"))
+        return found
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """And where the numbers begin."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > min(_MOST_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length:,} bytes")
+        return json.loads(stream.read(length)), 8 + length
+
+
+@contextlib.contextmanager
+def _errors_of(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         if isinstance(error, InvalidArgumentError):
             raise

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchstrat.checkpoint.files import BlockSource, write_part
-from torchstrat.checkpoint.pieces import Path, Piece, shape_goes_by_rows
+from torchstrat.checkpoint.pieces import Path, Piece, is_block, shape_goes_by_rows
 from torchstrat.checkpoint.reading import Prepared, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
@@ -67,8 +67,11 @@ class CheckpointShards:
         found = _Collected()
         for fill in order.fills:  # first: some are copies of rows that are still to be taken
             self._add_fill(cut, fill, found)
+        values: dict[ShardKey, torch.Tensor | CutRows] = {}  # one source for a variable of two names
         for value in order.values:
-            found.tensors.append((value.piece, self._value(cut, value.key)))
+            if value.key not in values:
+                values[value.key] = self._value(cut, value.key)
+            found.tensors.append((value.piece, values[value.key]))
         for one in order.states:
             shape = tuple(self._value(cut, one.key).shape)
             for name, entry in cut.variables[one.key[0]].states.get((one.optimizer, one.key[1]), {}).items():
@@ -81,7 +84,7 @@ class CheckpointShards:
     def _add_entry(state: StatePiece, name: str, entry: Any, shape: tuple[int, ...], found: _Collected) -> None:
         """``shape``: of the shard that this is an entry of the state of."""
         path = (*state.piece.path, name)
-        is_tensor = isinstance(entry, CutRows) or (isinstance(entry, torch.Tensor) and entry.layout == torch.strided)
+        is_tensor = isinstance(entry, CutRows) or is_block(entry)
         if state.cut and is_tensor and shape_goes_by_rows(tuple(entry.shape), shape[0] if shape else 1, shape):
             found.add_rows(state, name, entry)
         elif state.cut:

@@ -131,6 +131,7 @@ class ServerCheckpoint:
         """Wait until nothing runs and all servers are there, and let them read. No value has changed yet."""
         dispatcher = self._strategy._coordinator._dispatcher
         dispatcher.wait(self._job.timeout_seconds)
+        slots = list({slot.spec.number: slot for slot in slots}.values())  # one of a variable's names is enough
         started_again = self._job.readmit_servers()
         covered = {slot.spec.number for slot in slots}
         optimizers = {state.optimizer for state, _ in states}
