@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+
 
 class CommonStorages:
     """Which storages those are, and the replicas' copies of them, kept from run to run."""
@@ -105,7 +107,8 @@ class _Storage:
 
 def has_address(tensor: torch.Tensor) -> bool:
     """Whether it is plain memory, which can be shared."""
-    return tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda") and not is_lazy(tensor)
+    with DisableTorchFunctionSubclass():  # a variable that is cut over logical devices says where its pieces are
+        return tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda") and not is_lazy(tensor)
 
 
 def address_of(tensor: torch.Tensor) -> int:
