@@ -1,8 +1,8 @@
 """What replicas do together inside a step, as functions of the tensors of all lanes, with their gradients.
 
-Gradients of a replica's loss flow to the other replicas unweighted; a replica's weight counts where its gradient enters
-the variables. Below, the losses are weighted before anything flows, so where weights differ they are taken out where
-gradients arrive from the lanes and put in where they leave to them.
+What is minimised is the weighted mean of the replicas' losses: a gradient that comes over from another replica brings
+that one's weight. Below, the losses are weighted before anything flows, so it has it already. A replica of weight 0 has
+no share in the gradient, neither of its own nor of what arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Factors = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class _Leave(torch.autograd.Function):
-    """Identity; gradients that come back to the lanes get each lane's factor."""
+    """Identity; gradients that come back to lanes of weight 0 end there."""
 
     @staticmethod
     def forward(ctx: Any, stacked: torch.Tensor, factors: Factors) -> torch.Tensor:
@@ -30,12 +30,11 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        factors = ctx.factors(gradient)
-        return gradient if factors is None else gradient * factors, None
+        return _of_counting(gradient, ctx.factors(gradient)), None
 
 
 class _Arrive(torch.autograd.Function):
-    """One tensor to every lane; the lanes' gradients are added without their factors."""
+    """One tensor to every lane; the lanes' gradients are added, but for those of weight 0."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, lanes: int, factors: Factors) -> torch.Tensor:
@@ -44,11 +43,11 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        factors = ctx.factors(gradient)
-        if factors is not None:
-            counts = factors > 0
-            gradient = torch.where(counts, gradient / torch.where(counts, factors, torch.ones_like(factors)), 0.0)
-        return gradient.sum(dim=0), None, None
+        return _of_counting(gradient, ctx.factors(gradient)).sum(dim=0), None, None
+
+
+def _of_counting(gradient: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    return gradient if factors is None else torch.where(factors > 0, gradient, 0.0)
 
 
 class CrossLanes:

@@ -121,8 +121,8 @@ class _Group:
         group = self._group
         group.clear()
         group["params"] = list(self._params)
-        group.update(self._fixed)
-        group.update((name, copy.deepcopy(self._values[name])) for name in self._written)
+        for name, value in self._values.items():
+            group[name] = copy.deepcopy(value) if name in self._written else value
         return group
 
 
