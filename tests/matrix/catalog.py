@@ -14,6 +14,7 @@ MODULES: Mapping[str, str] = {
     "stand_ins": "tests.matrix.stand_ins",
     "stand_ins_on_tpu": "tests.matrix.stand_ins_on_tpu",
     "losses": "tests.matrix.losses",
+    "state": "tests.matrix.state",
 }
 
 

@@ -111,21 +111,19 @@ class ComponentAttributes:
 
 
 class _Copies:
-    """Of a plain tensor in an attribute, kept from run to run: a mask of the model's is not copied anew for each."""
+    """Of a plain tensor in an attribute; their memory is kept from run to run."""
 
     def __init__(self, value: torch.Tensor, forget: Callable[[Any], None]) -> None:
         self.reference = weakref.ref(value, forget)
-        self._version = value._version
-        self._copies: dict[int, tuple[torch.Tensor, int]] = {}
+        self._copies: dict[int, torch.Tensor] = {}
 
     def of(self, value: torch.Tensor, replica: int) -> torch.Tensor:
-        if value._version != self._version:
-            self._version, self._copies = value._version, {}
         kept = self._copies.get(replica)
-        if kept is None or kept[0]._version != kept[1]:
-            copy = value.clone()
-            kept = self._copies[replica] = copy, copy._version
-        return kept[0]
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (value.shape, value.dtype, value.device):
+            kept = self._copies[replica] = value.clone()
+        else:
+            kept.copy_(value)
+        return kept
 
 
 def _forget(kept: dict[int, _Copies], key: int, gone: Any) -> None:

@@ -128,6 +128,8 @@ class Components:
             slot.data[key] = tensor.data
             slot.grads[key] = tensor.grad
             version = slot.versions[key] = tensor._version
+            if slot.trains or tensor.requires_grad != slot.trained:
+                slot.trains[key] = tensor.requires_grad
             if version != slot.version:
                 self.has_edits = True
                 if keeps_unedited and slot.unedited is None:
@@ -191,6 +193,8 @@ class Components:
             grad = slot.grads.get(key)
             if grad is not None:
                 tensor.grad = grad
+            if slot.trains:
+                tensor.requires_grad_(slot.trains.get(key, slot.trained))
             version = slot.versions[key]
             if tensor._version != version:
                 edited.append(tensor)
@@ -402,6 +406,7 @@ class Components:
 
     def _add_newborn(self, tensor: torch.Tensor) -> None:
         slot = self._new_slot(tensor)
+        slot.trained = tensor.requires_grad
         slot.made_by, slot.is_shared, slot.is_copy = self._holder, False, id(tensor) in self._copies
         slot.version = tensor._version
         for key in {*self._replicas, self._home}:

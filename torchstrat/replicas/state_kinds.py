@@ -107,7 +107,9 @@ KINDS = (
         _helpers,
     ),
     StateKind("training mode", "each replica's own within a run; the first one's is what lasts", _modes),
-    StateKind("requires_grad", "the tensor's, which all replicas of a process share", _requires_grad),
+    StateKind(
+        "requires_grad", "each replica's own within a run; the first one's is what lasts in one process", _requires_grad
+    ),
     StateKind(
         "attribute",
         "plain attributes of modules, containers and plain tensors among them: each replica's own; in one process the "

@@ -31,6 +31,8 @@ class TensorSlot:
         "reference",
         "synced",
         "tensor",
+        "trained",
+        "trains",
         "unedited",
         "unsynced",
         "version",
@@ -52,6 +54,10 @@ class TensorSlot:
         self.parked_grad: tuple[weakref.ref[torch.Tensor] | None, int] | None = None
         """What the last run left in ``.grad``, and its version then."""
         self.grad_dtype: torch.dtype | None = None
+        self.trained = True
+        """Whether it required a gradient when the run began."""
+        self.trains: dict[int, bool] = {}
+        """Whether it does, per replica; empty until one has changed that."""
 
         # Bookkeeping of `GradientExchange`
         self.bases: dict[int, torch.Tensor | None] = {}
@@ -73,6 +79,7 @@ class TensorSlot:
         """A run begins; ``tensor`` is the one this slot was made for."""
         self.tensor = tensor
         self.made_by, self.is_shared, self.is_copy = None, True, False
+        self.trained, self.trains = tensor.requires_grad, {}
 
     def keep_data_of(self, replicas: list[int]) -> None:
         """Give up the components of all others; those of a run are overwritten when it begins."""
