@@ -32,6 +32,7 @@ from torchstrat.errors import CommunicationError
 from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
+from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.state import tensors_of
@@ -413,12 +414,17 @@ class PerProcessReplica:
         assert self._weights is not None
         members = self.registry.members()
         roster = self._rosters.now(members)
-        numbers = (*self._edits.summary(roster), *buffers.summary(members.buffer_slots))
+        optimizers = self.registry.optimizers()
+        settings = sum(map(hyperparameters.digest, optimizers))
+        numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots))
         rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
         if not all_equal([row[1:4] for row in rows]):
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
         buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
-        if buffers.sums or not all_equal([row[4:] for row in rows]):
+        if not all_equal([row[4:5] for row in rows]):
+            for optimizer in optimizers:
+                hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
+        if buffers.sums or not all_equal([row[5:] for row in rows]):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
         if self.registry.buffer_rules:
             for name, slot in self.registry.named_buffer_slots().items():

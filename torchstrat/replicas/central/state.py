@@ -28,6 +28,13 @@ class Entry(NamedTuple):
 
     value: Any
     place: Place | None
+    address: int = 0
+    """Of the place, as this rank is shown it."""
+
+    def is_kept(self, value: Any) -> bool:
+        """Whether ``value``, found in the state, is still this one where it was: neither replaced nor moved through
+        ``.data``."""
+        return value is self.value and (self.place is None or value.data_ptr() == self.address)
 
 
 class Made(NamedTuple):
@@ -61,7 +68,7 @@ class CentralState:
             if len(state) != len(entries):
                 return True
             for name, entry in entries.items():
-                if state.get(name) is not entry.value:
+                if not entry.is_kept(state.get(name)):
                     return True
         return False
 
@@ -112,7 +119,7 @@ class CentralState:
         for index, tensor in enumerate(tensors):
             entries = self.entries(optimizer, tensor)
             for name, value in (optimizer.state.get(tensor) or {}).items():
-                if name in entries and entries[name].value is value:
+                if name in entries and entries[name].is_kept(value):
                     told: tuple[Any, Any] = (_KEPT, None)
                 else:
                     if self._copies is not None and isinstance(value, torch.Tensor):
@@ -185,7 +192,7 @@ _KEPT = "kept"
 
 
 def _entry(value: Any, place: Place | None) -> Entry:
-    return Entry(value, None) if place is None else Entry(place.shown, place)
+    return Entry(value, None) if place is None else Entry(place.shown, place, place.shown.data_ptr())
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
