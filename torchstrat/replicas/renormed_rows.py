@@ -70,7 +70,11 @@ def level(communicator: Communicator, tensors: Sequence[torch.Tensor], known: Co
 
 
 def put_rows(tensors: Sequence[torch.Tensor], everyone: Iterable[Sequence[Rows]]) -> None:
-    """Where several replicas have scaled a row they have scaled it alike."""
+    """Where several replicas have scaled a row they have scaled it alike. One that stands here scaled further is kept:
+    the rows that come may have been told from what was there before edits that all have made."""
     for told in everyone:
         for number, rows, values in told:
-            tensors[number][rows.to(tensors[number].device)] = values.to(tensors[number].device)
+            tensor = tensors[number]
+            rows, values = rows.to(tensor.device), values.to(tensor.device)
+            smaller = values.double().norm(dim=1) < tensor[rows].double().norm(dim=1)
+            tensor[rows[smaller]] = values[smaller]
