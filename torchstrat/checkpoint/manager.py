@@ -214,8 +214,13 @@ class CheckpointManager:
 
     def _restore(self, checkpoint: Checkpoint, wanted: int | None, processes: Processes) -> int | None:
         damaged: dict[int, str] = {}
+        looks = f"listing {self.directory}"
+        numbered = self._numbered
+        incomplete, there = processes.of_first(lambda: (numbered.incomplete(), numbered.steps()), looks)
+        if wanted is None:
+            self._tell_incomplete(incomplete, there)
         while True:
-            there = processes.of_first(self._numbered.steps, f"listing {self.directory}")
+            there = processes.of_first(self._numbered.steps, looks)
             left = [step for step in there if step not in damaged and wanted in (None, step)]
             if not left:
                 break
@@ -234,15 +239,26 @@ class CheckpointManager:
                 damaged[step] = problem
                 warnings.warn(f"{problem} The checkpoint before it is used.", stacklevel=4)
                 continue
-            self._left_behind = {later for later in there if later > step}
+            self._left_behind = {later for later in (*there, *incomplete) if later > step}
             return step
         if wanted is not None:
             raise InvalidArgumentError(
                 f"there is no checkpoint of step {wanted} in {self.directory}; there are {there or 'none'}."
             )
+        self._left_behind = set(incomplete)
         if damaged:
             raise InvalidArgumentError(f"all checkpoints in {self.directory} are damaged: {' '.join(damaged.values())}")
         return None
+
+    def _tell_incomplete(self, incomplete: list[int], there: list[int]) -> None:
+        for step in incomplete:
+            if not there or step > there[-1]:
+                instead = f"that of step {there[-1]} is used" if there else "there is no other"
+                warnings.warn(
+                    f"{self._numbered.path(step)} is no complete checkpoint: its .metadata is missing, which is "
+                    f"written last. It is passed over; {instead}. The next save puts it aside.",
+                    stacklevel=5,
+                )
 
     def _look_at(self, step: int) -> tuple[bool, str | None]:
         """Whether it is gone, and its damage."""
