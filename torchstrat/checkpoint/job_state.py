@@ -24,8 +24,7 @@ from torch import nn
 
 from torchstrat import context
 from torchstrat.checkpoint.items import Reads, Want, Writes
-from torchstrat.checkpoint.module_state import VERSIONS
-from torchstrat.checkpoint.pieces import OWN, Piece, flatten, unflatten
+from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
 from torchstrat.replicas.randomness import seedings
 from torchstrat.variable.variable import Variable
 
@@ -71,7 +70,7 @@ def writes_of(states: Sequence[JobState]) -> Writes:
 
 def reads(stored: Stored, objects: Mapping[str, Any], servers: ServerCheckpoint | None, rank: int) -> Reads:
     """What the process of this ``rank`` wants of it; to be put in place after everything else."""
-    paths = [path for path in stored.under(NAME).values() if path[1] != VERSIONS]
+    paths = [path for path in stored.under(NAME).values() if is_of_job(path)]
     wants: list[Want] = [(Piece(path, ()), None) for path in paths]
 
     def put(values: Sequence[Any]) -> None:
