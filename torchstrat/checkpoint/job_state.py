@@ -30,6 +30,7 @@ from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Stored
+    from torchstrat.collectives.communicator import Communicator
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
     from torchstrat.strategy import Strategy
 
@@ -146,6 +147,16 @@ def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
             if strategy not in found and _belongs_to(value, strategy):
                 found.append(strategy)
     return found or (there if len(there) == 1 else [])
+
+
+def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
+    """What all processes talk by that have a strategy of these objects; without objects, the one strategy there is.
+    None where there is no strategy, or this process is alone."""
+    for strategy in strategies_of(objects):
+        everyone = strategy._engine.everyone
+        if everyone is not None:
+            return everyone
+    return None
 
 
 def _belongs_to(value: Any, strategy: Strategy) -> bool:

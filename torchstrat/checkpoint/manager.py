@@ -102,7 +102,7 @@ class CheckpointManager:
         from torchstrat.checkpoint.processes import all_processes
 
         self._require_open("claim")
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.claim", {}) as processes:
             processes.of_first(self._become_writer, f"claiming {self.directory}")
 
     def save(self, checkpoint: Checkpoint, step: int, *, asynchronous: bool = False) -> SaveHandle:
@@ -128,7 +128,7 @@ class CheckpointManager:
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
         from torchstrat.checkpoint.processes import all_processes
 
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.save", checkpoint._objects) as processes:
             processes.attempt(self._pending.raise_errors, f"the save before that of {path}")
             processes.of_first(lambda: self._prepare(step), f"saving {path}")
             handle = checkpoint.save(path, asynchronous=asynchronous)
@@ -207,7 +207,7 @@ class CheckpointManager:
         if step is not None:
             _require_step(step)
         self._pending.wait()
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.restore", checkpoint._objects) as processes:
             restored = self._restore(checkpoint, step, processes)
         self._tell_complaints()
         return restored
@@ -302,7 +302,7 @@ class CheckpointManager:
             self._become_writer()
             mark_finished(self.directory, max(self._numbered.steps(), default=0))
 
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.close(finished=True)", {}) as processes:
             processes.of_first(mark, f"marking the end of training in {self.directory}")
 
     def _require_open(self, call: str) -> None:
