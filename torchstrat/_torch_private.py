@@ -303,7 +303,12 @@ _DISABLED = "__dynamo_disable"
 
 def place_in_checkpoint_file(name: str, offset: int, length: int) -> Any:
     """Where torch.distributed.checkpoint's reader finds an entry: ``length`` bytes at ``offset`` of file ``name``."""
-    return _of_checkpoints("_StorageInfo")(name, offset, length)
+    return class_of_places()(name, offset, length)
+
+
+def class_of_places() -> Any:
+    """Of `place_in_checkpoint_file`."""
+    return _of_checkpoints("_StorageInfo")
 
 
 def checkpoint_version() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,21 @@ def test_a_damaged_index(saved: tuple[Path, dict[str, Any]]) -> None:
     (saved[0] / NAME).unlink()
     (saved[0] / ".metadata").write_bytes(b"no pickle")
     refused(saved[0], "cannot be read as a checkpoint's metadata")
+
+
+def test_an_index_runs_nothing(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "harm",)
+
+    (saved[0] / NAME).unlink()
+    (saved[0] / ".metadata").write_bytes(pickle.dumps(Harm()))
+    refused(saved[0], r"names (builtins\.getattr|pathlib\S*), which no index|asks for 'touch'")
+    assert not (tmp_path / "harm").exists()
+    (saved[0] / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+    refused(saved[0], "names posix.system, which no index of torch.distributed.checkpoint has")
+    (saved[0] / ".metadata").write_bytes(pickle.dumps({}))
+    refused(saved[0], "holds a <class 'dict'>")
 
 
 def test_a_later_format(saved: tuple[Path, dict[str, Any]]) -> None:

@@ -139,6 +139,34 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     assert visible(tmp_path) == ["step-00000025", "step-00000030.aside"]
 
 
+def test_one_without_metadata_is_passed_over(tmp_path: Path) -> None:
+    job = Job()
+    with ts.CheckpointManager(tmp_path) as manager:
+        for step in (10, 20, 30):
+            job.save(manager, step)
+    for step in (10, 30):
+        (tmp_path / f"step-000000{step}" / ".metadata").unlink()
+    with ts.CheckpointManager(tmp_path) as manager:
+        with pytest.warns(UserWarning, match=r"step-00000030 is no complete .* that of step 20 is used") as warned:
+            assert job.restored(manager) == (20, 20.0)
+        assert len(warned) == 1, "older ones than the one that is used are nobody's business"
+        job.save(manager, 30)  # the same step again, which its folder must not keep from being saved
+        assert steps(manager) == [20, 30]
+        assert job.restored(manager) == (30, 30.0)
+    assert visible(tmp_path) == ["step-00000010", "step-00000020", "step-00000030", "step-00000030.aside"]
+
+
+def test_none_has_metadata(tmp_path: Path) -> None:
+    job = Job()
+    with ts.CheckpointManager(tmp_path) as manager:
+        job.save(manager, 1)
+        (tmp_path / "step-00000001" / ".metadata").unlink()
+        with pytest.warns(UserWarning, match=r"step-00000001 is no complete checkpoint.* there is no other"):
+            assert manager.restore(job.checkpoint) is None
+        job.save(manager, 1)
+        assert steps(manager) == [1]
+
+
 def test_all_are_damaged(tmp_path: Path) -> None:
     job = Job()
     with ts.CheckpointManager(tmp_path) as manager:

@@ -105,7 +105,7 @@ class Checkpoint:
         turns.take(what)
         try:
             with contextlib.ExitStack() as stack:
-                processes = stack.enter_context(all_processes())
+                processes = stack.enter_context(all_processes("Checkpoint.save", self._objects))
                 processes.attempt(self._raise_earlier, what)
                 # Every process collects what is to be written: reading some variables involves all of them.
                 processes.attempt(lambda: taken.append(take(self._objects, self._servers(), copies=asynchronous)), what)
@@ -156,7 +156,7 @@ class Checkpoint:
         from torchstrat.checkpoint.saving import turns
 
         target = _absolute(path)
-        with turns.held(f"restoring {target}"), all_processes() as processes:
+        with turns.held(f"restoring {target}"), all_processes("Checkpoint.restore", self._objects) as processes:
             servers = self._servers()
             if servers is not None:
                 servers.prepare_to_restore()

@@ -19,7 +19,18 @@ import torch
 
 from torchstrat.checkpoint import disk
 from torchstrat.checkpoint.module_state import Versions, versions_path, with_versions
-from torchstrat.checkpoint.pieces import Path, Piece, is_block, key_of, unflatten
+from torchstrat.checkpoint.optimizer_item import OTHER_STATE
+from torchstrat.checkpoint.pieces import (
+    OWN,
+    STRUCTURE,
+    Path,
+    Piece,
+    Structure,
+    is_block,
+    key_of,
+    restructured,
+    unflatten,
+)
 from torchstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -125,10 +136,14 @@ def _appears_whole(target: File) -> Iterator[File]:
 
 def _tree_of(stored: Stored) -> dict[str, Any]:
     """By object, what its ``state_dict()`` was, with a `_Slot` for each tensor."""
-    names = dict.fromkeys(str(path[0]) for path in stored.paths.values())
-    from torchstrat.checkpoint import job_state
+    names = dict.fromkeys(str(path[0]) for path in stored.paths.values() if path[0] != OWN)
+    return {name: restructured(_structure_of(stored, name), _object_of(stored, name)) for name in names}
 
-    return {name: _object_of(stored, name) for name in names if name != job_state.NAME}
+
+def _structure_of(stored: Stored, name: str) -> Structure | None:
+    path: Path = (OWN, STRUCTURE, name)
+    [found] = stored.read([(Piece(path, ()), None)]) if key_of(path) in stored.paths else [None]
+    return found
 
 
 def _versions_of(stored: Stored) -> dict[str, Versions]:
@@ -171,8 +186,9 @@ def _optimizer_of(leaves: Mapping[Path, Any]) -> dict[str, Any]:
         if path[1] == "state":
             state.setdefault(numbers[str(path[2])], {})[str(path[3])] = value
     rest = {str(path[1]): value for path, value in leaves.items() if path[1] not in ("state", "param_groups")}
+    others = rest.pop(OTHER_STATE, {})
     in_order = [group for _, group in sorted(groups.items())]
-    return {"state": dict(sorted(state.items())), "param_groups": in_order, **rest}
+    return {"state": {**dict(sorted(state.items())), **others}, "param_groups": in_order, **rest}
 
 
 def _slots(tree: Any) -> Iterator[_Slot]:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat.checkpoint.module_state import (
-    VERSIONS,
     Versions,
     assumed,
     is_extra_state,
@@ -24,7 +23,19 @@ from torchstrat.checkpoint.module_state import (
     versions_path,
     with_versions,
 )
-from torchstrat.checkpoint.pieces import OWN, Path, Piece, flatten, is_block, key_of, unflatten
+from torchstrat.checkpoint.pieces import (
+    OWN,
+    STRUCTURE,
+    Path,
+    Piece,
+    flatten,
+    is_block,
+    is_of_job,
+    key_of,
+    restructured,
+    structure_of,
+    unflatten,
+)
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.shard_handles import handle_of
@@ -243,7 +254,7 @@ class TensorsItem:
         if key_of(path) in stored.paths:
             [found] = stored.read([(Piece(path, ()), None)])
             return found  # type: ignore[no-any-return]
-        if self.is_module and any(path[1] != VERSIONS for path in stored.under(OWN).values()):
+        if self.is_module and any(is_of_job(path) for path in stored.under(OWN).values()):
             return assumed(self._value, self._versions, stored.folder)
         return None
 
@@ -334,7 +345,11 @@ class StatefulItem:
 
     def writes(self) -> Writes:
         writes = Writes()
-        for path, value in flatten((self.name,), self._value.state_dict()).items():
+        state = self._value.state_dict()
+        structure = structure_of(state)
+        if structure is not None:
+            writes.values.append(((OWN, STRUCTURE, self.name), structure))
+        for path, value in flatten((self.name,), state).items():
             if is_block(value) and not value.is_meta:
                 writes.tensors.append((Piece(path, tuple(value.shape)), value))
             else:
@@ -345,10 +360,13 @@ class StatefulItem:
         paths = list(stored.under(self.name).values())
         if not paths:
             problems.append(f"{self.name} is missing in the checkpoint")
-        wants: list[Want] = [(Piece(path, ()), None) for path in paths]
+        about: Path = (OWN, STRUCTURE, self.name)
+        there = [about] if key_of(about) in stored.paths else []
+        wants: list[Want] = [(Piece(path, ()), None) for path in (*paths, *there)]
 
         def put(values: Sequence[Any]) -> None:
-            self._value.load_state_dict(unflatten(dict(zip(paths, values, strict=True)), depth=1))
+            state = unflatten(dict(zip(paths, values, strict=False)), depth=1)
+            self._value.load_state_dict(restructured(values[-1], state) if there else state)
 
         return Reads(wants, put)
 

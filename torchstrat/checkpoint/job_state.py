@@ -24,13 +24,13 @@ from torch import nn
 
 from torchstrat import context
 from torchstrat.checkpoint.items import Reads, Want, Writes
-from torchstrat.checkpoint.module_state import VERSIONS
-from torchstrat.checkpoint.pieces import OWN, Piece, flatten, unflatten
+from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
 from torchstrat.replicas.randomness import seedings
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Stored
+    from torchstrat.collectives.communicator import Communicator
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
     from torchstrat.strategy import Strategy
 
@@ -71,7 +71,7 @@ def writes_of(states: Sequence[JobState]) -> Writes:
 
 def reads(stored: Stored, objects: Mapping[str, Any], servers: ServerCheckpoint | None, rank: int) -> Reads:
     """What the process of this ``rank`` wants of it; to be put in place after everything else."""
-    paths = [path for path in stored.under(NAME).values() if path[1] != VERSIONS]
+    paths = [path for path in stored.under(NAME).values() if is_of_job(path)]
     wants: list[Want] = [(Piece(path, ()), None) for path in paths]
 
     def put(values: Sequence[Any]) -> None:
@@ -147,6 +147,16 @@ def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
             if strategy not in found and _belongs_to(value, strategy):
                 found.append(strategy)
     return found or (there if len(there) == 1 else [])
+
+
+def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:
+    """What all processes talk by that have a strategy of these objects; without objects, the one strategy there is.
+    None where there is no strategy, or this process is alone."""
+    for strategy in strategies_of(objects):
+        everyone = strategy._engine.everyone
+        if everyone is not None:
+            return everyone
+    return None
 
 
 def _belongs_to(value: Any, strategy: Strategy) -> bool:

@@ -102,7 +102,7 @@ class CheckpointManager:
         from torchstrat.checkpoint.processes import all_processes
 
         self._require_open("claim")
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.claim", {}) as processes:
             processes.of_first(self._become_writer, f"claiming {self.directory}")
 
     def save(self, checkpoint: Checkpoint, step: int, *, asynchronous: bool = False) -> SaveHandle:
@@ -128,7 +128,7 @@ class CheckpointManager:
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
         from torchstrat.checkpoint.processes import all_processes
 
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.save", checkpoint._objects) as processes:
             processes.attempt(self._pending.raise_errors, f"the save before that of {path}")
             processes.of_first(lambda: self._prepare(step), f"saving {path}")
             handle = checkpoint.save(path, asynchronous=asynchronous)
@@ -207,15 +207,20 @@ class CheckpointManager:
         if step is not None:
             _require_step(step)
         self._pending.wait()
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.restore", checkpoint._objects) as processes:
             restored = self._restore(checkpoint, step, processes)
         self._tell_complaints()
         return restored
 
     def _restore(self, checkpoint: Checkpoint, wanted: int | None, processes: Processes) -> int | None:
         damaged: dict[int, str] = {}
+        looks = f"listing {self.directory}"
+        numbered = self._numbered
+        incomplete, there = processes.of_first(lambda: (numbered.incomplete(), numbered.steps()), looks)
+        if wanted is None:
+            self._tell_incomplete(incomplete, there)
         while True:
-            there = processes.of_first(self._numbered.steps, f"listing {self.directory}")
+            there = processes.of_first(self._numbered.steps, looks)
             left = [step for step in there if step not in damaged and wanted in (None, step)]
             if not left:
                 break
@@ -234,15 +239,26 @@ class CheckpointManager:
                 damaged[step] = problem
                 warnings.warn(f"{problem} The checkpoint before it is used.", stacklevel=4)
                 continue
-            self._left_behind = {later for later in there if later > step}
+            self._left_behind = {later for later in (*there, *incomplete) if later > step}
             return step
         if wanted is not None:
             raise InvalidArgumentError(
                 f"there is no checkpoint of step {wanted} in {self.directory}; there are {there or 'none'}."
             )
+        self._left_behind = set(incomplete)
         if damaged:
             raise InvalidArgumentError(f"all checkpoints in {self.directory} are damaged: {' '.join(damaged.values())}")
         return None
+
+    def _tell_incomplete(self, incomplete: list[int], there: list[int]) -> None:
+        for step in incomplete:
+            if not there or step > there[-1]:
+                instead = f"that of step {there[-1]} is used" if there else "there is no other"
+                warnings.warn(
+                    f"{self._numbered.path(step)} is no complete checkpoint: its .metadata is missing, which is "
+                    f"written last. It is passed over; {instead}. The next save puts it aside.",
+                    stacklevel=5,
+                )
 
     def _look_at(self, step: int) -> tuple[bool, str | None]:
         """Whether it is gone, and its damage."""
@@ -286,7 +302,7 @@ class CheckpointManager:
             self._become_writer()
             mark_finished(self.directory, max(self._numbered.steps(), default=0))
 
-        with all_processes() as processes:
+        with all_processes("CheckpointManager.close(finished=True)", {}) as processes:
             processes.of_first(mark, f"marking the end of training in {self.directory}")
 
     def _require_open(self, call: str) -> None:

@@ -14,9 +14,7 @@ from typing import Any
 from torch import nn
 
 from torchstrat import _torch_private
-from torchstrat.checkpoint.pieces import OWN, Path
-
-VERSIONS = "versions"
+from torchstrat.checkpoint.pieces import OWN, VERSIONS, Path
 
 Versions = Mapping[str, Mapping[str, Any]]
 

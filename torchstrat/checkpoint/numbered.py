@@ -51,6 +51,18 @@ class NumberedCheckpoints:
         }
         return sorted(numbers)
 
+    def incomplete(self) -> list[int]:
+        """Steps of folders with the name of a checkpoint that have no metadata: a copy that was broken off, a disk
+        that lost what was not synced, a program of torch.distributed.checkpoint that was killed."""
+        from torchstrat.checkpoint.folder import is_checkpoint
+
+        try:
+            matches = [_NAME.fullmatch(name) for name in os.listdir(self.directory)]
+        except OSError:  # `steps` tells
+            return []
+        found = {int(match[1]) for match in matches if match and not is_checkpoint(self.directory / match[0])}
+        return sorted(found - set(self.steps()))
+
     def sweep(self) -> None:
         """Remove what killed writers have left. Only where there is no other writer, and none of this process's saves
         is under way."""

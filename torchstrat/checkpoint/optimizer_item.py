@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
 
 
+OTHER_STATE = "other_state"
+"""Of an optimizer, what its ``state`` has under other keys than parameters."""
+
+
 class OptimizerItem:
     def __init__(
         self, name: str, optimizer: Optimizer, tensors: Sequence[TensorsItem], servers: Servers | None
@@ -56,6 +60,9 @@ class OptimizerItem:
                 self._write_state(packed["state"].get(number), parameter, piece, writes, whole)
             known = ("state", "param_groups")
             writes.values += [((self.name, key), value) for key, value in packed.items() if key not in known]
+        others = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        if others:
+            writes.values.append(((self.name, OTHER_STATE), others))
         for number, group in enumerate(self._optimizer.param_groups):
             options = {**{key: value for key, value in group.items() if key != "params"}, "params": self._names(number)}
             writes.values += [((self.name, "param_groups", number, key), value) for key, value in options.items()]
@@ -182,7 +189,9 @@ class OptimizerItem:
         packed = self._optimizer.state_dict()
         packed["state"] = {}
         for path, value in zip(paths, values, strict=False):
-            if path[1] != "param_groups":
+            if path[1] == OTHER_STATE:
+                packed["state"].update(value)
+            elif path[1] != "param_groups":
                 packed[str(path[1])] = value
             elif path[3] != "params":
                 packed["param_groups"][int(path[2])][str(path[3])] = value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -10,6 +12,9 @@ import torch
 
 OWN = "torchstrat"
 """The name under which a checkpoint has what is of the job itself, and of the objects beside their values."""
+
+VERSIONS, STRUCTURE = "versions", "structure"
+"""Under `OWN`: of modules, what their versions are; of other objects, how their ``state_dict()`` is nested."""
 
 Path = tuple[str | int, ...]
 """Where a value is in the checkpoint's nest: ``("model", "embedding.weight")``,
@@ -71,9 +76,59 @@ def shape_goes_by_rows(entry: tuple[int, ...], rows: int, shape: tuple[int, ...]
 def flatten(path: Path, value: Any) -> dict[Path, Any]:
     """A ``state_dict`` as its leaves. Dictionaries with string keys are opened; everything else is a leaf as it is, so
     that it comes back as what it was."""
-    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
+    if not _is_opened(value):
         return {path: value}
     return {leaf: found for key, inner in value.items() for leaf, found in flatten((*path, key), inner).items()}
+
+
+def _is_opened(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)
+
+
+def is_of_job(path: Path) -> bool:
+    """Whether it is the job's own, rather than what objects have beside their values."""
+    return path[0] == OWN and path[1] not in (VERSIONS, STRUCTURE)
+
+
+Structure = tuple[Mapping[str, Any], Sequence[tuple[str, Any]]]
+"""How a ``state_dict`` that `flatten` has opened is nested: an empty one of its class, and by key the structure of what
+is inside, None for a leaf. Plain, so that who has no torchstrat can read it."""
+
+
+def structure_of(value: Any) -> Structure | None:
+    """None for a leaf."""
+    if not _is_opened(value):
+        return None
+    inside = tuple((key, structure_of(one)) for key, one in value.items())
+    return _empty_like(value), inside
+
+
+def _empty_like(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A plain dict where there is none that pickles."""
+    if type(value) is dict:
+        return {}
+    try:
+        empty: Any = copy.copy(value)
+        empty.clear()
+        pickle.dumps(empty)
+    except Exception:  # whatever its class raises
+        return {}
+    return empty  # type: ignore[no-any-return]
+
+
+def restructured(structure: Structure | None, value: Any) -> Any:
+    """``value``, which `unflatten` has made, with the classes and the order of what was flattened."""
+    if structure is None or not isinstance(value, Mapping):
+        return value
+    like, of_keys = structure
+    whole: Any = copy.copy(like)
+    for key, inside in of_keys:
+        if key in value:
+            whole[key] = restructured(inside, value[key])
+    for key in value:
+        if key not in whole:
+            whole[key] = value[key]
+    return whole
 
 
 def unflatten(leaves: Mapping[Path, Any], depth: int) -> Any:

@@ -23,8 +23,8 @@ import torch
 
 from torchstrat.checkpoint.items import Item, TensorsItem
 from torchstrat.checkpoint.module_state import Versions, versions_of, versions_path
-from torchstrat.checkpoint.optimizer_item import OptimizerItem
-from torchstrat.checkpoint.pieces import Path, Piece, flatten, is_block, key_of
+from torchstrat.checkpoint.optimizer_item import OTHER_STATE, OptimizerItem
+from torchstrat.checkpoint.pieces import OWN, STRUCTURE, Path, Piece, flatten, is_block, key_of, structure_of
 from torchstrat.checkpoint.safetensors_file import mapped, versions_in
 from torchstrat.errors import InvalidArgumentError
 
@@ -202,6 +202,9 @@ class _Layout:
         elif isinstance(item, TensorsItem):
             yield (name,), _Entry(value, (name,))
         else:
+            structure = structure_of(value)
+            if structure is not None:
+                yield (OWN, STRUCTURE, name), _Entry(structure)
             for path, one in flatten((name,), value).items():
                 yield path, _Entry(one)
 
@@ -220,7 +223,12 @@ class _Layout:
             for option, value in {**group, "params": labels}.items():
                 if option != "param_names":  # they are the program's
                     yield (name, "param_groups", number, option), _Entry(value)
+        others = {key: one for key, one in packed.get("state", {}).items() if not isinstance(key, int)}
+        if others:
+            yield (name, OTHER_STATE), _Entry(others)
         for number, state in packed.get("state", {}).items():
+            if number in others:
+                continue
             for entry, value in state.items():
                 path = (name, "state", by_number.get(number, str(number)), entry)
                 yield path, _Entry(value, (name, "state", number, entry))

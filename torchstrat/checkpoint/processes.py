@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -13,7 +13,7 @@ from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import TorchstratError
 
-_TIMEOUT = timedelta(minutes=30)
+_TIMEOUT = timedelta(minutes=30)  # where no strategy has one
 
 _Value = TypeVar("_Value")
 
@@ -74,17 +74,26 @@ class Processes:
 
 
 @contextlib.contextmanager
-def all_processes() -> Iterator[Processes]:
-    """Those of the default process group, if there is one of more than one process."""
+def all_processes(call: str, objects: Mapping[str, Any]) -> Iterator[Processes]:
+    """Those of the default process group, if there is one of more than one process.
+
+    Where a strategy has the ``objects``, its processes first agree that all of them are in this ``call``.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield Processes(None)
         return
     # Imported here: only where there are several processes.
+    from torchstrat.checkpoint.job_state import everyone_of
     from torchstrat.collectives.process_group import ProcessGroupCommunicator
+    from torchstrat.replicas.agreement import agree
 
     rank, size = dist.get_rank(), dist.get_world_size()
     plan = ProcessPlan(rank, size, rank, size, None, False, f"rank {rank} of {size}")
-    communicator = ProcessGroupCommunicator(plan, "cpu", _TIMEOUT, is_passing=True)
+    timeout, everyone = _TIMEOUT, everyone_of(objects)
+    if everyone is not None and everyone.size == size:
+        agree(everyone, call)
+        timeout = everyone.timeout
+    communicator = ProcessGroupCommunicator(plan, "cpu", timeout, is_passing=True)
     try:
         yield Processes(communicator)
     finally:

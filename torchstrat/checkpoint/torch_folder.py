@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchstrat.checkpoint.manifest import FileCheck, check_file
+from torchstrat.checkpoint.metadata_reading import read_metadata
 from torchstrat.checkpoint.pieces import Path, Piece
 from torchstrat.checkpoint.reading import INDEX
 from torchstrat.errors import InvalidArgumentError
@@ -103,11 +104,11 @@ class TorchFolder:
 
 def open_torch_folder(folder: Folder, files: Mapping[str, FileCheck]) -> TorchFolder:
     """``files``: what a manifest says of them; empty without one. Raises `InvalidArgumentError`."""
+    metadata = read_metadata(folder / INDEX)
     try:
-        metadata = FileSystemReader(folder).read_metadata()
         paths = {key: tuple(path) for key, path in (metadata.planner_data or {}).items()}
         paths = {key: paths.get(key) or tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
-    except Exception as error:  # whatever unpickling raises for bytes that are not what they were
+    except (AttributeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"{folder / INDEX} cannot be read as a checkpoint's metadata: {error}") from error
     return TorchFolder(folder, metadata, files, paths)
 

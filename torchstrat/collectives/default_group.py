@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan, torchrun_address
 from torchstrat.collectives.fresh_store import fresh_store
+from torchstrat.collectives.peers import Peers
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
 
 _stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
 _count = itertools.count()  # of the groups made at it: the keys of an earlier one are still in the store
+_found: DefaultGroup | None = None  # the latest one that the user made
 _made: DefaultGroup | None = None  # the latest one that torchstrat made; torch.distributed has one at a time
 
 
@@ -28,19 +30,20 @@ class DefaultGroup:
         self._is_ours = is_ours
         self._group = dist.group.WORLD
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.peers: Peers | None = None
 
     @staticmethod
     def join(
         user: Any, plan: ProcessPlan, backend: str, timeout: timedelta, *, is_passing: bool = False
     ) -> DefaultGroup:
         """The group there is, or a new one, with ``user`` among its users, unless it ``is_passing``."""
-        global _made
+        global _made, _found
         if not dist.is_initialized():
             group = _made = _make(plan, backend, timeout)
         elif _made is not None and _made.is_alive:
             group = _made  # another strategy, still open, has made it
         else:
-            group = DefaultGroup(_store_of_users_group(plan), is_ours=False)
+            group = _found = _of_user(plan)
         if not is_passing:
             group._users.add(user)
         return group
@@ -101,6 +104,13 @@ def answers(store: Any) -> bool:
     except Exception:  # torch raises several classes here, RuntimeError and DistNetworkError among them
         return False
     return True
+
+
+def _of_user(plan: ProcessPlan) -> DefaultGroup:
+    store = _store_of_users_group(plan)
+    if _found is not None and _found.is_alive:
+        return _found
+    return DefaultGroup(store, is_ours=False)
 
 
 def _store_of_users_group(plan: ProcessPlan) -> Any:

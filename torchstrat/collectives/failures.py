@@ -29,6 +29,11 @@ class FailureBoard:
         self.is_gone = False
         """Whether the store has been found not to answer."""
         self._wrote = False
+        self._is_left_alone = False
+
+    def leave_alone(self) -> None:
+        """Ask the store nothing any more: another thread has its connection, and waits."""
+        self._is_left_alone = True
 
     def post(self, message: str) -> None:
         """Tell the others, without waiting for them, why this rank stopped taking part. The first reason counts."""
@@ -65,7 +70,7 @@ class FailureBoard:
         return f"failures/{rank}"
 
     def _visit(self, call: Callable[[], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
-        if self.is_gone:
+        if self.is_gone or self._is_left_alone:
             return otherwise
         results: list[T] = []
 

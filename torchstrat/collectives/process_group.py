@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.default_group import DefaultGroup
 from torchstrat.collectives.failures import PATIENCE_SECONDS, FailureBoard
+from torchstrat.collectives.peers import Identity, Peers, StartLostError
 from torchstrat.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 
@@ -99,6 +100,9 @@ class ProcessGroupCommunicator:
 
     def _make_groups(self, *, host_only: bool) -> None:
         self._group = self._device_group = self._new_group("gloo")
+        if self._family.default.peers is None:
+            told = self.all_gather_object(Identity.own(), "the first meeting of all processes")
+            self._family.default.peers = Peers(told)
         if self._uses_nccl and not host_only:
             self._device_group = self._new_group("nccl")
 
@@ -106,7 +110,12 @@ class ProcessGroupCommunicator:
         # All processes of the job make every group: with use_local_synchronization torch names a group after the number
         # of groups that each member has, and members that had different ones before never find each other.
         call = f"the start of a group of replicas {list(self.ranks)}"
-        group = self.guard(call, partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend))
+        start = partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend)
+        peers = self._family.default.peers
+        if backend == "gloo" and peers is not None:
+            group = self.guard(call, lambda: peers.started(self.ranks, start))
+        else:
+            group = self.guard(call, start)
         if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
             # A process is connected before the others are. One that went on, and closed, would break their start.
             self.guard(call, partial(dist.barrier, group=group))
@@ -181,6 +190,8 @@ class ProcessGroupCommunicator:
             )
         if isinstance(error, CallsDifferError):
             return self._explain_divergence(what)
+        if isinstance(error, StartLostError):
+            self._family.board.leave_alone()
         self._family.board.post(f"gave up waiting in {what}")
         if isinstance(error, PeersMissingError):
             return self._explain_missing(what, error, waited)

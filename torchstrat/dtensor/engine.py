@@ -33,7 +33,7 @@ from torchstrat.errors import ContextError, ReplicaDivergenceError
 from torchstrat.logical_devices import Assignments
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.agreement import agree, all_equal, code, fingerprint
+from torchstrat.replicas.agreement import INPUT, agree, all_equal, code, fingerprint
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.per_process import PerProcessReplica
 from torchstrat.replicas.randomness import ReplicaStreams
@@ -69,6 +69,7 @@ class LogicalReplicas:
         communication: str,
     ) -> None:
         self._strategy, self._everyone, self.devices = strategy, everyone, devices
+        self._is_closed = False
         self._names = [str(name) for name in everyone.all_gather_object(device, "the names of devices")]
         self._inner = PerProcessReplica(
             strategy,
@@ -109,7 +110,12 @@ class LogicalReplicas:
         return self._inner.communication
 
     @property
+    def everyone(self) -> Communicator | None:
+        return None if self._is_closed else self._everyone
+
+    @property
     def layout(self) -> InputLayout:
+        agree(self._everyone, INPUT)
         (replica,) = self.local_replicas
         return InputLayout(
             num_replicas=self.num_replicas,
@@ -153,6 +159,7 @@ class LogicalReplicas:
         self._inner.set_no_sync(active)
 
     def close(self) -> None:
+        self._is_closed = True
         self._inner.close()
 
     def _take(self) -> None:

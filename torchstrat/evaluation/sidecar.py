@@ -177,7 +177,11 @@ class SidecarEvaluator:
         from torchstrat.checkpoint.processes import all_processes
 
         evaluations: list[Evaluation] = []
-        with all_processes() as processes, self._told_by_sigterm(), contextlib.ExitStack() as stack:
+        with (
+            all_processes("SidecarEvaluator.start", {}) as processes,
+            self._told_by_sigterm(),
+            contextlib.ExitStack() as stack,
+        ):
             processes.of_first(lambda: stack.enter_context(self._journal.opened()), "opening the evaluator's log_dir")
             self._last_news = self._clock.now()
             model, batches = self._made()

@@ -17,6 +17,9 @@ import torch
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.errors import ReplicaDivergenceError
 
+INPUT = "distribute_dataset"
+"""The call that makes a channel for input."""
+
 _WIDTH = 12
 _PADDING = (0.0,) * (_WIDTH - 1)
 

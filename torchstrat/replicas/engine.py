@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchstrat import nest
+from torchstrat.collectives.communicator import Communicator
 from torchstrat.data.layout import InputLayout
 from torchstrat.errors import StructureMismatchError
 from torchstrat.memory import Copies
@@ -53,6 +54,10 @@ class ReplicaEngine(Protocol):
     @property
     def communication(self) -> str:
         """How the replicas talk to each other, and why so, in words."""
+
+    @property
+    def everyone(self) -> Communicator | None:
+        """All processes of the job, for calls that each has to make; None where this is the only one, or closed."""
 
     def device_of_replica(self, replica: int) -> str: ...
 

@@ -97,6 +97,10 @@ class InProcessReplicas:
         return "within this process"
 
     @property
+    def everyone(self) -> None:
+        return None
+
+    @property
     def layout(self) -> InputLayout:
         return InputLayout(
             num_replicas=self.num_replicas,

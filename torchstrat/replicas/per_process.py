@@ -33,7 +33,7 @@ from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
-from torchstrat.replicas.agreement import agree, all_equal
+from torchstrat.replicas.agreement import INPUT, agree, all_equal
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
@@ -90,6 +90,7 @@ class PerProcessReplica:
         self._around_step = around_step
         self._pages = pages
         self._world = communicator
+        self._is_closed = False
         self._communicator = communicator  # of the replicas that take part in the current run
         self._device = device
         self._central = central
@@ -138,7 +139,12 @@ class PerProcessReplica:
         return self._communication
 
     @property
+    def everyone(self) -> Communicator | None:
+        return None if self._is_closed else self._world
+
+    @property
     def layout(self) -> InputLayout:
+        agree(self._world, INPUT)
         return InputLayout(
             num_replicas=self.num_replicas,
             local_replicas=self.local_replicas,
@@ -212,6 +218,7 @@ class PerProcessReplica:
             self._report(error)
         self._hooks.detach()
         self._owner_steps.stop()
+        self._is_closed = True
         self._world.close()
 
     def _report(self, error: BaseException, where: str = "") -> None:

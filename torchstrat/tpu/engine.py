@@ -92,6 +92,10 @@ class SpmdReplicas:
         return True
 
     @property
+    def everyone(self) -> None:
+        return None
+
+    @property
     def layout(self) -> InputLayout:
         several = self._num_replicas > 1
         return InputLayout(
