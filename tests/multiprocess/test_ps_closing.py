@@ -35,7 +35,9 @@ print(json.dumps(counts))
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_jobs_end_in_order_and_leave_no_threads_behind() -> None:
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert "tensorpipe" not in ended.stderr
     first, *_, last = json.loads(ended.stdout.splitlines()[-1])
