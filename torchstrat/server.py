@@ -4,7 +4,7 @@
 
     python -m torchstrat.server --cluster '{"ps": ["h0:2222"], "worker": ["h1:2222", "h2:2222"]}' --job worker --index 0
     TF_CONFIG=… python -m torchstrat.server
-    srun … python -m torchstrat.server --resolver slurm
+    srun … python -m torchstrat.server --resolver slurm --jobs '{"chief": 1, "ps": 2, "worker": 4}'
 
 The cluster's secret comes from ``TORCHSTRAT_SECRET`` or ``TORCHSTRAT_SECRET_FILE``. Exit codes: 0 when it was told to
 end (SIGTERM: what it was doing is finished or handed back first), 2 for a description it cannot use, 69 when its
@@ -18,9 +18,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchstrat import cluster_resolver
 from torchstrat.cluster_resolver import ClusterSpec
+from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ClusterConfigError, TorchstratError
 from torchstrat.parameter_server.meeting.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
 from torchstrat.parameter_server.meeting.task_server import Server, end_even_if_stuck
@@ -36,6 +38,12 @@ RESOLVERS = {
     "slurm": "SlurmClusterResolver",
     "kubernetes": "KubernetesClusterResolver",
 }
+
+RESOLVER_ARGUMENTS: dict[str, dict[str, str]] = {
+    "slurm": {"jobs": "jobs", "port": "port_base"},
+    "kubernetes": {"jobs": "jobs", "port": "port", "subdomain": "subdomain"},
+}
+"""Options of the command that a resolver takes, and what it calls them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--cluster", metavar="JSON|@FILE", help='such as {"ps": ["host:port"], "worker": ["host:port"]}')
     where.add_argument("--resolver", choices=RESOLVERS, help="ask the environment of this launcher")
+    parser.add_argument(
+        "--jobs",
+        metavar="JSON",
+        help="""with --resolver slurm or kubernetes: the roles of the tasks in order of their ranks, as the program's
+        own resolver is told, such as '{"chief": 1, "ps": 2, "worker": 4}'""",
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="the resolver's port_base (slurm) or port (kubernetes)")
+    parser.add_argument("--subdomain", metavar="NAME", help="the headless service of an indexed Job (kubernetes)")
     parser.add_argument("--job", metavar="ps|worker", help="in place of what the environment says")
     parser.add_argument("--index", type=int, metavar="N", help="in place of what the environment says")
     parser.add_argument("--listen", metavar="HOST:PORT", help="bind this in place of the task's own address")
@@ -102,11 +118,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _described(options: argparse.Namespace) -> tuple[ClusterSpec, str, int]:
     """The cluster, and which task of it this process is."""
+    name = "tfconfig" if options.resolver is None else options.resolver
+    arguments = _resolver_arguments(options, "--cluster" if options.cluster is not None else name)
     if options.cluster is not None:
         spec, job, index = _cluster(options.cluster), options.job, options.index
     else:
-        name = options.resolver or "tfconfig"
-        resolver = getattr(cluster_resolver, RESOLVERS[name])()
+        resolver = getattr(cluster_resolver, RESOLVERS[name])(**arguments)
         spec = resolver.cluster_spec()
         job = resolver.task_type if options.job is None else options.job
         index = resolver.task_id if options.index is None else options.index
@@ -115,12 +132,42 @@ def _described(options: argparse.Namespace) -> tuple[ClusterSpec, str, int]:
                 f"nothing describes a cluster: the {name} environment is empty. Give --cluster, --job and --index, or "
                 "set TF_CONFIG."
             )
+    if (
+        name in RESOLVER_ARGUMENTS
+        and options.cluster is None
+        and options.jobs is None
+        and PARAMETER_SERVER not in spec.jobs
+    ):
+        raise ClusterConfigError(
+            f"{name} says how many tasks there are, not which of them are parameter servers. Give --jobs, as the "
+            """program's resolver is told: --jobs '{"chief": 1, "ps": 2, "worker": 4}'."""
+        )
     if job is None or index is None:
         raise ClusterConfigError(
             f"which task is this? job {job!r}, index {index!r}; give --job and --index. The cluster has "
             f"{spec.as_dict()}."
         )
     return spec, job, index
+
+
+def _resolver_arguments(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What the command says of the tasks, in the words of the resolver."""
+    known = RESOLVER_ARGUMENTS.get(name, {})
+    given = {
+        option: value for option in ("jobs", "port", "subdomain") if (value := getattr(options, option)) is not None
+    }
+    for option in given:
+        if option not in known:
+            takes = " or ".join(one for one, names in RESOLVER_ARGUMENTS.items() if option in names)
+            raise ClusterConfigError(
+                f"--{option} says nothing where {name} describes the cluster; it is for --resolver {takes}."
+            )
+    if "jobs" in given:
+        try:
+            given["jobs"] = json.loads(given["jobs"])
+        except json.JSONDecodeError as error:
+            raise ClusterConfigError(f"--jobs {given['jobs']!r} is no JSON: {error}") from None
+    return {known[option]: value for option, value in given.items()}
 
 
 def _cluster(text: str) -> ClusterSpec:

@@ -258,6 +258,53 @@ def test_the_command_takes_what_the_environment_says_and_the_arguments_before_it
     ]
 
 
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NUM_TASKS": "4",
+}
+ROLES = {"chief": 1, "ps": 1, "worker": 2}
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_command_takes_the_roles_of_a_slurm_step(asked, slurm) -> None:
+    assert command.main(["--resolver", "slurm", "--jobs", json.dumps(ROLES), "--port", "7000"]) == 69
+    cluster = {"chief": ["node1:7000"], "ps": ["node1:7001"], "worker": ["node2:7000", "node2:7001"]}
+    assert asked == [(cluster, "worker", 1, DEFAULTS)]
+
+
+def test_the_command_takes_the_roles_of_an_indexed_job(asked, monkeypatch) -> None:
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    monkeypatch.setenv("HOSTNAME", "train-1")
+    command.main(
+        ["--resolver", "kubernetes", "--jobs", '{"ps": 1, "worker": 1}', "--subdomain", "pods", "--port", "7000"]
+    )
+    assert asked == [({"ps": ["train-0.pods:7000"], "worker": ["train-1.pods:7000"]}, "worker", 0, DEFAULTS)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resolver", "slurm"], r"not which of them are parameter servers. Give --jobs"),
+        (["--resolver", "slurm", "--jobs", "{ps"], "is no JSON"),
+        (["--resolver", "slurm", "--jobs", '{"ps": 1}'], "takes 1 processes, and the job has 4"),
+        (["--resolver", "slurm", "--subdomain", "pods"], "it is for --resolver kubernetes"),
+        (["--resolver", "tfconfig", "--jobs", "{}"], "--jobs says nothing where tfconfig describes the cluster"),
+        (["--cluster", "{}", "--port", "1"], "--port says nothing where --cluster describes the cluster"),
+    ],
+)
+def test_roles_that_say_nothing_are_an_error(asked, slurm, capsys, arguments: list[str], message: str) -> None:
+    assert command.main(arguments) == command.EXIT_USAGE
+    assert re.search(message, capsys.readouterr().err)
+    assert asked == []
+
+
 @pytest.mark.parametrize("name", command.RESOLVERS.values())
 def test_every_resolver_of_the_command_exists(name: str) -> None:
     assert name in command.cluster_resolver.__all__

@@ -68,6 +68,8 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
         increments: captured objects that are new to the worker.
         resources: per-worker values that are new to the worker.
         servers: who the servers are; None: as in the last batch.
+        is_shared: the job has other workers.
+        left_elsewhere: numbers of parameters of which others hold gradients that no step has used.
     """
 
     number: int
@@ -79,6 +81,8 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
     increments: tuple[Any, ...] = ()
     resources: tuple[ResourceSpec, ...] = ()
     servers: Mapping[int, Peer] | None = None
+    is_shared: bool = False
+    left_elsewhere: tuple[int, ...] = ()
 
 
 PLAIN_RESULTS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -123,6 +127,7 @@ class Report(NamedTuple):
         stops: how often the worker has stopped because a function did not return. It then hands back the rest of the
             batch, and batches that were sent before the coordinator knew.
         leaving: the worker takes nothing more.
+        left: numbers of parameters of which the worker holds gradients that no step has used.
     """
 
     finished: tuple[int, ...] = ()
@@ -132,6 +137,7 @@ class Report(NamedTuple):
     handed_back: tuple[int, ...] = ()
     stops: int = 0
     leaving: bool = False
+    left: tuple[int, ...] = ()
 
 
 Recalled = tuple[tuple[int, tuple[int, ...]], ...]

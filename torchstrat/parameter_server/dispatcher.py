@@ -86,6 +86,7 @@ class _News:
     events: list[Event]
     finished: tuple[int, ...] = ()
     results: Sequence[Any] = ()
+    left: tuple[int, ...] | None = None
 
 
 class Dispatcher:
@@ -106,6 +107,7 @@ class Dispatcher:
         self._works: dict[int, Work] = {}
         self._results: _News | None = None  # whose events are being handled
         self._workers: dict[str, KnownWorker] = {}
+        self._is_shared = False  # there are several, or were
         self._inbox: deque[Event | _News] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
@@ -312,6 +314,7 @@ class Dispatcher:
                 if known.peer.task == peer.task:
                     del self._workers[known.peer.incarnation]
             self._workers[peer.incarnation] = KnownWorker(peer)
+            self._is_shared |= len(self._workers) > 1
         self._inbox.append(WorkerJoined(peer.task.index, peer.incarnation))
         self._take_in()
 
@@ -419,6 +422,8 @@ class Dispatcher:
         known = self._workers.get(news.incarnation)
         if known is not None:
             known.stops = max(known.stops, news.stops)
+            if news.left is not None:
+                known.left = news.left
         self._results = news
         for event in news.events:
             self._handle(event)
@@ -513,8 +518,14 @@ class Dispatcher:
             increments=increments,
             resources=self._resources.needed_for,
             servers=self._job.server_peers(),
+            is_shared=self._is_shared,
+            left_elsewhere=self._left_elsewhere(known),
         )
         self._outbox.append(partial(self._send_batch, known, batch))
+
+    def _left_elsewhere(self, known: KnownWorker) -> tuple[int, ...]:
+        others = [other.left for other in self._workers.values() if other.left and other is not known]
+        return tuple(set().union(*others)) if others else ()
 
     def _recall(self, action: Recall) -> None:
         known = self._workers.get(action.incarnation)
@@ -587,7 +598,7 @@ class Dispatcher:
             events.append(Finished(*_names(peer), report.finished, report.seconds))
         if report.handed_back:
             events.append(HandedBack(*_names(peer), report.handed_back))
-        self._tell(peer, events, report.stops, report.finished, results)
+        self._tell(peer, events, report.stops, report.finished, results, report.left)
 
     def _unpacked(self, report: Report) -> tuple[list[Any], dict[int, BaseException]]:
         """The results, and the errors of those that cannot be opened."""
@@ -612,8 +623,9 @@ class Dispatcher:
         stops: int = 0,
         finished: tuple[int, ...] = (),
         results: Sequence[Any] = (),
+        left: tuple[int, ...] | None = None,
     ) -> None:
-        self._inbox.append(_News(peer.incarnation, stops, events, finished, results))
+        self._inbox.append(_News(peer.incarnation, stops, events, finished, results, left))
         self._take_in()
 
 

@@ -38,6 +38,8 @@ class KnownWorker:
         """Of the catalog of captured objects."""
         self.stops = 0
         """How often it has stopped at a function that did not return, as far as its reports are here."""
+        self.left: tuple[int, ...] = ()
+        """Parameters of which it holds gradients that no step has used, as far as its reports are here."""
         self._next_number = 0
         self._open: dict[int, tuple[int, ...]] = {}  # batches without an answer: number → functions
         self._codes = Recent(KEPT_CODES)
@@ -55,6 +57,8 @@ class KnownWorker:
         increments: tuple[Any, ...],
         resources: Any,
         servers: Mapping[int, Peer],
+        is_shared: bool,
+        left_elsewhere: tuple[int, ...],
     ) -> Batch:
         """The next message: ``functions`` of ``works``, with what this worker does not have yet.
 
@@ -90,6 +94,8 @@ class KnownWorker:
             increments,
             self._new_resources(resources(per_worker)) if per_worker else (),
             self._new_servers(servers),
+            is_shared,
+            left_elsewhere,
         )
 
     def answered(self, number: int) -> tuple[int, ...]:

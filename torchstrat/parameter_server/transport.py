@@ -100,22 +100,25 @@ _RPC_THREADS = 8
 
 _PING = ".ping"
 _LIFELINE = ".lifeline"
-"""Methods of the transport's own. A lifeline is a call that is never answered: it fails when the connection breaks,
-which is how the death of a process is seen at once, and it keeps a read open, without which a broken connection would
-keep its file descriptors for ever. Nothing is kept for it at the process that is called."""
+_LEAVE = ".leave"
+"""Methods of the transport's own. A lifeline is a call that is answered when either process ends in order, of which
+`_LEAVE` tells, and fails when the connection breaks, which is how the death of a process is seen at once. It also keeps
+a read open, without which a broken connection would keep its file descriptors for ever."""
 
 _NEVER = 0.0
 _LONGEST = 1e6  # RPC counts milliseconds in 32 bits; who waits longer than 11 days means for ever
 _SELF_TEST_SECONDS = 30.0
 _INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
 _LARGEST_ID = 2**15 - 1
-_SHUTDOWN_SECONDS = 2.0
+_FLUSH_SECONDS, _SHUTDOWN_SECONDS = 1.0, 2.0
+_LEAVE_SECONDS = 0.5
+"""For peers to hear that this process ends; one that has been stopped does not."""
 _LOOK_AGAIN_SECONDS, _LOOK_SELDOM_SECONDS = 0.05, 1.0
 
 _log = logging.getLogger(__name__)
 
 _retired: list[TensorPipeAgent] = []
-"""Agents that were shut down. Handlers that are still at work would answer through memory that is no longer there."""
+"""Agents that were shut down while handlers were at work, which would answer through memory that is no longer there."""
 
 
 class RpcEndpoint:
@@ -159,6 +162,11 @@ class RpcEndpoint:
         )
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}
+        self._lifelines: dict[str, tuple[torch.futures.Future[Any], Request]] = {}  # of others, to this process
+        self._closing, self._replying = threading.Lock(), threading.Lock()
+        self._replies = 0
+        self._departures = threading.Condition()
+        self._departed: set[str] = set()  # incarnations that have sent their last message
         self._closed = False
         hooks: dict[str, Callable[..., Any]] = {
             "serialize": self._seal_reply,
@@ -210,6 +218,8 @@ class RpcEndpoint:
         self._waiting.fail_removed(peer, reason)
         with self._lock:
             link = self._links.pop(peer.incarnation, None)
+            self._lifelines.pop(peer.incarnation, None)
+            self._departed.discard(peer.incarnation)
         if link is not None:
             link.removed = True
             self._agent.forget(peer)
@@ -276,16 +286,18 @@ class RpcEndpoint:
     def close(self) -> None:
         if os.getpid() != self._peer.pid:
             return  # a fork, which has inherited this object but none of its threads
-        with self._lock:
+        with self._closing:
             if self._closed:
                 return
-            self._closed = True
+            self._watching.close()
+            self._end_calls()
+            with self._replying:
+                self._closed = True
         atexit.unregister(self.close)
-        self._watching.close()
         self._waiting.close(CommunicationError(f"{self._peer}, this process, has closed its end of the cluster."))
         if self._neighbours is not None:
             self._neighbours.close()
-        self._agent.close()
+        self._agent.close(lambda: not self._replies)
 
     # Sending
 
@@ -334,7 +346,7 @@ class RpcEndpoint:
 
     def _send(self, link: _Link, method: str, packed: Packed, seconds: float, arrived: _Arrived) -> None:
         """Send one request. ``arrived`` is called once, with a function that returns or raises what came back."""
-        if method != _LIFELINE:
+        if method not in (_LIFELINE, _LEAVE):
             self._hold_on(link)
         counter, sealed = self._envelopes.request(link.peer, method, packed)
 
@@ -366,15 +378,25 @@ class RpcEndpoint:
             link.has_lifeline = link.is_held = True
 
         def ended(answer: Callable[[], Any]) -> None:
-            link.is_held = False
             try:
                 answer()
             except PeerUnavailableError:
+                self._let_go(link)
                 self._broke(link)
             except Exception as error:  # it refuses this process
+                self._let_go(link)
                 self._watching.lost(link.peer.incarnation, str(error))
+            else:
+                self._leave(link)
+                self._let_go(link)
+                self._broke(link)
 
         self._send(link, _LIFELINE, Packed(b""), _NEVER, ended)
+
+    def _let_go(self, link: _Link) -> None:
+        with self._departures:
+            link.is_held = False
+            self._departures.notify_all()
 
     def _broke(self, link: _Link) -> None:
         link.broken = "its connection broke: the process has ended, or the way to it"
@@ -425,19 +447,79 @@ class RpcEndpoint:
             future.set_result(None)
             return future
         self._watching.heard(request.sender.incarnation)
-        if request.method not in (_PING, _LIFELINE):
+        if request.method not in (_PING, _LIFELINE, _LEAVE):
             incoming = Incoming(request.sender, request.method, request.payload)
             self._answerer.answer(incoming, functools.partial(self._reply, future, request))
         elif (refusal := self._answerer.refusal(request.sender, request.method)) is not None:
             self._reply(future, request, refusal)
         elif request.method == _PING:
             self._reply(future, request, _PONG)
+        elif request.method == _LEAVE:
+            self._departs(request.sender)
+            self._reply(future, request, _PONG)
+        else:
+            with self._lock:
+                self._lifelines[request.sender.incarnation] = future, request
         return future
 
     def _reply(self, future: torch.futures.Future[Any], request: Request, answer: Packed) -> None:
-        if not self._closed:
+        with self._replying:
+            if self._closed:
+                return
+            self._replies += 1
+        try:
             with contextlib.suppress(RuntimeError):  # closed in between
                 future.set_result(_Reply(request, answer))
+        finally:
+            with self._replying:
+                self._replies -= 1
+
+    # Ending in order. RPC warns of every call that its other side cuts off, lifelines above all.
+
+    def _end_calls(self) -> None:
+        """Have no call open, here or at a peer, when this returns; but for those of peers that do not answer."""
+        with self._lock:
+            lifelines, self._lifelines = dict(self._lifelines), {}
+            held = [link for link in self._links.values() if link.is_held or link.is_leaving]
+        for future, request in lifelines.values():
+            self._reply(future, request, _PONG)
+        for link in held:
+            self._leave(link)
+        with self._departures:
+            self._departures.wait_for(
+                lambda: (
+                    self._departed.issuperset(lifelines) and not any(link.is_held or link.is_leaving for link in held)
+                ),
+                _LEAVE_SECONDS,
+            )
+        self._agent.flush()
+
+    def _leave(self, link: _Link) -> None:
+        """Tell a peer that nothing more is sent to it."""
+        with self._lock:
+            if link.has_left:
+                return
+            link.has_left = link.is_leaving = True
+
+        def arrived(_: Callable[[], Any]) -> None:
+            with self._departures:
+                link.is_leaving = False
+                self._departures.notify_all()
+
+        self._send(link, _LEAVE, Packed(b""), _LEAVE_SECONDS, arrived)
+
+    def _departs(self, peer: Peer) -> None:
+        """A peer sends nothing more."""
+        with self._lock:
+            lifeline = self._lifelines.pop(peer.incarnation, None)
+            link = self._links.get(peer.incarnation)
+        if lifeline is not None:
+            self._reply(*lifeline, _PONG)
+        if link is not None and link.is_held:
+            self._leave(link)
+        with self._departures:
+            self._departed.add(peer.incarnation)
+            self._departures.notify_all()
 
     def _seal_reply(self, reply: Any) -> tuple[bytes, list[torch.Tensor]]:
         """In the place of pickling a result."""
@@ -460,6 +542,8 @@ class _Link:
     has_lifeline: bool = False
     is_held: bool = False
     is_asked: bool = False
+    has_left: bool = False
+    is_leaving: bool = False
     removed: bool = False
     broken: str | None = None
 
@@ -492,13 +576,15 @@ class _Agent:
         self._earlier: list[TensorPipeAgent] = []
         self._closed = False
         _init_autograd(0)
+        self._agent: TensorPipeAgent | None
         self._agent, self._store = self._made()
         self._door: Door | None = None
         try:
             with _hooked(hooks):
                 with _listening_on(interface):
-                    _set_and_start_rpc_agent(self._agent)
+                    _set_and_start_rpc_agent(self._current())
                 self._check_hooks()
+                self._expect_ends(self._current())
             self.url = self._url_of(self._store)
             self._listener = Listener(address_of(self.url))
             if self._listener.address[0] != address:
@@ -513,7 +599,7 @@ class _Agent:
 
     def add(self, peer: Peer, *, is_self: bool) -> WorkerInfo:
         if is_self:
-            return self._agent.get_worker_info()
+            return self._current().get_worker_info()
         number = next(self._ids, None)
         if number is None:
             raise CommunicationError(
@@ -522,7 +608,7 @@ class _Agent:
         worker = WorkerInfo(peer.name, number)
         with self._lock:
             self._peers[peer.name] = worker, peer.url
-            _introduce(worker, peer.url, self._agent, self._store)
+            _introduce(worker, peer.url, self._current(), self._store)
         return worker
 
     def forget(self, peer: Peer) -> None:
@@ -545,14 +631,22 @@ class _Agent:
                     if agent is self._agent:
                         raise  # else it came between two agents
 
-    def close(self) -> None:
-        """Shut down without asking anybody. A handler that blocks one of RPC's threads is left to itself."""
+    def flush(self) -> None:
+        """What was answered is on its way when this returns: the agent writes in the order in which it was told to."""
+        with contextlib.suppress(RuntimeError):
+            self.send(self._current().get_worker_info(), SELF_TEST, [], _FLUSH_SECONDS).wait()
+
+    def close(self, is_idle: Callable[[], bool] = lambda: True) -> None:
+        """Shut down without asking anybody. A handler that blocks one of RPC's threads is left to itself.
+
+        ``is_idle``: whether nothing is being answered any more, asked when the agents have been shut down.
+        """
         if self._door is not None:
             self._door.close()
         with self._lock:
             self._closed = True
-            agents = [*self._earlier, self._agent]
-        _retired.extend(agents)
+            agents = [*self._earlier, self._current()]
+            self._earlier, self._agent = [], None
         shutdowns = [
             threading.Thread(target=agent.shutdown, name="torchstrat-rpc-shutdown", daemon=True) for agent in agents
         ]
@@ -560,9 +654,12 @@ class _Agent:
             shutdown.start()
         for shutdown in shutdowns:
             shutdown.join(_SHUTDOWN_SECONDS)
-        if not any(shutdown.is_alive() for shutdown in shutdowns) and _is_current_rpc_agent_set():
+        has_ended = not any(shutdown.is_alive() for shutdown in shutdowns)
+        if has_ended and _is_current_rpc_agent_set():
             _cleanup_python_rpc_handler()  # so that the next agent, ours or not, looks its functions up again
             _reset_current_rpc_agent()
+        if not has_ended or not is_idle():
+            _retired.extend(agents)
 
     def _made(self) -> tuple[TensorPipeAgent, HashStore]:
         """An agent, not started, and the store in which it looks for addresses."""
@@ -575,8 +672,19 @@ class _Agent:
             _transports=["uv"],
             _channels=["cma", "basic"] if sys.platform == "linux" else ["basic"],
         )
-        # world_size=0 makes a group that may grow, and waits for nobody.
-        return TensorPipeAgent(store, self._name, 0, 0, options, {}, []), store
+        # world_size=None makes a group that may grow, and waits for nobody.
+        return TensorPipeAgent(store, self._name, 0, None, options, {}, []), store
+
+    def _current(self) -> TensorPipeAgent:
+        assert self._agent is not None
+        return self._agent
+
+    def _expect_ends(self, agent: TensorPipeAgent) -> None:
+        """Have it know that connections may end, of which it would warn in a group that has not ended itself.
+
+        It leaves the group, which is that of itself alone, and goes on as before.
+        """
+        agent.join()
 
     def _url_of(self, store: HashStore) -> str:
         return store.get(f"addrs/{self._name}").decode()
@@ -596,7 +704,8 @@ class _Agent:
                     _introduce(worker, url, agent, store)
                 _reset_current_rpc_agent()
                 _set_and_start_rpc_agent(agent)
-                self._earlier.append(self._agent)
+                self._expect_ends(agent)
+                self._earlier.append(self._current())
                 self._agent, self._store = agent, store
                 self._listener = Listener(address_of(self._url_of(store)))
                 _log.warning("a connection to %s ended before it had begun; it listens anew", self._name)
@@ -604,7 +713,7 @@ class _Agent:
 
     def _check_hooks(self) -> None:
         """Send a message that is not sealed to this very process: were the hooks not in force, anybody's would run."""
-        reply = self.send(self._agent.get_worker_info(), SELF_TEST, [], _SELF_TEST_SECONDS).wait()
+        reply = self.send(self._current().get_worker_info(), SELF_TEST, [], _SELF_TEST_SECONDS).wait()
         if reply is not None:
             raise CommunicationError(
                 f"torch {torch.__version__} does not let messages be authenticated before they are unpickled; the "

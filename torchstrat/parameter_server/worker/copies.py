@@ -91,6 +91,13 @@ class Copies:
     def has_tables(self, numbers: Iterable[int]) -> bool:
         return not self._by_rows.isdisjoint(numbers)
 
+    def parameters(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, WatchedParameter]]:
+        """Those of the variables, or of all, that take gradients."""
+        for number in list(self._tensors) if numbers is None else numbers:
+            tensor = self._tensors.get(number)
+            if isinstance(tensor, WatchedParameter):
+                yield number, tensor
+
     # -- values -----------------------------------------------------------------------------------------------------
 
     def dense(self, numbers: Iterable[int]) -> list[VariableSpec]:

@@ -34,10 +34,15 @@ class Outcomes:
         self._finished: list[int] = []
         self._results: list[Any] = []
         self._seconds = 0.0
+        self._left: tuple[int, ...] = ()
         self._oldest = 0.0
         self._is_watched = False  # the thread wakes in time
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def left(self, numbers: tuple[int, ...]) -> None:
+        """Parameters of which unused gradients are here, after the function whose outcome comes next."""
+        self._left = numbers
 
     def add(self, to: Peer, function: int, result: Any, seconds: float, *, is_last: bool) -> None:
         """A function of ``to`` has returned. ``is_last``: the report of the batch comes now."""
@@ -67,7 +72,7 @@ class Outcomes:
             self._thread.join()
 
     def _take(self, **others: Any) -> Report:
-        report = Report(tuple(self._finished), tuple(self._results), self._seconds, **others)
+        report = Report(tuple(self._finished), tuple(self._results), self._seconds, left=self._left, **others)
         self._finished.clear()
         self._results.clear()
         self._seconds = 0.0

@@ -93,6 +93,7 @@ class Executor:
         self._steps = RemoteSteps(copies, self._access, number_of, lambda: self._reached)
         self._table_rows = TableRows(copies.access)
         self._stepped = False
+        self.left = self._steps.left
 
     def call(
         self,
@@ -131,8 +132,12 @@ class Executor:
     ) -> Any:
         self._copies.refresh(reached)
         has_tables = self._copies.has_tables(reached)
-        with self._steps, self._lookups if has_tables else nullcontext():
-            result = _call(fn, args, kwargs)
+        self.left.begin(reached)
+        try:
+            with self._steps, self._lookups if has_tables else nullcontext():
+                result = _call(fn, args, kwargs)
+        finally:
+            self.left.end(reached)
         self._steps.check_states()
         self._access.push(self._copies.take_edits(reached))
         return result

@@ -184,6 +184,7 @@ class FunctionWorker:
             session.set_up_to(place)
             began = time.perf_counter()
             result = session.run(function, code, arguments, seed)
+            outcomes.left(session.left)
             if isinstance(result, Raised | ServerGone):
                 session.stops += 1
                 return outcomes.rest(
@@ -228,8 +229,14 @@ class _Session:
 
     # -- what a batch brings, whether its functions are run or not: it is not sent again ----------------------------
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """As `LeftGradients.unused`."""
+        return self._executor.left.unused
+
     def learn(self, batch: Batch) -> None:
         self._rested |= batch.rested
+        self._executor.left.share(batch.is_shared, batch.left_elsewhere)
         for digest, packed in batch.codes:
             if packed is not None:
                 self._kept_codes.add(digest, _Code(packed))

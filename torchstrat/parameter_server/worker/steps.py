@@ -26,6 +26,7 @@ from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.row_gradients import ROWS
 from torchstrat.replicas.central_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
@@ -89,6 +90,7 @@ class RemoteSteps:
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
         self._watched: list[Optimizer] = []
+        self.left = LeftGradients(copies.parameters)
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
 
@@ -132,9 +134,14 @@ class RemoteSteps:
                 "parameter servers do not hold still. Call loss.backward() and step() without a closure."
             )
         self.check_states()
+        self.left.check(optimizer, self._name_of)
         with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
             self._push(number, optimizer)
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        spec = self._copies.spec_of(tensor)
+        return "a parameter" if spec is None else spec.name
 
     def _check_foreign(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -150,7 +157,7 @@ class RemoteSteps:
     # -- the push ---------------------------------------------------------------------------------------------------
 
     def _push(self, number: int, optimizer: Optimizer) -> None:
-        step = _Gradients(optimizer, self._copies.spec_of)
+        step = _Gradients(optimizer, self._copies.spec_of, self.left.pushed)
         reached = self._reached()
         parts: dict[int, dict[str, Any]] = defaultdict(dict)
         if not step.found_inf:
@@ -169,7 +176,12 @@ class RemoteSteps:
 class _Gradients:
     """The gradients of one optimizer's parameters, cut into shards, by server."""
 
-    def __init__(self, optimizer: Optimizer, spec_of: Callable[[torch.Tensor], VariableSpec | None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        spec_of: Callable[[torch.Tensor], VariableSpec | None],
+        pushed: Callable[[int, torch.Tensor], None],
+    ) -> None:
         self.dense: dict[int, list[tuple[ShardKey, torch.Tensor]]] = defaultdict(list)
         self.rows: dict[int, list[tuple[ShardKey, torch.Tensor, torch.Tensor]]] = defaultdict(list)
         # A gradient scaler leaves unscaling to fused optimizers; the servers know nothing of it.
@@ -183,7 +195,9 @@ class _Gradients:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
-                        self._add(_known(spec_of(tensor), tensor, optimizer), _by_rows(tensor.grad))
+                        spec = _known(spec_of(tensor), tensor, optimizer)
+                        self._add(spec, _by_rows(tensor.grad))
+                        pushed(spec.number, tensor.grad)
                     elif always:
                         shards = _known(spec_of(tensor), tensor, optimizer).shards
                         self._servers |= {shard.server for shard in shards}

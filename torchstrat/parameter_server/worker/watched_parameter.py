@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 _DATA: Any = torch.Tensor.data
+GRAD: Any = torch.Tensor.grad
 
 
 class WatchedParameter(nn.Parameter):
@@ -19,6 +20,27 @@ class WatchedParameter(nn.Parameter):
 
     _version_stored = 0
     _before: torch.Tensor | None = None
+    has_left_gradient = False
+    """Whether functions before this one have left a gradient of it on a worker, and this one has not looked: see
+    `left_gradients`. Autograd adds to it below Python; whoever sets it to nothing, or sees that there is none, asks
+    here."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        gradient: torch.Tensor | None = GRAD.__get__(self)
+        if gradient is None and self.has_left_gradient:
+            self.has_left_gradient = False
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        GRAD.__set__(self, value)
+        self.has_left_gradient = False
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+        self.has_left_gradient = False
 
     @property
     def data(self) -> torch.Tensor:
