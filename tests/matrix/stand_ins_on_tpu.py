@@ -150,11 +150,22 @@ def questions(key: str) -> tuple[Question, ...]:
     _strategy()  # the devices first: autograd does not take up those that come after its first backward pass
     operation = next(one for one in operations() if one.key == key)
     found = []
-    for sample in samples_of(operation, MOST_SAMPLES, _is_dense):
+    for sample in (*samples_of(operation, MOST_SAMPLES, _is_dense), *_ALSO_ASKED.get(key, ())):
         question = _question(operation, sample)
         if question is not None:
             found.append(question)
     return tuple(found)
+
+
+# Of operators that the database has several entries for, of which the samples are from the first ones.
+_ALSO_ASKED = {
+    "torch.nn.functional.interpolate": tuple(
+        Sample(
+            (torch.linspace(-1, 1, 96, dtype=torch.float64).reshape(2, 3, 4, 4),), {"scale_factor": 1.7, "mode": mode}
+        )
+        for mode in ("bilinear", "bicubic")
+    ),
+}
 
 
 def _is_dense(sample: Sample) -> bool:
