@@ -1,8 +1,8 @@
 """Which job this process belongs to, as its launcher's environment says: the one place where strategies ask.
 
 Known are torchrun, ``TF_CONFIG``, a step of Slurm (``srun``), the pods of Kubeflow's training operator, and MPI
-(``mpirun``), in this order: who is started by torchrun within a step of Slurm belongs to torchrun's job. An allocation
-of Slurm is no job of ours: ``SLURM_NTASKS`` is there in a batch script that runs once, too.
+(``mpirun``). Who is started by torchrun within a pod or a step of Slurm belongs to torchrun's job. An allocation of
+Slurm is no job of ours: ``SLURM_NTASKS`` is there in a batch script that runs once, too.
 
 Strategies that span processes call `join_job`, and strategies of one process `require_one_process`.
 """
@@ -62,15 +62,15 @@ def launched_job(environ: Environment | None = None) -> LaunchedJob | None:
     return None
 
 
-def launched_plan(environ: Environment | None = None) -> ProcessPlan | None:
-    """This process's place in the job that a launcher started, or None; see `launched_job`."""
-    job = launched_job(environ)
-    return job.plan if job is not None else None
-
-
 def join_job(independent: bool) -> LaunchedJob | None:
     """The job that a strategy of several processes takes part in; None where this process is alone, or says so."""
     return None if _is_independent(independent) else launched_job()
+
+
+def launched_plan() -> ProcessPlan | None:
+    """This process's place in the job that strategies without arguments join, or None."""
+    job = join_job(independent=False)
+    return job.plan if job is not None else None
 
 
 def require_one_process(strategy: str, independent: bool, instead: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torchstrat as ts
 from torchstrat.cluster_resolver import KubernetesClusterResolver, SlurmClusterResolver, TorchrunClusterResolver
 from torchstrat.errors import ClusterConfigError, UnsupportedError
-from torchstrat.launcher import launched_job
+from torchstrat.launcher import launched_job, launched_plan
 
 TORCHRUN = {
     "WORLD_SIZE": "4",
@@ -128,6 +128,13 @@ def test_independent_processes_join_nobody(monkeypatch, environ, make):
     strategy = make()
     assert strategy.num_replicas_in_sync == 1
     strategy.close()
+
+
+def test_an_application_sees_what_its_strategies_see(monkeypatch):
+    set_environment(monkeypatch, SLURM)
+    assert launched_plan().size == 2
+    monkeypatch.setenv("TORCHSTRAT_INDEPENDENT", "1")
+    assert launched_plan() is None
 
 
 def test_processes_on_several_hosts_are_called_by_their_launcher(monkeypatch):
