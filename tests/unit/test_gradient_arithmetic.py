@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import torchstrat as ts
 from tests.unit.in_process_strategies import opened
 from torchstrat import gradients
 
@@ -46,3 +47,21 @@ FLAT = torch.zeros(10)
 )
 def test_shared_memory(tensors, shared):
     assert gradients.share_memory(tensors) is shared
+
+
+@pytest.mark.parametrize("call", ["all_gather", "all_reduce"])
+def test_a_replica_of_weight_0_sends_no_nan_back(call):
+    with opened("mirrored x2") as strategy:
+        with strategy.scope():
+            model = torch.nn.ParameterDict({"scale": torch.ones(2)})
+
+        def step():
+            context = ts.get_replica_context()
+            is_first = context.replica_id_in_sync_group == 0
+            context.set_weight(1.0 if is_first else 0.0)
+            own = model["scale"] * 2.0
+            shared = context.all_gather(own, 0) if call == "all_gather" else context.all_reduce("sum", own)
+            (shared * (3.0 if is_first else float("nan"))).sum().backward()
+
+        strategy.run(step)
+    assert torch.equal(model["scale"].grad, torch.full((2,), 6.0))

@@ -7,7 +7,7 @@ one's weight in place of this one's: it is multiplied before it leaves and divid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,10 @@ class AllGather(torch.autograd.Function):
 def _combined_by_weight(engine: Any, op: ReduceOp, gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """What arrives here of the replicas' gradients, for a replica whose own weight is applied later."""
     weight = 1.0 if engine.gradient_op is ReduceOp.SUM else engine.relative_weight()
-    sent = gradients if weight == 1.0 else [gradient * weight for gradient in gradients]
+    if weight == 0.0:  # it sends nothing: its own may be nan, which no factor makes 0
+        sent: Sequence[torch.Tensor] = [torch.zeros_like(gradient) for gradient in gradients]
+    else:
+        sent = gradients if weight == 1.0 else [gradient * weight for gradient in gradients]
     combined: list[torch.Tensor] = list(AllReduce.apply(engine._exchange_all_reduce, op, *sent))  # type: ignore[no-untyped-call]
     if weight == 1.0:
         return combined
