@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from torchstrat._torch_private import look_up
+from torchstrat._torch_private import DisableTorchFunctionSubclass, look_up
 
 _spec_module = importlib.import_module("torch.distributed.tensor._dtensor_spec")
 _DTensorSpec = look_up("DTensorSpec", _spec_module)
@@ -22,7 +22,7 @@ _TensorMeta = look_up("TensorMeta", _spec_module)
 look_up("_local_tensor", DTensor)  # type: ignore[arg-type]  # where a DTensor keeps its piece
 look_up("_spec", DTensor)  # type: ignore[arg-type]
 
-WithoutSubclasses: Any = look_up("_C.DisableTorchFunctionSubclass")
+WithoutSubclasses = DisableTorchFunctionSubclass
 """``with WithoutSubclasses():`` a tensor subclass does not see what is done to it in the block; modes do."""
 
 

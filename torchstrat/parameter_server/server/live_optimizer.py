@@ -22,6 +22,7 @@ from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.server.packing import Options, check_supported, unpickling
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.travel.classes_here import ClassesHere
+from torchstrat.parameter_server.travel.plain import are_equal
 
 Groups = Sequence[Sequence[int]]
 """By parameter group: the numbers of its variables, in order."""
@@ -74,7 +75,7 @@ class LiveOptimizer:
         every step, also when later steps have set something else. That is no wish of the program's."""
         found = []
         for own, given, handed_out in zip(self.options, self._given, self._handed_out, strict=True):
-            new = {k: copy.deepcopy(v) for k, v in own.items() if k not in given or not _is_same(v, given[k])}
+            new = {k: copy.deepcopy(v) for k, v in own.items() if k not in given or not are_equal(v, given[k])}
             for name, value in new.items():
                 if not _is_among(value, handed_out.setdefault(name, [])):
                     handed_out[name].append(value)
@@ -96,8 +97,8 @@ class LiveOptimizer:
                 if (
                     name in given
                     and name in own
-                    and not _is_same(own[name], given[name])
-                    and not _is_same(own[name], value)
+                    and not are_equal(own[name], given[name])
+                    and not are_equal(own[name], value)
                 ):
                     raise UnsupportedError(
                         f"the program has set param_groups[{number}][{name!r}] of {self.name} to {value!r}, and its "
@@ -139,7 +140,7 @@ class LiveOptimizer:
     def _set_by_program(self, number: int, options: Options) -> Iterator[tuple[str, Any]]:
         given, handed_out = self._given[number], self._handed_out[number]
         for name, value in options.items():
-            if (name not in given or not _is_same(value, given[name])) and not _is_among(
+            if (name not in given or not are_equal(value, given[name])) and not _is_among(
                 value, handed_out.get(name, ())
             ):
                 yield name, value
@@ -181,17 +182,8 @@ def _gradients_of(step: OptimizerStep, shards: HeldShards) -> dict[ShardKey, tor
     return gradients
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    try:
-        return one is other or bool(one == other)
-    except Exception:  # objects of the user's own
-        return False
-
-
 def _is_among(value: Any, others: Sequence[Any]) -> bool:
-    return any(_is_same(value, other) for other in others)
+    return any(are_equal(value, other) for other in others)
 
 
 class _Unpickler(ClassesHere):

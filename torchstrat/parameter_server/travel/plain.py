@@ -9,6 +9,8 @@ import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Exact types: subclasses may have a way of their own to be pickled."""
 
@@ -48,3 +50,13 @@ def dumps(value: Any) -> bytes:
 def holds_no_class_of_a_program(blob: bytes) -> bool:
     """Whether a pickle without references surely needs nothing of cloudpickle to be undone."""
     return _CLOUDPICKLE not in blob
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two settings, such as hyperparameters, are the same; tensors by value. What cannot be compared is not."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # objects of the user's own
+        return False

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.parameter_server.dispatch import Modes, Options
-from torchstrat.parameter_server.travel.plain import is_fixed
+from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
 from torchstrat.parameter_server.travel.world import World
 
 
@@ -115,7 +115,7 @@ class _Group:
     def changes(self, group: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Name, value as scheduled, and value now."""
         now = {name: group.get(name) for name in self._values}
-        return [(name, was, now[name]) for name, was in self._values.items() if not _is_equal(was, now[name])]
+        return [(name, was, now[name]) for name, was in self._values.items() if not are_equal(was, now[name])]
 
     def put_back(self) -> dict[str, Any]:
         group = self._group
@@ -124,9 +124,3 @@ class _Group:
         for name, value in self._values.items():
             group[name] = copy.deepcopy(value) if name in self._written else value
         return group
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
