@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import torchstrat as ts
+from tests.unit.test_cluster import TORCHRUN, tf_config
 from torchstrat.cluster_resolver import KubernetesClusterResolver, SlurmClusterResolver, TorchrunClusterResolver
 from torchstrat.errors import ClusterConfigError, UnsupportedError
 from torchstrat.launcher import launched_job, launched_plan
 
-TORCHRUN = {
-    "WORLD_SIZE": "4",
-    "RANK": "3",
-    "LOCAL_WORLD_SIZE": "2",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-}
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -36,15 +27,11 @@ MPI = {
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
-def tf_config(**cluster: list[str]) -> dict[str, str]:
-    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})}
-
-
 @pytest.mark.parametrize(
     ("environ", "launcher", "rank", "size"),
     [
         (TORCHRUN, "torchrun", 3, 4),
-        (tf_config(worker=["a:1", "b:1"]), "TF_CONFIG", 1, 2),
+        (tf_config({"worker": ["a:1", "b:1"]}, "worker", 1), "TF_CONFIG", 1, 2),
         (SLURM, "Slurm (srun)", 1, 2),
         (MPI | MEETING, "mpirun", 2, 4),
         (SLURM | TORCHRUN, "torchrun", 3, 4),
@@ -84,7 +71,7 @@ def test_the_tasks_of_a_step_meet_at_one_port_which_steps_do_not_share():
     [
         {},
         {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},  # a batch script, which is one process
-        tf_config(worker=["a:1", "b:1"], ps=["c:1"], chief=["d:1"]),
+        tf_config({"worker": ["a:1", "b:1"], "ps": ["c:1"], "chief": ["d:1"]}, "worker", 1),
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
     ],
 )
@@ -102,7 +89,9 @@ def set_environment(monkeypatch, environ):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("environ", [TORCHRUN, SLURM, MPI | MEETING, tf_config(worker=["a:1", "b:1"])])
+@pytest.mark.parametrize(
+    "environ", [TORCHRUN, SLURM, MPI | MEETING, tf_config({"worker": ["a:1", "b:1"]}, "worker", 1)]
+)
 def test_a_strategy_of_one_process_names_both_remedies(monkeypatch, environ):
     set_environment(monkeypatch, environ)
     remedies = r"MultiWorkerMirroredStrategy.*independent=True.*TORCHSTRAT_INDEPENDENT=1"

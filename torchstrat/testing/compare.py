@@ -20,8 +20,8 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from torchstrat import nest
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing import contract
 from torchstrat.testing.spawn import Workers
-from torchstrat.testing.training import Snapshot, read
+from torchstrat.testing.training import Snapshot, dtype_and_seed, read
 
 __all__ = ["STRATEGIES", "Comparison", "Finding", "compare"]
 
@@ -100,15 +100,6 @@ class _Program:
     batches: Sequence[Any]
     dtype: torch.dtype
     seed: int
-
-    @contextmanager
-    def conditions(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.set_default_dtype(self.dtype)
-            torch.manual_seed(self.seed)
-            yield
 
 
 def compare(
@@ -190,22 +181,19 @@ def _first_difference(wanted: Snapshot, seen: Snapshot, tolerance: float) -> tup
     for name in dict.fromkeys([*wanted, *seen]):
         if (name in wanted) != (name in seen):
             return name, "is there in the plain program only" if name in wanted else "is not there in the plain program"
-        left, right = wanted[name].detach().cpu(), seen[name].detach().cpu()
+        left, right = (one.detach().cpu().to(torch.complex128) for one in (wanted[name], seen[name]))
         if left.shape != right.shape:
             return name, f"has shape {tuple(right.shape)} for {tuple(left.shape)}"
-        if torch.allclose(right.to(torch.complex128), left.to(torch.complex128), tolerance, tolerance, equal_nan=True):
-            continue
-        return name, f"is off by {float((right.double() - left.double()).abs().nan_to_num(torch.inf).max()):.3g}"
+        if not torch.allclose(right, left, tolerance, tolerance, equal_nan=True):
+            return name, f"is off by {float((right - left).abs().nan_to_num(torch.inf).max()):.3g}"
     return None
 
 
 def _run(program: _Program, strategy: Any, traced: int | None = None) -> _Recording:
     """All steps, plainly or under a synchronous strategy; every process of its launch calls this."""
     recording = _Recording()
-    with program.conditions():
-        with ExitStack() as scope:
-            if strategy is not None:
-                scope.enter_context(strategy.scope())
+    with dtype_and_seed(program.dtype, program.seed):
+        with strategy.scope() if strategy is not None else nullcontext():
             built = program.build()
         batches = program.batches if strategy is None else strategy.distribute_dataset(program.batches)
         for index, batch in enumerate(batches):
@@ -229,7 +217,7 @@ def _run_on_servers(program: _Program) -> _Recording:
     from torchstrat.testing.fake_cluster import FakeCluster
 
     recording = _Recording()
-    with program.conditions(), FakeCluster(workers=1, ps=2) as cluster:
+    with dtype_and_seed(program.dtype, program.seed), FakeCluster(workers=1, ps=2) as cluster:
         strategy = cluster.strategy(None, rows_only=False)
         with strategy.scope():
             built = program.build()

@@ -113,15 +113,21 @@ class Case:
 
     def conditions(self) -> AbstractContextManager[Any]:
         """Default dtype and seed, the same for every run of this case; both are put back on leaving."""
-        stack = ExitStack()
+        stack = dtype_and_seed(self.dtype, 20)
         if self.warns:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=self.warns)
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.set_default_dtype(self.dtype)
-        torch.manual_seed(20)
         return stack
+
+
+def dtype_and_seed(dtype: torch.dtype, seed: int) -> ExitStack:
+    """A default dtype and a seed of torch's generator, from now on; both are put back when the stack is left."""
+    stack = ExitStack()
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    stack.enter_context(torch.random.fork_rng(devices=[]))
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(seed)
+    return stack
 
 
 def read(watch: Mapping[str, Any]) -> Snapshot:
