@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torchstrat import nest
 from torchstrat.errors import ContextError
 from torchstrat.half_precision import HALF
+from torchstrat.tpu.named_functions import members
 from torchstrat.tpu.places import current_place
 
 _NAMES = (
@@ -42,16 +43,11 @@ _WIDE_NAMES = (
 _ALONE_NAMES = ("dot", "vdot", "mv", "inner", "tensordot", "vecdot")
 
 
-def _members(names: tuple[str, ...]) -> frozenset[Any]:
-    owners = (torch, torch.Tensor, F, torch.linalg)
-    return frozenset(getattr(owner, name) for name in names for owner in owners if callable(getattr(owner, name, None)))
-
-
-_LOWER = _members(_NAMES)
-_WIDE = _members(_WIDE_NAMES)
+_LOWER = members(_NAMES, torch, torch.Tensor, F, torch.linalg)
+_WIDE = members(_WIDE_NAMES, torch, torch.Tensor, F, torch.linalg)
 """They compute in single precision."""
 
-_ALONE = _members(_ALONE_NAMES)
+_ALONE = members(_ALONE_NAMES, torch, torch.Tensor, F, torch.linalg)
 """Autocast leaves them as they are; under ``vmap`` they become products, which it does not."""
 
 

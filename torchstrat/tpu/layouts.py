@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchstrat.errors import UnsupportedError
+from torchstrat.tpu.named_functions import members
 from torchstrat.tpu.places import current_place
 
 _NAMES = (
@@ -39,23 +40,12 @@ _NAMES = (
 )
 
 
-def _members(names: tuple[str, ...]) -> frozenset[Any]:
-    found = set()
-    for name in names:
-        for owner in (torch, torch.Tensor):
-            member = getattr(owner, name, None)
-            getter = getattr(member, "__get__", None)
-            if callable(member) or getter is not None:
-                found.add(member if callable(member) else getter)
-    return frozenset(found)
-
-
-_REARRANGE = _members(_NAMES)
+_REARRANGE = members(_NAMES, torch, torch.Tensor)
 """Results of which plain PyTorch may not keep in the order of their shape, or as a part of something larger."""
 
-_ORDER = _members(("contiguous",))
-_READS_MEMORY = _members(("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"))
-_CHANGES_MEMORY = _members(("as_strided_", "resize_", "resize_as_", "set_", "as_strided_scatter"))
+_ORDER = members(("contiguous",), torch, torch.Tensor)
+_READS_MEMORY = members(("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"), torch, torch.Tensor)
+_CHANGES_MEMORY = members(("as_strided_", "resize_", "resize_as_", "set_", "as_strided_scatter"), torch, torch.Tensor)
 
 
 class Layouts:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstrat.errors import UnsupportedError
+from torchstrat.tpu.named_functions import members
 from torchstrat.tpu.places import current_place
 
 Tensor = torch.Tensor
@@ -42,18 +43,7 @@ _RIGHT_NAMES = """
 """
 
 
-def _members(names: list[str]) -> frozenset[Any]:
-    found: set[Any] = set()
-    for name in names:
-        for owner in (torch, torch.Tensor, F):
-            member: Any = getattr(owner, name, None)
-            getter = getattr(member, "__get__", None)
-            if callable(member) or getter is not None:
-                found.add(member if callable(member) else getter)
-    return frozenset(found)
-
-
-_RIGHT = _members(_RIGHT_NAMES.split()) | {_TENSOR.grad.__set__}
+_RIGHT = members(_RIGHT_NAMES.split(), torch, torch.Tensor, F) | {_TENSOR.grad.__set__}
 
 
 def _imaginary(x: Tensor) -> Tensor:
