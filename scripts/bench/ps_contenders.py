@@ -53,14 +53,16 @@ class Measurement:
     """Variables and optimizer state, where the contender tells."""
 
 
-def measure_once(contender: str, arguments: Sequence[str]) -> Measurement:
+def measure_once(contender: str, arguments: Sequence[str], root: Path = ROOT) -> Measurement:
     """Start fresh processes, as a launcher would, and let them run ``arguments`` (see `from_arguments`) once.
+
+    ``root``: whose torchstrat they import.
 
     Raises `SystemExit` with what the processes complained of when one of them fails, or none answers in time.
     """
     workload = from_arguments(arguments)
     kind, variables = CONTENDERS[contender]
-    with _processes(_commands(kind, workload), arguments, variables) as processes:
+    with _processes(_commands(kind, workload), arguments, variables, root) as processes:
         speaking = [process for process in processes if not process.is_silent]
         facts = [process.listen("ready") for process in speaking]
         tasks = {job: pids for one in facts for job, pids in one.get("pids", {}).items()}
@@ -153,7 +155,7 @@ class _Process:
 
 @contextlib.contextmanager
 def _processes(
-    commands: list[tuple[list[str], bool]], arguments: Sequence[str], variables: dict[str, str]
+    commands: list[tuple[list[str], bool]], arguments: Sequence[str], variables: dict[str, str], root: Path
 ) -> Iterator[list[_Process]]:
     """The processes; at the end of the block they are to end by themselves. None is left in any case."""
     port = _free_port()
@@ -167,7 +169,7 @@ def _processes(
     try:
         for rank, ((program, *first), is_silent) in enumerate(commands):
             command = [sys.executable, str(HERE / program), *first, *arguments]
-            environment = _environment(rank, len(commands), port) | variables
+            environment = _environment(rank, len(commands), port, root) | variables
             processes.append(_Process(command, environment, is_silent=is_silent))
         watchdog.start()
         yield processes
@@ -181,8 +183,8 @@ def _processes(
             watchdog.join()
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH")]  # a worker imports what scheduled functions name
+def _environment(rank: int, size: int, port: int, root: Path) -> dict[str, str]:
+    paths = [str(root), str(HERE), os.environ.get("PYTHONPATH")]  # a worker imports what scheduled functions name
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",

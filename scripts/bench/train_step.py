@@ -112,8 +112,8 @@ def measure(comparison: Comparison, rounds: int) -> dict[str, list[Measurement]]
     return results
 
 
-def measure_once(name: str, comparison: Comparison) -> Measurement:
-    """Start fresh processes, as a launcher would, and read what each prints."""
+def measure_once(name: str, comparison: Comparison, root: Path = ROOT) -> Measurement:
+    """Start fresh processes, as a launcher would, and read what each prints. ``root``: whose torchstrat they import."""
     plain_name = name.removesuffix("_retained")
     program = [HERE / "floor.py"] if plain_name == "floor" else [HERE / "contenders.py", plain_name]
     extra = RETAINED if name != plain_name else {}
@@ -121,7 +121,7 @@ def measure_once(name: str, comparison: Comparison) -> Measurement:
     processes = [
         subprocess.Popen(
             [sys.executable, *program, comparison.workload],
-            env=_environment(rank, comparison.processes, port) | extra,
+            env=environment(rank, comparison.processes, port, root) | extra,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -142,13 +142,13 @@ def measure_once(name: str, comparison: Comparison) -> Measurement:
     return Measurement(max(record["wall"] for record in records), sum(record["cpu"] for record in records))
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+def environment(rank: int, size: int, port: int, root: Path = ROOT) -> dict[str, str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     if size > 1:
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
-    return environment
+        variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+    return variables
 
 
 def report(comparison: Comparison, results: dict[str, list[Measurement]]) -> bool:
