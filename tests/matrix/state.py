@@ -9,7 +9,7 @@ Left out are combinations without a meaning:
 * of a row and what cannot be done to it (`Row.can`): a number has no ``.data``, a scheduler has no dtype;
 * "differently" for what is each replica's own by its rule (a list, a row of each row), and for random numbers;
 * "after a run that raised" for all but parameters and buffers, of which `Strategy.run` speaks;
-* a buffer with a row for each row of the batch and batches of other sizes.
+* a buffer or an attribute with a row for each row of the batch, and batches of other sizes.
 
 Autocast cells are in float32 with a tolerance of 2 in a hundred, since halves of a batch round to bfloat16 otherwise
 than the whole; all others in float64.
@@ -38,6 +38,7 @@ from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.component_attributes import ComponentAttributes
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.components import Components
+from torchstrat.replicas.kept_attributes import KeptAttributes
 from torchstrat.replicas.state_kinds import KINDS
 from torchstrat.replicas.tensor_slot import TensorSlot
 from torchstrat.variables import VariableRegistry
@@ -59,6 +60,7 @@ class Net(nn.Module):
         self.register_buffer("holes", torch.tensor([0.5, float("nan")]))
         self.register_buffer("rows", None)
         self.scale, self.history, self.kept, self.mask = 1.0, [1.0], None, torch.ones(5)
+        self.carried: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.row == "table with max_norm":
@@ -70,6 +72,9 @@ class Net(nn.Module):
         if self.row == "buffer, a row per row":
             rows = hidden.detach() if self.rows is None else hidden.detach() * 0.5 + self.rows
             self.rows, hidden = rows, hidden + rows
+        if self.row == "attribute carried on":
+            self.carried[:] = [sum((rows * 0.5 for rows in self.carried), start=hidden.detach())]
+            hidden = hidden + self.carried[0]
         if self.row == "attribute left by forward":
             self.kept = hidden
         if self.row == "training mode":
@@ -296,16 +301,18 @@ ROWS: Mapping[str, Row] = {
         _toggle,
         merges="own",
     ),
-    "attribute": Row("attribute", lambda p: p.model.scale, _set_scale, frozenset({"in place"}) | DIFFERENTLY),
+    "attribute": Row("attribute", lambda p: p.model.scale, _set_scale, frozenset({"in place"}), merges="own"),
     "attribute, plain tensor": Row(
         "attribute",
         lambda p: p.model.mask,
         _mul(lambda p: p.model.mask),
-        frozenset({"in place", "through .data", "assigned", "replaced in the step"}) | DIFFERENTLY,
+        frozenset({"in place", "through .data", "assigned", "replaced in the step"}),
         lambda p: (p.model, "mask"),
+        merges="own",
     ),
     "attribute, list": Row("attribute", lambda p: sum(p.model.history), _append, frozenset({"in place"}), merges="own"),
     "attribute left by forward": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
+    "attribute carried on": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     "memory of parameters": Row("memory", lambda p: p.flat, _mul(lambda p: p.flat), frozenset({"in place"})),
     "memory of gradients": Row("memory", lambda p: p.flat, _nothing, merges="own"),
 }
@@ -492,8 +499,8 @@ CAUSES: Mapping[str, str] = {
     "B16": "between processes nothing is undone after a run that raised: edits since the last step, buffers",
     "B51": "state that ranks edit differently is compared with the others' by nobody: process_step.py compares "
     "parameters, gradients and hyperparameters, central/storage.py takes the first rank's edits at the next step",
-    "B52": "modes, plain attributes of modules and attributes of schedulers are Python objects of each process, and "
-    "what ranks set differently stays so; in one process the first replica's last",
+    "B52": "modes of modules and attributes of schedulers are Python objects of each process, and what ranks set "
+    "differently stays so; in one process the first replica's last",
     "B53": "idle.py hands variables, buffers and helpers over to ranks without rows, and not what the step has set of "
     "plain attributes and requires_grad",
 }
@@ -503,7 +510,7 @@ PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 
 
 def _has_meaning(row: Row, column: str) -> bool:
-    if row is ROWS["buffer, a row per row"] and column == "no rows":
+    if row in (ROWS["buffer, a row per row"], ROWS["attribute carried on"]) and column == "no rows":
         return False
     return column not in SOME or column in row.can
 
@@ -519,7 +526,7 @@ def _expected(row_name: str, column: str, place: str) -> Expected:
         return known_wrong("B16")
     if column == "edited differently" and kind == "optimizer state" and place != OWNED:
         return known_wrong("B51")
-    if column == "edited differently" and kind in ("training mode", "attribute", "scheduler and scaler"):
+    if column == "edited differently" and kind in ("training mode", "scheduler and scaler"):
         return known_wrong("B52")
     if column == "no rows" and row_name in ("attribute", "attribute, plain tensor", "attribute, list", "requires_grad"):
         return known_wrong("B53")
@@ -556,6 +563,11 @@ FAULTS = (
         "attributes of modules do not change hands",
         _off(ComponentAttributes, "install", lambda self, replica: None),
         _at("attribute left by forward", "edited alike"),
+    ),
+    PlantedFault(
+        "attributes do not stay each replica's own",
+        _off(KeptAttributes, "take", lambda self, module, leader: {}),
+        _at("attribute carried on", "edited alike"),
     ),
     PlantedFault(
         "lists in attributes are shared",

@@ -1,9 +1,10 @@
 """Each replica's own plain attributes of modules: what a forward pass leaves there, lists that a step fills, modes.
 
 Replicas of one process take turns in the midst of a step, so an attribute of the only module there is could change
-hands between its write and its read. Every replica but the leader therefore has attributes of its own, copies of the
-leader's made when a run starts; what the leader's code has set is what lasts. Parameters, buffers, children and hooks
-are in dictionaries that all replicas share, and so is whatever is no container and no plain tensor.
+hands between its write and its read. Every replica but the leader therefore has attributes of its own: what it has
+left there itself, and else copies of the leader's, made when a run starts. Code outside of runs sees the leader's.
+Parameters, buffers, children and hooks are in dictionaries that all replicas share, and so is whatever is no container
+and no plain tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from torchstrat.replicas.component_helpers import private_value
+from torchstrat.replicas.kept_attributes import KeptAttributes
 
 _MOST_MEMBERS = 1_000
 """Of a container: longer ones hold data, which replicas share."""
@@ -37,6 +39,7 @@ class ComponentAttributes:
         self._copies: dict[int, _Copies] = {}  # by the id of the tensor, which they refer to
         self._has_made_members = False
         self._before: list[_Attributes] | None = None
+        self._kept = KeptAttributes()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -53,12 +56,15 @@ class ComponentAttributes:
         own = [vars(module) for module in self._modules]
         found = [_to_copy(module, attributes) for module, attributes in zip(self._modules, own, strict=True)]
         self._attributes[replicas[0]] = own
+        left = [self._kept.take(module, replicas[0]) for module in self._modules]
         for replica in others:
             self._attributes[replica] = mine = [attributes.copy() for attributes in own]
-            for attributes, names in zip(mine, found, strict=True):
+            for attributes, names, kept in zip(mine, found, left, strict=True):
+                mine_still = kept.get(replica, {})
                 for name in names:
-                    if id(attributes[name]) not in vectors:
+                    if name not in mine_still and id(attributes[name]) not in vectors:
                         attributes[name] = self._copy_of(attributes[name], replica)
+                attributes.update(mine_still)
 
     def _copy_of(self, value: Any, replica: int) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -107,6 +113,9 @@ class ComponentAttributes:
 
     def end(self, leader: int) -> None:
         self.install(leader)
+        others = [replica for replica in self._attributes if replica != leader]
+        for index, module in enumerate(self._modules):
+            self._kept.keep(module, leader, [(replica, self._attributes[replica][index]) for replica in others])
         self._modules, self._attributes, self._before = [], {}, None
 
 

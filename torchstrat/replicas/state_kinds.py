@@ -112,8 +112,8 @@ KINDS = (
     ),
     StateKind(
         "attribute",
-        "plain attributes of modules, containers and plain tensors among them: each replica's own; in one process the "
-        "first one's is what lasts",
+        "plain attributes of modules, containers and plain tensors among them: each replica's own, from run to run; "
+        "code outside of runs sees the first one's, and what it sets is everyone's",
     ),
     StateKind("memory", "what shares storage with any of these is found when a step is first run, and changes with it"),
     StateKind("random numbers", "a stream for each replica, the same in one process and in several"),

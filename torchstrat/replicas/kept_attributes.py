@@ -1,0 +1,148 @@
+"""What replicas of one process have left in plain attributes of modules, each its own, from run to run.
+
+A recurrent state, a memory of past activations, a list that fills: between processes each replica finds what its own
+last step left there. In one process the module has the first replica's, which code outside of runs sees and changes.
+So the others' are kept here, and are theirs again as long as the first one's is as the run left it; what was set or
+changed since is for all. (An edit through ``.data`` is not noticed: it leaves no trace.)
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_NOTHING = object()
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, set})
+_SEQUENCES = frozenset({list, tuple, collections.deque})
+_MAPPINGS = frozenset({dict, collections.OrderedDict, collections.defaultdict})
+_Attributes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a run has left in one module."""
+
+    module: weakref.ref[nn.Module]
+    leader: int
+    """Whose attributes the module has."""
+    lasting: dict[str, tuple[Any, Any]]
+    """The leader's values of the names below, and what they were then (`_trace`)."""
+    own: dict[int, _Attributes]
+    """Of the other replicas, where theirs is not the leader's."""
+
+
+class KeptAttributes:
+    """Of all modules of a strategy, between one run and the next."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, _Left] = {}  # by the id of the module
+        self._warned: set[tuple[type, str]] = set()
+
+    def keep(self, module: nn.Module, leader: int, others: Iterable[tuple[int, _Attributes]]) -> None:
+        """A run ends, and ``module`` has the leader's attributes. ``others``: of the other replicas that took part."""
+        lasting, own = vars(module), {}
+        for replica, attributes in others:
+            names = [name for name, value in attributes.items() if value is not lasting.get(name, _NOTHING)]
+            if names:
+                found = {
+                    name: attributes[name]
+                    for name in names
+                    if name != "training" and not _is_equal(attributes[name], lasting.get(name, _NOTHING))
+                }
+                if found:
+                    own[replica] = found
+        if own:
+            values = {name: lasting.get(name, _NOTHING) for found in own.values() for name in found}
+            kept, key = self._left, id(module)
+            reference = weakref.ref(module, lambda gone: _forget(kept, key, gone))
+            traced = {name: (value, _trace(value)) for name, value in values.items()}
+            kept[key] = _Left(reference, leader, traced, own)
+
+    def take(self, module: nn.Module, leader: int) -> dict[int, _Attributes]:
+        """A run begins: what is still each replica's own. It is kept no longer."""
+        left = self._left.pop(id(module), None)
+        if left is None or left.module() is not module or left.leader != leader:
+            return {}
+        stale = set()
+        for name, (before, trace) in left.lasting.items():
+            now = vars(module).get(name, _NOTHING)
+            if now is not before or _trace(now) != trace:
+                stale.add(name)
+                self._look_at(module, name, before, now)
+        return {
+            replica: {name: value for name, value in own.items() if name not in stale}
+            for replica, own in left.own.items()
+        }
+
+    def _look_at(self, module: nn.Module, name: str, before: Any, now: Any) -> None:
+        """``model.state = model.state.detach()`` between runs is meant for every replica's, and sees the first's."""
+        if _memory(now) is None or _memory(before) != _memory(now) or (type(module), name) in self._warned:
+            return
+        self._warned.add((type(module), name))
+        warnings.warn(
+            f"{type(module).__name__}.{name} differs between replicas, and code outside of Strategy.run has set it to "
+            "another view of the first replica's, which every replica has now. Do this within the step, where each "
+            "replica sees its own.",
+            stacklevel=7,
+        )
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Of what one replica has left and another: whether they are the same, or containers and plain values alike."""
+    kind = type(value)
+    if value is other:
+        return True
+    if kind is not type(other):
+        return False
+    if kind in _SEQUENCES:
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    if kind in _MAPPINGS:
+        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
+    if kind is torch.Tensor:
+        if value.requires_grad or other.requires_grad or value.device != other.device or value.dtype != other.dtype:
+            return False
+        return torch.equal(value, other)
+    return kind in _PLAIN and bool(value == other)
+
+
+def _trace(value: Any) -> Any:
+    """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
+    if isinstance(value, torch.Tensor):
+        return (_Identity(value), 0 if value.is_inference() else value._version)
+    if type(value) in _SEQUENCES:
+        return [_trace(member) for member in value]
+    if type(value) in _MAPPINGS:
+        return {key: _trace(member) for key, member in value.items()}
+    return set(value) if type(value) is set else _Identity(value)
+
+
+class _Identity:
+    """Holds the object, so that no other one can have its address."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _memory(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+def _forget(kept: dict[int, _Left], key: int, gone: Any) -> None:
+    if key in kept and kept[key].module is gone:
+        del kept[key]
