@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,6 +97,15 @@ class ComponentHelpers:
     def install(self, replica: int) -> None:
         for helper, attributes, _ in self.helpers:
             helper.__dict__ = attributes[replica]
+
+    def settings(self) -> Iterator[tuple[Any, list[list[dict[str, Any]]]]]:
+        """Helpers and what each replica has set in them, the first one's first: an optimizer's groups, and the
+        attributes of others. For parked replicas."""
+        for helper, attributes, _ in self.helpers:
+            if isinstance(helper, Optimizer):
+                yield helper, [attributes[replica].get("param_groups", []) for replica in self._replicas]
+            else:
+                yield helper, [[attributes[replica]] for replica in self._replicas]
 
     def end(self) -> None:
         for helper, attributes, owner in self.helpers:

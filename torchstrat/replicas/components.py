@@ -12,7 +12,7 @@ that every replica makes takes effect once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -272,6 +272,10 @@ class Components:
         for slot in slots:
             if self._installed in slot.grads:
                 slot.tensor.grad = slot.grads[self._installed]
+
+    def settings(self) -> Iterator[tuple[Any, list[list[dict[str, Any]]]]]:
+        """What each replica has set in optimizers, schedulers and scalers. While all replicas stand still."""
+        return self._helpers.settings()
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 

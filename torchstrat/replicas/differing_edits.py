@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from torchstrat.replicas.edits import sample
+from torchstrat.replicas.hyperparameters import Difference
 from torchstrat.replicas.tensor_slot import TensorSlot
 
 
@@ -17,6 +20,7 @@ class DifferingEdits:
     def __init__(self, describe: Callable[[torch.Tensor], str]) -> None:
         self._describe = describe
         self.is_told = False
+        self.is_told_of_settings = False
 
     def report(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] = ()) -> None:
         """``gradients``: variables whose gradients they are. All replicas come to the same ones."""
@@ -30,6 +34,20 @@ class DifferingEdits:
             "counts for all of them, and what the others did is lost. If each has used what its own rows gave "
             "(torch.autograd.grad, say), combine that first: g = ts.get_replica_context().all_reduce('mean', g); or "
             "let an optimizer step with it: p.grad = g. If it was random noise, this is as it should be.",
+            stacklevel=2,
+        )
+
+    def report_settings(self, helper: Any, found: Difference | None) -> None:
+        """``found``: what replicas have set differently in an optimizer or scheduler. All come to the same."""
+        if found is None or self.is_told_of_settings:
+            return
+        self.is_told_of_settings = True
+        group = f" of group {found.group}" if isinstance(helper, Optimizer) else ""
+        warnings.warn(
+            f"the replicas have set {found.name}{group} of {type(helper).__name__} differently in the step "
+            f"({found.first!r} and {found.other!r}), and the first one's counts for all of them. A scheduler that looks"
+            " at a loss needs that of the whole batch: ts.get_replica_context().all_reduce('mean', loss) in the step, "
+            "or strategy.reduce('mean', losses) and scheduler.step(loss) outside of Strategy.run.",
             stacklevel=2,
         )
 

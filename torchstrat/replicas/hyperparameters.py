@@ -1,4 +1,4 @@
-"""Hyperparameters of optimizers with one replica per process: where ranks have set other ones, the first rank's count.
+"""Hyperparameters of optimizers: where replicas have set other ones, the first one's count.
 
 In one process they do because the first replica's optimizer is the one that steps. Between processes every rank steps
 its copy, or its share, of the parameters with what stands in its own groups, and would never meet the others again.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 import weakref
 import zlib
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +20,13 @@ from torchstrat.replicas.agreement import fingerprint
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _digests: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], float]] = weakref.WeakKeyDictionary()
+
+
+class Difference(NamedTuple):
+    group: int
+    name: str
+    first: Any
+    other: Any
 
 
 def digest(optimizer: Optimizer) -> float:
@@ -38,15 +46,25 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
 
 
-def level(communicator: Communicator, optimizer: Optimizer, call: str) -> None:
-    """The first rank's become everyone's. All ranks call it, when digests differ."""
+def differing(first: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Difference | None:
+    """The first plain value that two replicas' groups, or attributes, do not have alike."""
+    for number, (group, other) in enumerate(zip(first, others, strict=False)):
+        for name, value in group.items():
+            theirs = other.get(name)
+            if value is not theirs and name != "params" and _is_plain(value) and _is_plain(theirs) and value != theirs:
+                return Difference(number, name, value, theirs)
+    return None
+
+
+def level(communicator: Communicator, optimizer: Optimizer, call: str) -> Difference | None:
+    """The first rank's become everyone's. All ranks call it, when digests differ; they come to the same `differing`."""
     own = [
         {name: value for name, value in group.items() if _is_plain(value) or isinstance(value, torch.Tensor)}
         for group in optimizer.param_groups
     ]
     for group in own:
         group.pop("params", None)
-    told = communicator.broadcast_object(own, 0, call)
+    told, *others = communicator.all_gather_object(own, call)
     for group, values in zip(optimizer.param_groups, told, strict=False):
         for name, value in values.items():
             here = group.get(name)
@@ -55,3 +73,4 @@ def level(communicator: Communicator, optimizer: Optimizer, call: str) -> None:
                     here.copy_(value)
             elif not isinstance(here, torch.Tensor):
                 group[name] = value
+    return next((found for one in others if (found := differing(told, one)) is not None), None)

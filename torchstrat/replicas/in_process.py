@@ -25,6 +25,7 @@ from torchstrat.errors import ContextError
 from torchstrat.gradients import GradientHooks, check_weight, shares
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
+from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.central_step import CentralStep
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
@@ -238,7 +239,7 @@ class InProcessReplicas:
         with OwnSettings():
             try:
                 self._components.activate(None)
-                if not failed and not self._differing.is_told and len(weights.active) > 1:
+                if not failed and len(weights.active) > 1:
                     self._report_differing(weights.active)
             except BaseException:
                 failed = True
@@ -255,6 +256,12 @@ class InProcessReplicas:
                     self._baton = None
 
     def _report_differing(self, replicas: list[int]) -> None:
+        if not self._differing.is_told_of_settings:
+            for helper, (first, *others) in self._components.settings():
+                for groups in others:
+                    self._differing.report_settings(helper, hyperparameters.differing(first, groups))
+        if self._differing.is_told:
+            return
         slots = self._components.slots()
         if self._components.has_edits:
             self._differing.report(edited_differently(self._components.unmerged(slots), replicas))

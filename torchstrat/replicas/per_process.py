@@ -430,7 +430,8 @@ class PerProcessReplica:
         buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
         if not all_equal([row[4:5] for row in rows]):
             for optimizer in optimizers:
-                hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
+                found = hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
+                self._differing.report_settings(optimizer, found)
         if buffers.sums or not all_equal([row[5:] for row in rows]):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
         if self.registry.buffer_rules:

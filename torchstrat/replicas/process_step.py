@@ -200,7 +200,7 @@ class ProcessStep:
             numbers = (*numbers, float(has_edits), float(is_foreign), float(is_torn), edits)
         everyone = agree(self._communicator, call, (*numbers, hyperparameters.digest(optimizer)))
         if not all_equal([row[-1:] for row in everyone]):
-            hyperparameters.level(self._communicator, optimizer, call)
+            self._differing.report_settings(optimizer, hyperparameters.level(self._communicator, optimizer, call))
         if storage is not None and any(row[7] for row in everyone):
             raise InvalidArgumentError(
                 f"gradients have been changed between backward() and {call}, and with gradients='owner' no rank has "
