@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -134,3 +136,56 @@ def test_inference_mode_and_kept_tensors() -> None:
     torch.testing.assert_close(seen[0], F.linear(x.values[0], weight, bias))
     with pytest.raises(UnsupportedError, match="Return it from the step"):
         kept[0].sum()
+
+
+class Counting(nn.Module):
+    """Its buffers begin at 1; a replica's rows are 0, 1 and 2, 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("total", torch.tensor(1.0))
+        self.register_buffer("rows", torch.tensor(1))
+
+
+EDITS = {
+    "total": lambda model, x: model.total.add_(x.sum()),
+    "rows": lambda model, x: model.rows.add_(x.sum().long()),
+    "weight": torch.no_grad()(lambda model, x: model.weight.add_(x.sum())),
+}
+BECOMES = [
+    ("total", None, 4.0, "buffer 'total' .* is their mean"),
+    ("rows", None, 2, "buffer 'rows' .* is the first replica's"),
+    ("weight", None, 2.0, r"the replicas have changed Counting.weight \(1,\) in the step, each in another way"),
+    ("total", "sum", 7.0, ""),
+    ("rows", "sum", 7, ""),
+    ("total", "only_first_replica", 2.0, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "aggregation", "becomes", "warns"), BECOMES)
+def test_what_replicas_change_differently(name: str, aggregation: str | None, becomes: float, warns: str) -> None:
+    """On every strategy; here an operand that differs between replicas is what tells."""
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = Counting()
+    if aggregation is not None:
+        strategy.extended.set_aggregation(model, name, aggregation)
+    rows = PerReplica([torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        strategy.run(lambda x: EDITS[name](model, x), args=(rows,))
+    assert getattr(model, name).item() == becomes
+    texts = [str(one.message) for one in said if "replica" in str(one.message)]
+    assert len(texts) == bool(warns), texts
+    assert all(re.search(warns, text) for text in texts), texts
+
+
+def test_a_buffer_of_each_replica_is_refused() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = Counting()
+    strategy.extended.set_aggregation(model, "total", "none")
+    rows = PerReplica([torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])])
+    with pytest.raises(UnsupportedError, match=r"'total', 'none'.*one for all of them"):
+        strategy.run(lambda x: model.total.add_(x.sum()), args=(rows,))

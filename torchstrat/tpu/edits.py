@@ -11,9 +11,12 @@ import torch
 from torchstrat import nest
 from torchstrat._torch_private import swap_tensor_impl
 from torchstrat.errors import UnsupportedError
+from torchstrat.reduction import VariableAggregation
+from torchstrat.replicas.buffer_rules import is_statistic
+from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.tpu.backward import LaneBackward
 from torchstrat.tpu.lanes import Lanes
-from torchstrat.variables import VariableRegistry
+from torchstrat.variables import BufferSlot, VariableRegistry
 
 _TENSOR: Any = torch.Tensor
 _ALIASES = frozenset((torch.detach, _TENSOR.detach, _TENSOR.data.__get__))
@@ -37,10 +40,16 @@ class Edits:
     """What edits mean in one pass."""
 
     def __init__(
-        self, lanes: Lanes, backward: LaneBackward, registry: VariableRegistry, mean: Callable[[Any], Any]
+        self,
+        lanes: Lanes,
+        backward: LaneBackward,
+        registry: VariableRegistry,
+        merged: Callable[[Any, VariableAggregation, torch.Tensor], Any],
+        differing: DifferingEdits,
     ) -> None:
-        """``mean``: over all replicas, of a buffer that they have changed differently."""
-        self._lanes, self._backward, self._registry, self._mean = lanes, backward, registry, mean
+        """``merged``: over all replicas, of a buffer that they have changed differently, and that was so before."""
+        self._lanes, self._backward, self._registry, self._merged = lanes, backward, registry, merged
+        self._differing = differing
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._aliased: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -67,28 +76,48 @@ class Edits:
     def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation in place, perhaps with operands that differ between replicas. ``do``: it, or what replaces it.
 
-        Variables and gradients then take what the first replica makes of them, and buffers the mean of what the
-        replicas make of them, as on every strategy; a gradient that is copied into ``.grad`` is combined. A tensor that
-        the step has made becomes each replica's own (``total += loss``).
+        Variables and gradients then take what the first replica makes of them, which is said once, and buffers what
+        their aggregation says (`BufferRules`), as on every strategy; a gradient that is copied into ``.grad`` is
+        combined. A tensor that the step has made becomes each replica's own (``total += loss``).
         """
         target = args[0]
         if self._lanes.is_lane_tensor(target) or self._lanes.is_inside_transform:
             return do(*args, **kwargs)
         if not any(self._lanes.is_lane_tensor(value) for value in nest.leaves((args[1:], kwargs))):
             return do(*args, **kwargs)
-        is_gradient = any(one.grad is target for one in self._registry.tensors())
-        is_buffer = any(slot.tensor is target for slot in self._registry.buffer_slots())
-        if not (is_gradient or is_buffer or any(one is target for one in self._registry.tensors())):
+        variables = self._registry.tensors()
+        gradient_of = next((one for one in variables if one.grad is target), None)
+        slot = next((slot for slot in self._registry.buffer_slots() if slot.tensor is target), None)
+        if gradient_of is None and slot is None and not any(one is target for one in variables):
             self.make_own(func, target)
             return do(*args, **kwargs)
-        if func is torch.Tensor.copy_ and is_gradient:
+        if func is torch.Tensor.copy_ and gradient_of is not None:
             return target.copy_(self._backward.combined_gradient(args[1]))
         with self._lanes.left("an edit of a variable"):
             expanded = self._lanes.stacked(target.detach()).clone()
         edited = self._lanes.hide(expanded)
         do(edited, *args[1:], **kwargs)
-        target.copy_(self._mean(edited) if is_buffer else self._lanes.first(edited))
+        if slot is not None:
+            target.copy_(self._merged(edited, self._aggregation_of(slot, target), target.detach()))
+            return target
+        if gradient_of is not None:
+            self._differing.report([], [gradient_of])
+        else:
+            self._differing.report([target])
+        target.copy_(self._lanes.first(edited))
         return target
+
+    def _aggregation_of(self, slot: BufferSlot, target: torch.Tensor) -> VariableAggregation:
+        module, name, rules = slot.module, slot.name, self._registry.buffer_rules
+        if rules.keeps_own(module, name):
+            raise UnsupportedError(
+                f"set_aggregation({type(module).__name__}, {name!r}, 'none') lets every replica keep its own value, "
+                "and on this strategy a buffer has one for all of them. Hand it to the step and return it: "
+                "state = strategy.run(step, args=(batch, state))."
+            )
+        if is_statistic(module, name):
+            return VariableAggregation.MEAN
+        return rules.aggregation_of(module, name, target, are_alike=True, training=module.training)
 
     def make_own(self, func: Any, target: torch.Tensor) -> None:
         """Let a tensor that a step made be each replica's own from now on, as the same object."""

@@ -17,6 +17,7 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
+from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.replicas.worker_threads import WorkerThreads
@@ -63,6 +64,7 @@ class SpmdReplicas:
         self._num_replicas = num_replicas
         self.gradient_op = gradient_op
         self.registry = VariableRegistry(self._is_current)
+        self._differing = DifferingEdits(self.registry.describe)
         self._variables = DeviceVariables(self.registry, runtime, grid, sharding_of)
         self.annotations = Annotations(runtime, grid, self._variables)
         self.log = CompilationLog(max_different_graphs, runtime.compiles)
@@ -248,6 +250,7 @@ class SpmdReplicas:
             meet,
             self._grid.num_logical_devices,
             self._stream,
+            self._differing,
         )
         self._recordings.current = recording
         try:

@@ -11,7 +11,8 @@ from torchstrat import nest
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.errors import WrongTypeError
 from torchstrat.reachable import Start
-from torchstrat.reduction import ReduceOp, as_tensor
+from torchstrat.reduction import ReduceOp, VariableAggregation, as_tensor
+from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.tpu.backward import LaneBackward, LaneWeights, Meet
 from torchstrat.tpu.cross_lanes import CrossLanes, all_gather, all_reduce
 from torchstrat.tpu.draws import Draws
@@ -38,6 +39,7 @@ class Recording:
         meet: how the passes of the run do something together.
         logical_devices: of each replica.
         stream: of random numbers.
+        differing: says once what replicas have changed differently.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Recording:
         meet: Meet,
         logical_devices: int,
         stream: RandomStream,
+        differing: DifferingEdits,
     ) -> None:
-        self._stream = stream
+        self._stream, self._differing = stream, differing
         self._strategy, self._registry, self._feeder = strategy, registry, feeder
         self._num_replicas, self._meet = num_replicas, meet
         self.weights, self.lanes = weights, weights.lanes
@@ -64,7 +67,7 @@ class Recording:
         lanes = self.lanes
         known = _known_objects(self._registry, one)
         backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
-        edits = Edits(lanes, backward, self._registry, self.mean_over_replicas)
+        edits = Edits(lanes, backward, self._registry, self.merged, self._differing)
         draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
         mode = StepMode(lanes, backward, edits, draws, self._rewrites, device)
         with lanes.entered():
@@ -145,8 +148,13 @@ class Recording:
         return self.lanes.hide(stacked)
 
     def mean_over_replicas(self, value: Any) -> Any:
-        """What becomes of a buffer that the replicas have changed differently: the mean, of integers the first one's.
-        Anything but a lane tensor as it is. No gradients."""
+        """See `merged`, of statistics."""
+        return self.merged(value, VariableAggregation.MEAN)
+
+    def merged(self, value: Any, aggregation: VariableAggregation, before: torch.Tensor | None = None) -> Any:
+        """What becomes of a buffer that the replicas have changed differently: the mean, of integers the first one's;
+        the first one's; or what it was ``before`` and the sum of their changes. Anything but a lane tensor as it is. No
+        gradients."""
         lanes = self.lanes
         if not lanes.is_lane_tensor(value):
             return value
@@ -154,7 +162,11 @@ class Recording:
 
         def combine(payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             rows = torch.cat(list(payloads.values())) if len(payloads) > 1 else next(iter(payloads.values()))
-            return dict.fromkeys(payloads, rows.mean(dim=0) if is_number else rows[0])
+            if aggregation is VariableAggregation.SUM:
+                assert before is not None
+                return dict.fromkeys(payloads, before + (rows - before).sum(dim=0))
+            is_mean = is_number and aggregation is VariableAggregation.MEAN
+            return dict.fromkeys(payloads, rows.mean(dim=0) if is_mean else rows[0])
 
         with lanes.left("an edit of a buffer"):
             active = self._together.of_active(lanes.stacked(value).detach())
