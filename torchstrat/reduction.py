@@ -106,14 +106,19 @@ def normalize_dims(axis: int | tuple[int, ...], rank: int, call: str) -> tuple[i
     return normal
 
 
+def is_python_number(value: Any) -> bool:
+    """Bools too, as in Python. NumPy's scalars are arrays, although ``np.float64`` is a subclass of ``float``."""
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
 def as_tensor(value: Any, call: str) -> torch.Tensor:
     """One component as a tensor. Python numbers and numeric arrays convert; anything else is an error."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, TensorLike):
         return value._lend()
-    if isinstance(value, bool | int | float | complex):
-        return torch.tensor(value)
+    if is_python_number(value):
+        return torch.tensor(int(value) if isinstance(value, bool) else value)  # Python adds bools up as 0 and 1
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object and value.dtype.kind not in "SUMmV":
         return torch.from_numpy(np.array(value))
     kind = f"array of dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
@@ -272,16 +277,15 @@ def weighted_sum(components: Sequence[torch.Tensor], weights: Sequence[float]) -
 def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
     """`Strategy.reduce` of a value that is not distributed.
 
-    Without an axis it is taken as equal on all replicas: its mean is itself, its sum is an error for several replicas
-    (add up what replicas return instead). With an axis every replica contributes the whole value.
+    Without an axis it is taken as equal on all replicas: its mean is itself. So is the sum of one replica; of several
+    it is an error (add up what replicas return instead), but for Python numbers: `Strategy.run` gives back one number
+    for those that happen to be the same object on all replicas, and each counts. With an axis every replica
+    contributes the whole value.
     """
     if axis is not None:
         return reduce_components(op, [value] * num_replicas, axis)
-    if type(value) is int and value == 0:
-        raise InvalidArgumentError(
-            "reduce got the Python number 0, which has neither shape nor dtype; pass what strategy.run returned, or a "
-            "tensor such as torch.zeros(())."
-        )
+    if is_python_number(value) and op is ReduceOp.SUM and num_replicas > 1:
+        return reduce_components(op, [value] * num_replicas, None)
     is_array = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
     if is_array and not np.any(value):
         return value  # zeros stay zeros however often they are added

@@ -176,7 +176,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
                 dimensions; a mean then divides by the total number of entries, so partial batches weigh correctly.
 
         Returns a tensor (nest of tensors), on every process, on the CPU where there are several processes. A sum keeps
-        the dtype, a mean of integers is of the default floating dtype. Every process has to call it.
+        the dtype, a mean of integers is of the default floating dtype. A plain Python number counts once per replica,
+        as one that all replicas returned does; the mean of equal ones is that number. Every process has to call it.
         """
         context.require_cross(self, "reduce")
         op = ReduceOp.parse(reduce_op)

@@ -182,3 +182,11 @@ def _kind_if_large(tensors: list[Any]) -> str:
         return ""
     (tensor,) = tensors
     return "" if tensor.dtype == torch.bool else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def reduce_number(communicator: Communicator, op: ReduceOp, number: complex) -> Any:
+    """`Strategy.reduce` of a Python number that is no component of a value: each rank's own counts, equal or not."""
+    numbers = gather_values(communicator, [number], f"reduce({op.value.lower()}) of a Python number")
+    if op is ReduceOp.MEAN and all(other == number for other in numbers):
+        return number
+    return reduction.reduce_components(op, numbers, None)

@@ -42,7 +42,7 @@ from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.drift import compare
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
-from torchstrat.replicas.exchange import gather_components, gather_values, reduce_values, require_alike
+from torchstrat.replicas.exchange import gather_components, gather_values, reduce_number, reduce_values, require_alike
 from torchstrat.replicas.idle import IdleReplicas
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.owner_steps import OwnerSteps
@@ -517,6 +517,8 @@ class PerProcessReplica:
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         if isinstance(value, DistributedValues):
             return reduce_values(self._communicator, op, list(value.values), axis)
+        if axis is None and self.num_replicas > 1 and reduction.is_python_number(value):
+            return reduce_number(self._communicator, op, value)
         if axis is None:
             return reduction.reduce_plain(op, value, axis, self.num_replicas)
         return reduce_values(self._communicator, op, [value], axis)
