@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchstrat.errors import ContextError, InvalidArgumentError, StrategyMixingError
@@ -86,6 +86,11 @@ class _Entered:
 def enter(strategy: Strategy, replica: ReplicaContext | None) -> AbstractContextManager[None]:
     """Push a frame on this thread for the duration of the block. What it returns may be entered again, anywhere."""
     return _Entered(_Frame(strategy, replica))
+
+
+def enter_cross(strategy: Strategy) -> AbstractContextManager[None]:
+    """Cross-replica context of ``strategy``. The default one is in force as it is, in its one replica."""
+    return nullcontext() if strategy is _default_strategy() else enter(strategy, None)
 
 
 def push_cross(strategy: Strategy) -> None:
