@@ -14,6 +14,7 @@ from torch import nn
 from torchstrat import context, data, nest
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
+from torchstrat.devices import canonical
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.extended import StrategyExtended
 from torchstrat.logical_devices import LogicalDeviceMethods
@@ -232,6 +233,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _place_of(self, variable: Any) -> str | None:
         """Where a parameter lives, for `StrategyExtended.device_of`; None where the replicas' devices tell."""
         return None
+
+    def _device_named(self, name: str | torch.device) -> str:
+        """The canonical form of a destination."""
+        return canonical(name)
 
     def _colocating(self, variable: Any) -> AbstractContextManager[None]:
         """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""
