@@ -166,10 +166,11 @@ def find_batch_info(structure: nest.Nest) -> BatchInfo | None:
     return None
 
 
-def require_list_or_tuple(args: Any) -> None:
-    """`run(fn, args=…)`: anything but a list or a tuple is an error, a lone tensor most of all."""
+def require_list_or_tuple(args: Any, error: type[InvalidArgumentError | WrongTypeError] = InvalidArgumentError) -> None:
+    """`run(fn, args=…)`: anything but a list or a tuple is an error, a lone tensor most of all. ``error``: TensorFlow
+    raises a `ValueError` in `run`, and a `TypeError` in `schedule`."""
     if not isinstance(args, list | tuple):
-        raise InvalidArgumentError(
+        raise error(
             f"args must be a list or a tuple, one entry per positional argument; got {type(args).__name__}. "
             "For a single argument write args=(value,)."
         )
