@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.values import DistributedValues, PerReplica
 from torchstrat.variable.tensor_like import TensorLike
 
 Axis = int | tuple[int, ...] | None
@@ -91,6 +92,15 @@ def parse_axis(axis: Any, op: ReduceOp) -> Axis:
     )
 
 
+def require_mean_without_axis(op: ReduceOp, axis: Axis) -> None:
+    """What ``weighted=True`` is about."""
+    if op is not ReduceOp.MEAN or axis is not None:
+        raise InvalidArgumentError(
+            f"reduce with weighted=True takes reduce_op='mean' and no axis; got {op.value.lower()!r} and axis={axis}. "
+            "A sum needs no weights, and a mean over an axis counts every entry alike already: leave weighted out."
+        )
+
+
 def normalize_dims(axis: int | tuple[int, ...], rank: int, call: str) -> tuple[int, ...]:
     """Non-negative dimensions, each checked against ``rank``."""
     dims = (axis,) if isinstance(axis, int) else axis
@@ -127,6 +137,11 @@ def as_tensor(value: Any, call: str) -> torch.Tensor:
 
 def _check_alike(tensors: Sequence[torch.Tensor], call: str, *, shapes: bool) -> None:
     """All components of one dtype and layout and, if asked, of one shape."""
+    if not tensors:
+        raise InvalidArgumentError(
+            f"{call} got a value without components: no replica took part in the run that it comes from, because none "
+            "had rows. Skip batches without rows."
+        )
     first = tensors[0]
     for index, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype:
@@ -206,6 +221,37 @@ def reduce_components(op: ReduceOp, components: Sequence[Any], axis: Axis) -> to
     shares = [sum_and_count(tensor, axis, op) for tensor in tensors]
     total = combine(ReduceOp.SUM, [share for share, _ in shares])
     return total / sum(count for _, count in shares) if op is ReduceOp.MEAN else total
+
+
+def weighted_mean_of(value: Any, num_replicas: int) -> Any:
+    """`Strategy.reduce` by weights, with all components at hand. What is the same on all replicas is its own mean."""
+    if isinstance(value, PerReplica):
+        return weighted_mean(value.values, require_known(value.known_weights()))
+    if isinstance(value, DistributedValues):
+        return reduce_components(ReduceOp.MEAN, value.values, None)
+    return reduce_plain(ReduceOp.MEAN, value, None, num_replicas)
+
+
+def weighted_mean(components: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+    """Components of weight 0 are left out: of no rows they may be nan. Where all are of weight 0 they count alike."""
+    tensors = [as_tensor(component, "reduce") for component in components]
+    _check_alike(tensors, "reduce", shapes=True)
+    if len(set(weights)) <= 1:
+        return combine(ReduceOp.MEAN, tensors)
+    dtype = mean_dtype(tensors[0].dtype)
+    parts = [tensor.to(dtype) * weight for tensor, weight in zip(tensors, weights, strict=True) if weight]
+    return combine(ReduceOp.SUM, parts).to(tensors[0].device) / sum(weights)
+
+
+def require_known(weights: Sequence[float | None]) -> list[float]:
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights):
+        raise InvalidArgumentError(
+            "reduce with weighted=True got a value of which nothing says how much each replica counts. Pass what "
+            "strategy.run returned for a batch of strategy.distribute_dataset, or call "
+            "get_replica_context().set_weight(rows) in the step; or reduce rows by their axis."
+        )
+    return known
 
 
 def parse_gather_axis(axis: Any) -> int:

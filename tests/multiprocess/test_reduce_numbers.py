@@ -1,10 +1,11 @@
-"""`reduce` of plain Python numbers where every replica has a process: as in one process, and equal everywhere."""
+"""`reduce` of plain Python numbers, and by weights, where every replica has a process: as in one process."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 import torchstrat as ts
 from torchstrat.testing import Workers
@@ -43,3 +44,42 @@ def test_numbers_of_processes(two_processes: Workers) -> None:
             "mean of bools": [0.5] * 3,
             "kept": (float, 2.5),
         }
+
+
+def weighted(kind: str) -> dict[str, Any]:
+    strategy = ts.CentralStorageStrategy() if kind == "central" else ts.MirroredStrategy()
+    rank = int(not strategy.is_chief)
+    rows = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64)
+    found: dict[str, Any] = {}
+    for count in (5, 1):
+        for part in strategy.distribute_dataset([rows[:count]]):
+            found[f"{count} rows"] = float(
+                strategy.reduce("mean", strategy.run(torch.mean, args=(part,)), weighted=True)
+            )
+
+    def step(is_weighed: bool) -> torch.Tensor:
+        context = ts.get_replica_context()
+        assert context is not None
+        if is_weighed:
+            context.set_weight(3.0 if rank else 1.0)
+        return torch.tensor(float(rank))
+
+    found["said"] = float(strategy.reduce("mean", strategy.run(step, args=(True,)), weighted=True))
+    found["equal"] = strategy.reduce("mean", 2.5, weighted=True)
+    for name, value in (
+        ("nobody", lambda: strategy.run(step, args=(False,))),
+        ("one of two", lambda: strategy.run(step, args=(rank == 0,))),
+        ("numbers", lambda: float(rank)),
+    ):
+        with pytest.raises(ValueError, match="nothing says how much each replica counts"):
+            strategy.reduce("mean", value(), weighted=True)
+        found[name] = "refused"
+    strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "central"])
+def test_weighted_means_over_processes(kind: str, two_processes: Workers) -> None:
+    refused = dict.fromkeys(["nobody", "one of two", "numbers"], "refused")
+    for one in two_processes.run(weighted, kind):
+        assert one == {"5 rows": 6.2, "1 rows": 1.0, "said": 0.75, "equal": 2.5, **refused}

@@ -169,7 +169,7 @@ class InProcessReplicas:
             if not weights.active:
                 return PerReplica(())
             results = self._run_replicas(baton, weights, fn, inputs)
-            return regroup(results, is_all=len(results) == self.num_replicas)
+            return regroup(results, weights, is_all=len(results) == self.num_replicas)
         finally:
             if baton.is_over or not baton.is_begun:
                 self._baton = None
@@ -343,8 +343,8 @@ class InProcessReplicas:
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def combine(payloads: dict[int, Any]) -> dict[int, Any]:
             is_all = len(payloads) == self.num_replicas
-            merged_args = regroup({replica: payload[0] for replica, payload in payloads.items()}, is_all=is_all)
-            merged_kwargs = regroup({replica: payload[1] for replica, payload in payloads.items()}, is_all=is_all)
+            merged_args = regroup({r: payload[0] for r, payload in payloads.items()}, self._weights, is_all=is_all)
+            merged_kwargs = regroup({r: payload[1] for r, payload in payloads.items()}, self._weights, is_all=is_all)
             if self._baton is not None:
                 with OwnSettings():
                     self._components.install_central()
@@ -394,6 +394,9 @@ class InProcessReplicas:
         if isinstance(value, DistributedValues):
             return reduction.reduce_components(op, value.values, axis)
         return reduction.reduce_plain(op, value, axis, self.num_replicas)
+
+    def weighted_mean(self, value: Any) -> Any:
+        return reduction.weighted_mean_of(value, self.num_replicas)
 
     def gather(self, value: Any, axis: int) -> Any:
         if isinstance(value, DistributedValues):
