@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -83,3 +84,20 @@ def test_weighted_means_over_processes(kind: str, two_processes: Workers) -> Non
     refused = dict.fromkeys(["nobody", "one of two", "numbers"], "refused")
     for one in two_processes.run(weighted, kind):
         assert one == {"5 rows": 6.2, "1 rows": 1.0, "said": 0.75, "equal": 2.5, **refused}
+
+
+def sums() -> list[str]:
+    strategy = ts.MirroredStrategy(["cpu"])
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for part in strategy.distribute_dataset([torch.ones(4, 2)] * 2):
+            strategy.run(lambda x: torch.nn.MSELoss(reduction="sum")(model(x), x[:, :1]).backward(), args=(part,))
+    strategy.close()
+    return [str(one.message) for one in caught]
+
+
+def test_the_sum_of_a_loss_is_told_of_by_every_process(two_processes: Workers) -> None:
+    for messages in two_processes.run(sums):
+        assert ["gradient_reduce_op='sum'" in message for message in messages] == [True]

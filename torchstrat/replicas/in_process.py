@@ -33,6 +33,7 @@ from torchstrat.replicas.components import Components
 from torchstrat.replicas.differing_edits import DifferingEdits, data_edited_differently, edited_differently
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.step_errors import add_replica_note
@@ -76,6 +77,7 @@ class InProcessReplicas:
         self._differing = DifferingEdits(self.registry.describe)
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
+        self._losses = LossCheck(strategy, gradient_op, len(devices))
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
         self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0])
 
@@ -211,11 +213,12 @@ class InProcessReplicas:
                 return state.call(self._torch_devices[replica], partial(fn, *replica_args, **replica_kwargs))
 
         try:
-            return baton.run(
-                body,
-                begin=lambda: self._begin(baton, weights, newborn, step),
-                end=lambda error: self._end(weights, newborn, step, failed=error is not None),
-            )
+            with self._losses.around(weights):
+                return baton.run(
+                    body,
+                    begin=lambda: self._begin(baton, weights, newborn, step),
+                    end=lambda error: self._end(weights, newborn, step, failed=error is not None),
+                )
         except Exception as error:
             if baton.failed_replica is not None:
                 add_replica_note(error, baton.failed_replica, self.num_replicas, weights)

@@ -51,6 +51,7 @@ from torchstrat.replicas.exchange import (
     weighted_mean,
 )
 from torchstrat.replicas.idle import IdleReplicas
+from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
@@ -118,6 +119,7 @@ class PerProcessReplica:
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
+        self._losses = LossCheck(strategy, gradient_op, communicator.size)
         self._rosters = Rosters(self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
@@ -408,7 +410,7 @@ class PerProcessReplica:
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            with step, enter(self._strategy, self._context), self._around_step():
+            with self._losses.around(weights), step, enter(self._strategy, self._context), self._around_step():
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)

@@ -28,6 +28,11 @@ class StepWeights:
         """The step has given it a weight that cannot be looked at here."""
         self._said[replica] = None
 
+    @property
+    def are_said(self) -> bool:
+        """Whether the step has called `set_weight`."""
+        return bool(self._said)
+
     def known(self, replica: int) -> float | None:
         """As `of`, but None where neither a batch's rows nor the step said it."""
         rows = None if self.batch is None else float(self.batch.rows[replica])
