@@ -331,3 +331,21 @@ def iterates_as_torch_does(loader: torch.utils.data.DataLoader[Any]) -> bool:
     """Whether what a loader hands out follows from its settings; a subclass may have an iterator of its own."""
     kind = type(loader)
     return kind.__iter__ is torch.utils.data.DataLoader.__iter__ and kind._get_iterator is _loader_iterator
+
+
+SUM_OF_LOSSES = 2
+
+
+def reduction_of(node: Any) -> int | None:
+    """Of a loss of torch, by the node of the graph that stands for it: 0 none, 1 mean, 2 sum. None: no such node."""
+    found: int | None = getattr(node, "_saved_reduction", None)
+    return found
+
+
+def ignored_labels(node: Any) -> torch.Tensor | None:
+    """Which labels a mean over labels leaves out. None: the node is no such mean."""
+    if reduction_of(node) != 1 or not hasattr(node, "_saved_ignore_index"):
+        return None
+    index: int = node._saved_ignore_index  # unsigned: -100 is 2**64 - 100
+    labels: torch.Tensor = node._saved_target
+    return labels == (index - 2**64 if index >= 2**63 else index)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec, id_in_cluster, worker_count
@@ -176,10 +177,10 @@ def read_tf_config(environ: Environment | None = None) -> TFConfig:
     return _with_known_task(
         TFConfig(
             cluster=_cluster(content.get("cluster", {})),
-            task_type=_text("task.type", task["type"]) if "type" in task else None,
-            task_id=_index(task["index"]) if "index" in task else None,
-            rpc_layer=_text("rpc_layer", content["rpc_layer"]) if content.get("rpc_layer") is not None else None,
-            session_master=_text("session_master", content["session_master"]) if "session_master" in content else None,
+            task_type=_text("TF_CONFIG has task.type", task["type"]) if "type" in task else None,
+            task_id=_index("TF_CONFIG has task.index", task["index"]) if "index" in task else None,
+            rpc_layer=text_or_none("TF_CONFIG has rpc_layer", content.get("rpc_layer")),
+            session_master=text_or_none("TF_CONFIG has session_master", content.get("session_master")),
         )
     )
 
@@ -191,10 +192,14 @@ def _with_known_task(config: TFConfig) -> TFConfig:
     if config.task_type not in config.cluster.jobs:
         if config.task_type in (CHIEF, EVALUATOR):
             return config
-        raise _malformed("task.type", config.task_type, f"one of the cluster's jobs, {sorted(config.cluster.jobs)}")
+        raise _malformed(
+            "TF_CONFIG has task.type", config.task_type, f"one of the cluster's jobs, {sorted(config.cluster.jobs)}"
+        )
     indices = config.cluster.task_indices(config.task_type)
     if config.task_id is not None and config.task_id not in indices:
-        raise _malformed("task.index", config.task_id, f"one of the tasks of job {config.task_type!r}, {indices}")
+        raise _malformed(
+            "TF_CONFIG has task.index", config.task_id, f"one of the tasks of job {config.task_type!r}, {indices}"
+        )
     return config
 
 
@@ -208,27 +213,38 @@ def _cluster(value: Any) -> ClusterSpec:
 
 def _object(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _malformed(key, value, "an object, {…}")
+        if key == "TF_CONFIG":
+            raise ClusterConfigError(f"TF_CONFIG is {value!r}; it must be an object, {{…}}.")
+        raise _malformed(f"TF_CONFIG has {key}", value, "an object, {…}")
     return value
 
 
-def _text(key: str, value: Any) -> str:
+def text_or_none(what: str, value: Any) -> str | None:
+    """``what``: how a message calls the value, up to the equals sign."""
+    return None if value is None else _text(what, value)
+
+
+def index_or_none(what: str, value: Any) -> int | None:
+    """A whole number, also one in words, as the environment has it (``"1"``); ``what`` as of `text_or_none`."""
+    return None if value is None else _index(what, value)
+
+
+def _text(what: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise _malformed(key, value, "a string")
+        raise _malformed(what, value, "a string")
     return value
 
 
-def _index(value: Any) -> int:
-    whole = not isinstance(value, bool) and isinstance(value, int | str | float)
+def _index(what: str, value: Any) -> int:
+    whole = not isinstance(value, bool) and isinstance(value, Real | str)
     try:
         number = int(value) if whole else -1
-    except ValueError:
+    except (ValueError, OverflowError):  # of infinity
         number = -1
-    if number < 0 or (isinstance(value, float) and number != value):
-        raise _malformed("task.index", value, "a whole number of at least 0")
+    if number < 0 or (not isinstance(value, str) and number != value):
+        raise _malformed(what, value, "a whole number of at least 0")
     return number
 
 
-def _malformed(key: str, value: Any, wanted: str) -> ClusterConfigError:
-    where = "TF_CONFIG is" if key == "TF_CONFIG" else f"TF_CONFIG has {key}="
-    return ClusterConfigError(f"{where}{' ' if key == 'TF_CONFIG' else ''}{value!r}; it must be {wanted}.")
+def _malformed(what: str, value: Any, wanted: str) -> ClusterConfigError:
+    return ClusterConfigError(f"{what}={value!r}; it must be {wanted}.")

@@ -14,8 +14,10 @@ from torchstrat.cluster import (
     Environment,
     ProcessPlan,
     TFConfig,
+    index_or_none,
     process_plan_from_torchrun,
     read_tf_config,
+    text_or_none,
     torchrun_address,
 )
 from torchstrat.cluster_spec import WORKER, ClusterSpec, id_in_cluster, is_chief, worker_count
@@ -106,28 +108,28 @@ class SimpleClusterResolver(ClusterResolver):
 class TFConfigClusterResolver(ClusterResolver):
     """Reads ``TF_CONFIG``, and checks it, when it is built and again at each access.
 
-    What the arguments or the setters say goes before what the variable says.
+    What the arguments or the setters say goes before what the variable says, and is checked by the same rules.
 
     Args:
-        task_type, task_id, rpc_layer: In place of the variable's.
+        task_type, task_id, rpc_layer: In place of the variable's. An index may be in words, as the environment has it.
         environment: A free text.
         environ: Read in place of `os.environ`.
 
     Raises:
-        ClusterConfigError: the variable is malformed; the message has the key and its value.
+        ClusterConfigError: the variable or an argument is malformed; the message has the key and its value.
     """
 
     def __init__(
         self,
         task_type: str | None = None,
-        task_id: int | None = None,
+        task_id: int | str | None = None,
         rpc_layer: str | None = None,
         environment: str | None = None,
         *,
         environ: Environment | None = None,
     ) -> None:
         self._environ = environ
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
         self.environment = environment
         self._read()
 
@@ -141,7 +143,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
+        self._task_type = text_or_none("task_type", task_type)
 
     @property
     def task_id(self) -> int | None:
@@ -149,8 +151,8 @@ class TFConfigClusterResolver(ClusterResolver):
         return from_variable if self._task_id is None else self._task_id
 
     @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def task_id(self, task_id: int | str | None) -> None:
+        self._task_id = index_or_none("task_id", task_id)
 
     @property
     def rpc_layer(self) -> str | None:
@@ -159,7 +161,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+        self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:
         return self._read().cluster

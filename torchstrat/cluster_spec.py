@@ -161,13 +161,18 @@ def worker_count(cluster_spec: ClusterSpec | Mapping[str, Any], task_type: str |
 
     Raises:
         ClusterConfigError: a parameter server computes with nobody; or the role is not in the cluster.
+        KeyError: an evaluator's is not.
     """
     spec = _validated(cluster_spec, task_type, None)
     counts = {job: spec.num_tasks(job) for job in spec.jobs}
     if task_type in (CHIEF, WORKER):
         return counts.get(CHIEF, 0) + counts.get(WORKER, 0)
     if task_type == EVALUATOR:
-        return counts.get(EVALUATOR, 0)
+        if EVALUATOR not in counts:
+            raise KeyError(  # as TensorFlow, and as a dict without that job
+                f"the cluster has no 'evaluator'; its jobs are {', '.join(counts) or 'none'}. List its address there."
+            )
+        return counts[EVALUATOR]
     raise ClusterConfigError(f"{_called(task_type, None)} computes together with no other task.")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchstrat.errors import ContextError, InvalidArgumentError, StrategyMixingError
@@ -86,6 +86,11 @@ class _Entered:
 def enter(strategy: Strategy, replica: ReplicaContext | None) -> AbstractContextManager[None]:
     """Push a frame on this thread for the duration of the block. What it returns may be entered again, anywhere."""
     return _Entered(_Frame(strategy, replica))
+
+
+def enter_cross(strategy: Strategy) -> AbstractContextManager[None]:
+    """Cross-replica context of ``strategy``. The default one is in force as it is, in its one replica."""
+    return nullcontext() if strategy is _default_strategy() else enter(strategy, None)
 
 
 def push_cross(strategy: Strategy) -> None:
@@ -201,8 +206,9 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Combine ``value`` over all replicas; every replica gets the result, on its own device.
 
-        ``value`` is a tensor or a nest of tensors of equal shapes and dtypes on every replica. Differentiable: the
-        gradient is the `all_reduce`, with the same operation, of the incoming gradients.
+        ``value`` is a tensor or a nest of tensors of equal shapes and dtypes on every replica; a Python number counts
+        as a scalar tensor, a bool as 0 or 1. Differentiable: the gradient is the `all_reduce`, with the same operation,
+        of the incoming gradients.
         """
         op = ReduceOp.parse(reduce_op)
         self._require_current("all_reduce")

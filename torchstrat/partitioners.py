@@ -60,7 +60,7 @@ class _AlongAxis(Partitioner, ABC):
         if not 0 <= axis < len(sizes):
             raise InvalidArgumentError(
                 f"{type(self).__name__} got axis={axis} for shape {sizes}, which has {len(sizes)} dimensions; a "
-                "variable without that dimension cannot be partitioned."
+                "variable without that dimension cannot be partitioned. Give an axis that it has, or leave it whole."
             )
         partitions = [1] * len(sizes)
         partitions[axis] = self._shards(sizes, dtype, axis)

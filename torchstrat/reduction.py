@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.values import DistributedValues, PerReplica
 from torchstrat.variable.tensor_like import TensorLike
 
 Axis = int | tuple[int, ...] | None
@@ -91,6 +92,15 @@ def parse_axis(axis: Any, op: ReduceOp) -> Axis:
     )
 
 
+def require_mean_without_axis(op: ReduceOp, axis: Axis) -> None:
+    """What ``weighted=True`` is about."""
+    if op is not ReduceOp.MEAN or axis is not None:
+        raise InvalidArgumentError(
+            f"reduce with weighted=True takes reduce_op='mean' and no axis; got {op.value.lower()!r} and axis={axis}. "
+            "A sum needs no weights, and a mean over an axis counts every entry alike already: leave weighted out."
+        )
+
+
 def normalize_dims(axis: int | tuple[int, ...], rank: int, call: str) -> tuple[int, ...]:
     """Non-negative dimensions, each checked against ``rank``."""
     dims = (axis,) if isinstance(axis, int) else axis
@@ -106,14 +116,19 @@ def normalize_dims(axis: int | tuple[int, ...], rank: int, call: str) -> tuple[i
     return normal
 
 
+def is_python_number(value: Any) -> bool:
+    """Bools too, as in Python. NumPy's scalars are arrays, although ``np.float64`` is a subclass of ``float``."""
+    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+
+
 def as_tensor(value: Any, call: str) -> torch.Tensor:
     """One component as a tensor. Python numbers and numeric arrays convert; anything else is an error."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, TensorLike):
         return value._lend()
-    if isinstance(value, bool | int | float | complex):
-        return torch.tensor(value)
+    if is_python_number(value):
+        return torch.tensor(int(value) if isinstance(value, bool) else value)  # Python adds bools up as 0 and 1
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object and value.dtype.kind not in "SUMmV":
         return torch.from_numpy(np.array(value))
     kind = f"array of dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
@@ -122,6 +137,11 @@ def as_tensor(value: Any, call: str) -> torch.Tensor:
 
 def _check_alike(tensors: Sequence[torch.Tensor], call: str, *, shapes: bool) -> None:
     """All components of one dtype and layout and, if asked, of one shape."""
+    if not tensors:
+        raise InvalidArgumentError(
+            f"{call} got a value without components: no replica took part in the run that it comes from, because none "
+            "had rows. Skip batches without rows."
+        )
     first = tensors[0]
     for index, tensor in enumerate(tensors):
         if tensor.dtype != first.dtype:
@@ -203,6 +223,37 @@ def reduce_components(op: ReduceOp, components: Sequence[Any], axis: Axis) -> to
     return total / sum(count for _, count in shares) if op is ReduceOp.MEAN else total
 
 
+def weighted_mean_of(value: Any, num_replicas: int) -> Any:
+    """`Strategy.reduce` by weights, with all components at hand. What is the same on all replicas is its own mean."""
+    if isinstance(value, PerReplica):
+        return weighted_mean(value.values, require_known(value.known_weights()))
+    if isinstance(value, DistributedValues):
+        return reduce_components(ReduceOp.MEAN, value.values, None)
+    return reduce_plain(ReduceOp.MEAN, value, None, num_replicas)
+
+
+def weighted_mean(components: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+    """Components of weight 0 are left out: of no rows they may be nan. Where all are of weight 0 they count alike."""
+    tensors = [as_tensor(component, "reduce") for component in components]
+    _check_alike(tensors, "reduce", shapes=True)
+    if len(set(weights)) <= 1:
+        return combine(ReduceOp.MEAN, tensors)
+    dtype = mean_dtype(tensors[0].dtype)
+    parts = [tensor.to(dtype) * weight for tensor, weight in zip(tensors, weights, strict=True) if weight]
+    return combine(ReduceOp.SUM, parts).to(tensors[0].device) / sum(weights)
+
+
+def require_known(weights: Sequence[float | None]) -> list[float]:
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights):
+        raise InvalidArgumentError(
+            "reduce with weighted=True got a value of which nothing says how much each replica counts. Pass what "
+            "strategy.run returned for a batch of strategy.distribute_dataset, or call "
+            "get_replica_context().set_weight(rows) in the step; or reduce rows by their axis."
+        )
+    return known
+
+
 def parse_gather_axis(axis: Any) -> int:
     """An int, a one-element integer tensor, or a one-element tuple of an int."""
     if axis is None:
@@ -272,16 +323,15 @@ def weighted_sum(components: Sequence[torch.Tensor], weights: Sequence[float]) -
 def reduce_plain(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
     """`Strategy.reduce` of a value that is not distributed.
 
-    Without an axis it is taken as equal on all replicas: its mean is itself, its sum is an error for several replicas
-    (add up what replicas return instead). With an axis every replica contributes the whole value.
+    Without an axis it is taken as equal on all replicas: its mean is itself. So is the sum of one replica; of several
+    it is an error (add up what replicas return instead), but for Python numbers: `Strategy.run` gives back one number
+    for those that happen to be the same object on all replicas, and each counts. With an axis every replica
+    contributes the whole value.
     """
     if axis is not None:
         return reduce_components(op, [value] * num_replicas, axis)
-    if type(value) is int and value == 0:
-        raise InvalidArgumentError(
-            "reduce got the Python number 0, which has neither shape nor dtype; pass what strategy.run returned, or a "
-            "tensor such as torch.zeros(())."
-        )
+    if is_python_number(value) and op is ReduceOp.SUM and num_replicas > 1:
+        return reduce_components(op, [value] * num_replicas, None)
     is_array = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
     if is_array and not np.any(value):
         return value  # zeros stay zeros however often they are added

@@ -14,10 +14,11 @@ from torch import nn
 from torchstrat import context, data, nest
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
+from torchstrat.devices import canonical
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.extended import StrategyExtended
 from torchstrat.logical_devices import LogicalDeviceMethods
-from torchstrat.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis
+from torchstrat.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis, require_mean_without_axis
 from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.run_options import RunOptions, require_run_options
 from torchstrat.sharding.grid import DeviceGrid, Sharding
@@ -167,21 +168,39 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """See `StrategyExtended.check_replicas`; ``when``: ends the error's first sentence."""
         self._engine.check_replicas(when)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None, *, weighted: bool = False) -> Any:
         """Combine a value over replicas: "sum" or "mean".
 
         Args:
             value: a `PerReplica` value, or a nest of them; each leaf is reduced by itself.
             axis: None combines element by element and needs equal shapes. An int or a tuple of ints also reduces those
                 dimensions; a mean then divides by the total number of entries, so partial batches weigh correctly.
+            weighted: of a "mean" without an axis: replicas count by their rows, as their gradients do (or by what the
+                step gave to `ReplicaContext.set_weight`), so that means over rows become the mean over the global
+                batch. For what `run` returned for a batch of `distribute_dataset`; `ValueError` where nothing says how
+                much each replica counts. Without it, replicas with few rows count like those with many.
 
         Returns a tensor (nest of tensors), on every process, on the CPU where there are several processes. A sum keeps
-        the dtype, a mean of integers is of the default floating dtype. Every process has to call it.
+        the dtype, a mean of integers is of the default floating dtype. A plain Python number counts once per replica,
+        as one that all replicas returned does; the mean of equal ones is that number. Every process has to call it.
         """
         context.require_cross(self, "reduce")
         op = ReduceOp.parse(reduce_op)
         axis = parse_axis(axis, op)
+        if weighted:
+            require_mean_without_axis(op, axis)
+            return nest.map_structure(self._weighted_mean, value)
         return nest.map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    def _weighted_mean(self, leaf: Any) -> Any:
+        if isinstance(leaf, Variable):
+            raise InvalidArgumentError(
+                "reduce with weighted=True got a Variable, which has no rows; leave weighted out, or pass what "
+                "strategy.run returned."
+            )
+        if not self._wraps_values and not isinstance(leaf, DistributedValues):
+            return self._reduce_leaf(ReduceOp.MEAN, leaf, None)
+        return self._engine.weighted_mean(leaf)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Axis) -> Any:
         if isinstance(leaf, Variable):
@@ -231,6 +250,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _place_of(self, variable: Any) -> str | None:
         """Where a parameter lives, for `StrategyExtended.device_of`; None where the replicas' devices tell."""
         return None
+
+    def _device_named(self, name: str | torch.device) -> str:
+        """The canonical form of a destination."""
+        return canonical(name)
 
     def _colocating(self, variable: Any) -> AbstractContextManager[None]:
         """Variables made in this block live with ``variable``; here all of a strategy's variables live together."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torchstrat import nest
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -26,13 +26,20 @@ class BatchInfo:
     """`InputOptions(empty_replicas="run")`: call the step on replicas without rows, as TensorFlow does."""
 
 
+class Weights(Protocol):
+    """How much each replica counted in a run; see `torchstrat.replicas.weights.StepWeights`."""
+
+    def known(self, replica: int) -> float | None:
+        """None where nothing has said it."""
+
+
 class DistributedValues:
     """A value with one component per replica of a strategy.
 
     ``values`` are the components of this process, in replica order; ``replica_ids`` are their ids in the whole group.
     """
 
-    __slots__ = ("batch_info", "replica_ids", "values")
+    __slots__ = ("batch_info", "replica_ids", "values", "weights")
     _shown_as: str | None = None
 
     def __init__(
@@ -41,8 +48,11 @@ class DistributedValues:
         *,
         replica_ids: tuple[int, ...] | None = None,
         batch_info: BatchInfo | None = None,
+        weights: Weights | None = None,
     ) -> None:
+        """``weights``: of the run that returned it."""
         self.values = tuple(values)
+        self.weights = weights
         self.replica_ids = tuple(range(len(self.values))) if replica_ids is None else tuple(replica_ids)
         self.batch_info = batch_info
         if len(self.replica_ids) != len(self.values):
@@ -50,6 +60,12 @@ class DistributedValues:
                 f"{type(self).__name__} was given {len(self.values)} values and {len(self.replica_ids)} replica ids; "
                 "give one id per value."
             )
+
+    def known_weights(self) -> list[float | None]:
+        """Of the components: what they counted in the run that returned them, or the rows of a batch."""
+        if self.batch_info is not None:
+            return [float(self.batch_info.rows[replica]) for replica in self.replica_ids]
+        return [None if self.weights is None else self.weights.known(replica) for replica in self.replica_ids]
 
     def component(self, replica_id: int) -> Any:
         """The component of one replica of this process, by its id in the group."""
@@ -166,10 +182,11 @@ def find_batch_info(structure: nest.Nest) -> BatchInfo | None:
     return None
 
 
-def require_list_or_tuple(args: Any) -> None:
-    """`run(fn, args=…)`: anything but a list or a tuple is an error, a lone tensor most of all."""
+def require_list_or_tuple(args: Any, error: type[InvalidArgumentError | WrongTypeError] = InvalidArgumentError) -> None:
+    """`run(fn, args=…)`: anything but a list or a tuple is an error, a lone tensor most of all. ``error``: TensorFlow
+    raises a `ValueError` in `run`, and a `TypeError` in `schedule`."""
     if not isinstance(args, list | tuple):
-        raise InvalidArgumentError(
+        raise error(
             f"args must be a list or a tuple, one entry per positional argument; got {type(args).__name__}. "
             "For a single argument write args=(value,)."
         )

@@ -14,7 +14,6 @@ import torch
 
 import torchstrat as ts
 from tests.conformance.harness import Case, opened
-from torchstrat.errors import InvalidArgumentError
 from torchstrat.testing.fake_cluster import FakeCluster
 
 DEADLINE_SECONDS = 60
@@ -47,6 +46,10 @@ def counter_of(coordinator: ts.ClusterCoordinator) -> tuple[ts.Variable, Callabl
 
 def one() -> torch.Tensor:
     return torch.tensor(1.0)
+
+
+class InvalidArgumentError(Exception):
+    """Of the scheduled function; TensorFlow's class of that name is an operation's."""
 
 
 def bad() -> None:

@@ -222,11 +222,35 @@ def _compare_internal_error(recorded: str, actual: BaseException, path: str) -> 
         return True
     clear = isinstance(actual, TorchstratError) and isinstance(actual, ValueError | TypeError | RuntimeError)
     _expect(clear, path, f"an error of torchstrat's own in place of {recorded}", actual)
+    require_explanation(actual, path)
     return False
+
+
+GIVEN = re.compile(r"\d|'[^']*'|=|\bgot\b|\bNone\b|\b(is|has) no\b|\bbool\b")
+NEEDED = re.compile(
+    r"\b(must|needs?|least|equal|there (is|are)|outside|out of (range|bounds)|not in"
+    r"|use|give|choose|pass|convert|batch|reshape|leave|open|combine|edit|ask|make|catch|return)\b",
+    re.IGNORECASE,
+)
+ACCIDENTAL = re.compile(
+    r"object has no attribute|object is not|(list|tuple|string|pop) .*index|unsupported operand|division by zero"
+    r"|missing \d+ required|unexpected keyword"
+)
+FEWEST_WORDS = 6
+
+
+def require_explanation(error: BaseException, path: str) -> None:
+    """Assert that the message says what was given, and what was needed or is to be changed, in words of its own."""
+    text = str(error)
+    explains = GIVEN.search(text) and NEEDED.search(text) and len(text.split()) >= FEWEST_WORDS
+    _expect(bool(explains), path, "a message that says what was given and what was needed or is to be changed", error)
+    _expect(not ACCIDENTAL.search(text), path, "a message of torchstrat's own", error)
 
 
 def _raised_by_the_case(recorded: str, actual: BaseException) -> bool:
     """Whether the replica's own function raised this class, so that it only had to pass through unchanged."""
+    if type(actual).__module__.startswith(__package__):
+        return type(actual).__name__ == recorded
     frames = list(traceback.walk_tb(actual.__traceback__))
     inside = bool(frames) and frames[-1][0].f_code.co_filename.startswith(ADAPTERS)
     return inside and type(actual).__name__ == recorded

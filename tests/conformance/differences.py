@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.conformance.comparison import require_explanation
 from tests.conformance.harness import Case, Difference, check, outcome
 from torchstrat.devices import canonical
 from torchstrat.errors import TorchstratError
@@ -44,6 +45,7 @@ def raises(number: int, kind: type[Exception], message: str, operation: Operatio
         assert isinstance(error, kind), repr(error)
         assert isinstance(error, TorchstratError), repr(error)
         assert re.search(message, str(error)), error
+        require_explanation(error, case.id)
 
     promise.__doc__ = f"Raises {kind.__name__}: {message}."
     return Difference(number, promise)

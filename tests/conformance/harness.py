@@ -31,7 +31,31 @@ CASES = Path(__file__).with_name("cases.json")
 DEFAULT_TOLERANCE = 1e-5
 TOLERANCES = {"central_train": 1e-4, "ps_train": 1e-4}
 ACCIDENTS_OF_TENSORFLOW = 4
-"""Of the deliberate differences: TensorFlow fails by accident, torchstrat with an error of its own."""
+RULES = {
+    1: "no row is ever lost",
+    2: "any InputOptions on every strategy, nothing is sticky",
+    3: "the resolver of a parameter-server strategy",
+    ACCIDENTS_OF_TENSORFLOW: "where TensorFlow fails by accident, an error that explains",
+    5: "dtypes follow PyTorch",
+    6: "checks do not depend on the number of replicas",
+    7: "schedule takes any callable, and results may hold None",
+    8: "reduce has a default axis and maps over nests",
+    9: "annotations of logical devices on every strategy, also eagerly",
+    10: "three entries of a mesh are [x, y, core]",
+    11: "TF_CONFIG is checked when it is read, with one class of error",
+    12: "a ShardedVariable slices as PyTorch, and refuses extra rows",
+    13: "the id of a replica is a Python int",
+    14: "a function that ran twice is applied once",
+    15: "gradients are averaged unless they are to be summed",
+    16: "devices are checked when a strategy is built",
+    17: "assign_to_logical_device under SPMD warns",
+    18: "variables aggregate as recorded",
+    19: "what exists in TensorFlow alone: graphs, tracing, class names",
+    20: "what PyTorch spells differently",
+    21: "what was agreed later: plain Python numbers and others",
+    22: "tables on servers move by rows",
+}
+"""The deliberate differences of the semantics document, by their numbers."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +79,7 @@ class Case:
 class Difference:
     """A deliberate difference from TensorFlow.
 
-    ``number`` is that of the list of deliberate differences in the semantics document. ``promise(case)`` performs the
+    ``number`` is one of `RULES`. ``promise(case)`` performs the
     call and asserts what torchstrat does instead; it fails when torchstrat does not.
     """
 

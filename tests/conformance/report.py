@@ -11,7 +11,7 @@ import textwrap
 from collections import Counter
 from typing import get_args
 
-from tests.conformance.harness import load_cases
+from tests.conformance.harness import RULES, load_cases
 from tests.conformance.verdicts import AREAS, Kind, Verdict, judge, load_adapter
 
 REASON_CHARACTERS = 400
@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def _describe(name: str, verdict: Verdict) -> str:
-    number = "" if verdict.number is None else f" ({verdict.number})"
+    number = "" if verdict.number is None else f" ({verdict.number}, {RULES[verdict.number]})"
     reason = verdict.reason if verdict.error is None else str(verdict.error) or repr(verdict.error)
     line = textwrap.shorten(reason.removeprefix(f"{name}: "), REASON_CHARACTERS)
     return f"  {verdict.kind}{number}: {name}" + (f": {line}" if line else "")

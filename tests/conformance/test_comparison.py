@@ -23,6 +23,18 @@ INTERNAL = {"error": "InvalidArgumentError", "error_bases": ["OpError", "Excepti
 VALUE_ERROR = {"error": "ValueError", "error_bases": ["Exception"]}
 JSON_ERROR = {"error": "JSONDecodeError", "error_bases": ["ValueError", "Exception"]}
 MISMATCH = {"error": "AssertionError", "error_bases": ["Exception"]}
+CLEAR = "gather got axis=7 for tensors of 2 dimensions; use -2 to 1."
+UNCLEAR = [
+    "",
+    "x",
+    "something is wrong",
+    "the value that was given is not a good one at all",
+    "gather got axis=7 for tensors with 2 dimensions in all",
+    "you must give something else to this function please",
+    "use 0 to 1: list index out of range",
+    "'NoneType' object has no attribute 'shape'; use another",
+]
+OfTheFunction = type("InvalidArgumentError", (Exception,), {"__module__": __name__})
 
 
 def case(expect: Any) -> Case:
@@ -47,7 +59,7 @@ def case(expect: Any) -> Case:
         ({"tasks": {"0": "a"}, "bad": VALUE_ERROR}, {"tasks": {0: "a"}, "bad": ValueError()}),
         (VALUE_ERROR, InvalidArgumentError("x")),
         (JSON_ERROR, InvalidArgumentError("x")),
-        (INTERNAL, InvalidArgumentError("x")),
+        (INTERNAL, InvalidArgumentError(CLEAR)),
         (MISMATCH, StructureMismatchError("x")),
     ],
 )
@@ -85,7 +97,8 @@ def test_what_is_the_same_is_accepted(recorded: Any, actual: Any) -> None:
         (VALUE_ERROR, TypeError("x")),
         (VALUE_ERROR, WrongTypeError("x")),
         (INTERNAL, torch.tensor(1.0)),
-        (INTERNAL, ValueError("raised by accident")),
+        (INTERNAL, ValueError(CLEAR)),
+        *((INTERNAL, InvalidArgumentError(text)) for text in UNCLEAR),
         (INTERNAL, IndexError("raised by accident")),
         ({"error": "IndexError", "error_bases": ["LookupError", "Exception"]}, IndexError("raised by accident")),
         ({"error": "NewError", "error_bases": ["Exception"]}, InvalidArgumentError("x")),
@@ -97,7 +110,8 @@ def test_what_differs_is_refused(recorded: Any, actual: Any) -> None:
 
 
 def test_an_internal_error_of_tensorflow_counts_as_a_difference() -> None:
-    assert check(case(INTERNAL), InvalidArgumentError("x")) == 4
+    assert check(case(INTERNAL), InvalidArgumentError(CLEAR)) == 4
+    assert check(case(INTERNAL), OfTheFunction("x")) is None
     assert check(case(VALUE_ERROR), InvalidArgumentError("x")) is None
     assert check(case(MISMATCH), StructureMismatchError("x")) is None
 

@@ -68,6 +68,36 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         assert job.restored(manager) == (4_000_000_000, 4_000_000_000.0)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_manager_made_with_its_checkpoint_as_in_tensorflow(by_name: bool, tmp_path: Path) -> None:
+    job = Job()
+    if by_name:
+        manager = ts.CheckpointManager(checkpoint=job.checkpoint, directory=tmp_path, max_to_keep=2)
+    else:
+        manager = ts.CheckpointManager(job.checkpoint, tmp_path, max_to_keep=2)
+    with manager:
+        for step in (1, 2):
+            job.weight.fill_(step)
+            manager.save(step)
+        job.weight.fill_(3)
+        manager.save(step=3)
+        assert steps(manager) == [2, 3]
+        job.weight.zero_()
+        assert (manager.restore(), job.weight[0].item()) == (3, 3.0)
+        assert (manager.restore(step=2), job.weight[0].item()) == (2, 2.0)
+        with pytest.raises(WrongTypeError, match="step must be an int"):
+            manager.save()
+
+
+def test_a_manager_made_without_one_is_given_it(tmp_path: Path) -> None:
+    with ts.CheckpointManager(tmp_path) as manager:
+        for call in (lambda: manager.save(1), lambda: manager.save(step=1), manager.restore):
+            with pytest.raises(WrongTypeError, match=r"make the manager with it, CheckpointManager\(checkpoint"):
+                call()
+        with pytest.raises(WrongTypeError, match=r"needs a ts\.Checkpoint; got str"):
+            manager.save("model", 1)  # type: ignore[arg-type]
+
+
 def test_multiples_stay(tmp_path: Path) -> None:
     job = Job()
     with ts.CheckpointManager(tmp_path, max_to_keep=2, keep_every=4) as manager:
@@ -431,7 +461,7 @@ def test_arguments(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match="keep_every must be at least 1"):
             ts.CheckpointManager(tmp_path, keep_every=bad)
     with pytest.raises(WrongTypeError, match=r"keep_every must be an int or None; got 2\.5"):
-        ts.CheckpointManager(tmp_path, keep_every=2.5)  # type: ignore[arg-type]
+        ts.CheckpointManager(tmp_path, keep_every=2.5)  # type: ignore[call-overload]
     with pytest.raises(InvalidArgumentError, match="needs the path of a directory"):
         ts.CheckpointManager("")
     with pytest.raises(InvalidArgumentError, match="Mount the store"):

@@ -91,6 +91,8 @@ def test_the_chief_comes_first_and_evaluators_count_apart() -> None:
 def test_an_evaluator_need_not_be_in_the_cluster() -> None:
     assert is_chief({"worker": ["a"]}, "evaluator", 0)
     assert id_in_cluster({"worker": ["a"]}, "evaluator", 0) == 0
+    with pytest.raises(KeyError, match=r"no 'evaluator'; its jobs are worker"):
+        worker_count({"worker": ["a"]}, "evaluator")
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,37 @@ def test_the_variable_is_checked_again_at_each_access() -> None:
     environ["TF_CONFIG"] = "3"
     with pytest.raises(ClusterConfigError, match="TF_CONFIG is 3"):
         resolver.cluster_spec()
+
+
+@pytest.mark.parametrize("index", [1, "1", 1.0])
+def test_what_goes_before_the_variable_is_read_by_its_rules(index: Any) -> None:
+    environ = tf_config({"worker": ["a:1", "b:1"]}, "worker", 0)
+    by_argument, by_setter = (
+        TFConfigClusterResolver(task_id=index, environ=environ),
+        TFConfigClusterResolver(environ=environ),
+    )
+    by_setter.task_id = index
+    for resolver in (by_argument, by_setter):
+        assert (type(resolver.task_id), resolver.task_id, resolver.master()) == (int, 1, "b:1")
+
+
+BAD_INDICES = [("task_id", index) for index in ("one", -1, 1.5, True, float("inf"))]
+
+
+@pytest.mark.parametrize(("name", "value"), [*BAD_INDICES, ("task_type", 4), ("rpc_layer", 4)])
+def test_what_cannot_go_before_the_variable_is_refused_at_once(name: str, value: Any) -> None:
+    environ = tf_config({"worker": ["a:1", "b:1"]}, "worker", 0)
+    with pytest.raises(ClusterConfigError, match=f"{name}={value!r}; it must be"):
+        TFConfigClusterResolver(**{name: value}, environ=environ)
+    resolver = TFConfigClusterResolver(environ=environ)
+    with pytest.raises(ClusterConfigError, match=f"{name}={value!r}; it must be"):
+        setattr(resolver, name, value)
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 0, None)
+
+
+def test_a_session_master_that_is_null_is_none() -> None:
+    environ = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "session_master": None})}
+    assert TFConfigClusterResolver(environ=environ).master() == ""
 
 
 def test_a_session_master_goes_before_everything() -> None:

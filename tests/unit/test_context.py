@@ -63,11 +63,17 @@ def test_the_default_strategy() -> None:
     assert context.all_reduce("sum", torch.tensor(2.0)) == 2
     assert context.merge_call(lambda s, x: (s is default, x + 1), args=(1,)) == (True, 2)
     assert default.run(state) == OUTSIDE
-    with default.scope():
-        assert state() == (False, True, False)
+    with default.scope() as entered:
+        assert entered is default
+        assert state() == OUTSIDE
+        assert replica_context() is context
         other = ts.MirroredStrategy(["cpu:0"])
         with other.scope():
             assert ts.get_strategy() is other
+    assert default.extended.update(ts.Variable(1.0), lambda _: state()) == OUTSIDE
+    assert default.extended.update_non_slot(None, state) == OUTSIDE
+    in_a_merge = context.merge_call(lambda s: (state(), s.extended.update(ts.Variable(1.0), lambda _: state())))
+    assert in_a_merge == ((False, True, False), (False, True, False))
     with other.scope(), pytest.raises(ContextError, match="default strategy's scope"):
         default.scope().__enter__()
     with pytest.raises(ContextError, match="no devices of its own"):

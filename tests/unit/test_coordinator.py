@@ -132,7 +132,7 @@ def test_no_function(coordinator: ts.ClusterCoordinator, fn: Any) -> None:
 
 @pytest.mark.parametrize("args", [1, "ab", {"a": 1}, torch.ones(1), None])
 def test_arguments_in_no_list(coordinator: ts.ClusterCoordinator, args: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="args must be a list or a tuple"):
+    with pytest.raises(TypeError, match="args must be a list or a tuple"):
         coordinator.schedule(add, args)
 
 

@@ -224,13 +224,15 @@ def test_reduce_to_refuses(strategy: ts.Strategy) -> None:
     for op in ("product", ts.VariableAggregation.SUM, None):
         with pytest.raises((ValueError, TypeError), match="reduce_op"):
             strategy.extended.reduce_to(op, value, "cpu:0")  # type: ignore[arg-type]
+    for extended, single in ((strategy.extended, value), (ts.get_strategy().extended, ONE_TWO)):
+        for destinations in (None, "", ["cpu:0"], 3):
+            with pytest.raises(ValueError, match="destinations"):
+                extended.reduce_to("sum", single, destinations)
+            with pytest.raises(ValueError, match="destinations"):
+                extended.broadcast_to(ONE_TWO, destinations)
     if kind(strategy) == "one_device":
-        assert strategy.extended.reduce_to("sum", value, None) is value
         assert strategy.extended.batch_reduce_to("sum", []) == []
         return
-    for destinations in (None, "", ["cpu:0"], 3):
-        with pytest.raises(ValueError, match="destinations"):
-            strategy.extended.reduce_to("sum", value, destinations)
     with pytest.raises(ValueError, match="at least one"):
         strategy.extended.batch_reduce_to("sum", [])
 

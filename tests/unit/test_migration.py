@@ -114,6 +114,8 @@ def test_second_names_are_the_same_objects() -> None:
     assert ts.experimental.partitioners is ts.partitioners
     assert ts.experimental.coordinator.ClusterCoordinator is ts.ClusterCoordinator
     assert ts.experimental.coordinator.RemoteValue is ts.RemoteValue
+    with pytest.raises(RuntimeError, match="inside a function that a ClusterCoordinator has scheduled"):
+        ts.experimental.coordinator.experimental_get_current_worker_index()
     for name in ("CentralStorageStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "TPUStrategy"):
         assert getattr(ts.experimental, name) is getattr(ts, name)
     assert isinstance(ts.get_strategy().extended, ts.StrategyExtended)

@@ -41,6 +41,21 @@ def test_round_robin_and_every_shard_counts_as_one(cluster: FakeCluster) -> None
     assert places == ["ps:0", "ps:1", "ps:2", "ps:0", "ps:1"]
 
 
+def test_the_place_of_what_is_in_shards_names_every_server(cluster: FakeCluster) -> None:
+    strategy = cluster.strategy(FixedShardsPartitioner(2))
+    with strategy.scope():
+        split: Any = ts.Variable(EIGHT)
+        table = nn.Embedding(8, 2)
+        whole = ts.Variable(1.0)
+    extended = strategy.extended
+    assert [extended.device_of(one) for one in (split, table.weight, whole)] == ["ps:0, ps:1", "ps:0, ps:1", "ps:2"]
+    for place in (split, table.weight, whole, "ps:0", "ps:0, ps:1", "/job:ps/replica:0/task:1/device:CPU:0", "cpu:0"):
+        assert extended.reduce_to("sum", EIGHT, place) is EIGHT
+    for nowhere in (None, "", ["ps:0"], "server:0"):
+        with pytest.raises(InvalidArgumentError):
+            extended.reduce_to("sum", EIGHT, nowhere)
+
+
 def test_what_each_server_holds_is_described(cluster: FakeCluster) -> None:
     strategy = cluster.strategy(FixedShardsPartitioner(2))
     assert "variables on parameter servers;" in strategy.extended.describe()

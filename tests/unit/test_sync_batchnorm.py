@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +74,50 @@ def assert_same_numbers(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-9, atol=1e-9)
 
 
+class Inherited(nn.BatchNorm1d):
+    """Nothing of its own."""
+
+
+class ThenActs(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        return super().forward(input).tanh()
+
+
+class Named(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor, scale: float = 2.0) -> torch.Tensor:  # noqa: A002
+        return scale * nn.BatchNorm1d.forward(self, input)
+
+
+class CallsTheFunction(nn.BatchNorm1d):
+    """As layers with an activation of their own do, for a model that can be scripted."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        y = F.batch_norm(input, self.running_mean, self.running_var, 1 + self.weight, self.bias, True, 0.3, self.eps)
+        return F.leaky_relu(y)
+
+
+class CallsTheOperation(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return torch.batch_norm(
+            input, self.weight, self.bias, self.running_mean, self.running_var, True, 0.3, self.eps, False
+        )
+
+
+class ByHand(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return (input - input.mean(dim=0)) * torch.rsqrt(input.var(dim=0, unbiased=False) + self.eps)
+
+
+def _of(layer: type[nn.BatchNorm1d], **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(FEATURES, 4), layer(4, **options), nn.Linear(4, 2))
+
+
+SUBCLASSES = [_of(kind) for kind in (Inherited, ThenActs, Named, CallsTheFunction, CallsTheOperation)]
+SUBCLASSES += [_of(ThenActs, momentum=None), _of(ThenActs, affine=False), _of(Named, track_running_stats=False)]
+
+
 @pytest.mark.parametrize("rows", [8, 7, 5])
-@pytest.mark.parametrize("build", [model_1d, model_sequences, model_2d, model_3d, model_untracked])
+@pytest.mark.parametrize("build", [model_1d, model_sequences, model_2d, model_3d, model_untracked, *SUBCLASSES])
 def test_training_equals_one_device(strategy: ts.Strategy, build: Callable[[], nn.Module], rows: int) -> None:
     torch.manual_seed(0)
     reference = build().double()
@@ -187,7 +232,61 @@ def test_conversion_keeps_the_layers_and_their_state() -> None:
     converted.load_state_dict(state)
     build().load_state_dict(converted.state_dict())
     kinds = [type(layer).__name__ for layer in converted.modules()]
-    assert kinds == ["Sequential", "SyncBatchNorm1d", "ModuleList", "SyncBatchNorm2d", "GroupNorm", "Own"]
+    assert kinds == ["Sequential", "SyncBatchNorm1d", "ModuleList", "SyncBatchNorm2d", "GroupNorm", "SyncOwn"]
+    assert isinstance(plain[2], Own)
+    again = [type(layer) for layer in ts.convert_sync_batchnorm(plain).modules()]
+    assert again == [type(layer) for layer in plain.modules()]
+
+
+@pytest.mark.parametrize("make", SUBCLASSES)
+def test_a_converted_subclass_is_copied_and_pickled(make: Callable[[], nn.Module]) -> None:
+    model = ts.convert_sync_batchnorm(make())
+    content = io.BytesIO()
+    torch.save(model, content)
+    content.seek(0)
+    for other in (copy.deepcopy(model), torch.load(content, weights_only=False), pickle.loads(pickle.dumps(model, 0))):
+        assert [type(layer) for layer in other.modules()] == [type(layer) for layer in model.modules()]
+        torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_subclass_that_cannot_be_synchronised_is_refused_by_name(strategy: ts.Strategy) -> None:
+    data = batches(8)[0][0]
+    with strategy.scope():
+        refused = ts.convert_sync_batchnorm(ByHand(FEATURES).double())
+        left = ts.convert_sync_batchnorm(nn.Sequential(ByHand(FEATURES).double()), leave=(ByHand,))
+    parts = ts.PerReplica(list(data.chunk(strategy.num_replicas_in_sync)))
+    with pytest.raises(NotImplementedError, match=r"ByHand is a subclass .* leave=\(ByHand,\)"):
+        strategy.run(refused, args=(parts,))
+    assert type(left[0]) is ByHand
+    strategy.run(left, args=(parts,))
+    refused.eval()
+    strategy.run(refused, args=(parts,))
+
+
+def test_a_frozen_subclass_is_as_it_was(strategy: ts.Strategy) -> None:
+    class Frozen(nn.BatchNorm1d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias)
+
+    plain = Frozen(FEATURES).double()
+    with strategy.scope():
+        layer = ts.convert_sync_batchnorm(copy.deepcopy(plain))
+    data = batches(8)[0][0]
+    y = strategy.run(layer, args=(ts.PerReplica(list(data.chunk(strategy.num_replicas_in_sync))),))
+    assert torch.equal(strategy.gather(y, axis=0), plain(data))
+
+
+def test_torchs_own_is_of_the_strategy_then(strategy: ts.Strategy) -> None:
+    data = batches(8)[0][0]
+    plain = nn.BatchNorm1d(FEATURES).double()
+    with strategy.scope():
+        layer = ts.convert_sync_batchnorm(nn.SyncBatchNorm(FEATURES).double())
+    assert isinstance(layer, nn.SyncBatchNorm)
+    y = strategy.run(layer, args=(ts.PerReplica(list(data.chunk(strategy.num_replicas_in_sync))),))
+    torch.testing.assert_close(strategy.gather(y, axis=0), plain(data), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="process_group of its own"):
+        ts.convert_sync_batchnorm(nn.SyncBatchNorm(FEATURES, process_group=object()))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -102,3 +102,9 @@ def test_the_number_of_cores_is_known_after_initialisation() -> None:
         resolver.set_tpu_topology(b"garbage")
     resolver.set_tpu_topology(Topology.virtual([4, 2, 1, 2], host_shape=[2, 2, 1, 2]).serialized())
     assert resolver.num_accelerators() == {"TPU": 8}
+
+
+def test_tensorflows_names() -> None:
+    assert (TPUClusterResolver("local").get_job_name(), TPUClusterResolver("local").get_master()) == ("worker", "")
+    resolver = TPUClusterResolver("grpc://a:1", job_name="hosts")
+    assert (resolver.get_job_name(), resolver.get_master()) == ("hosts", "grpc://a:1")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import torchstrat as ts
@@ -249,13 +250,28 @@ def test_merge_call_hands_on_what_it_raised() -> None:
 # -- batch normalisation over all replicas --------------------------------------------------------------------------
 
 
+class ThenActs(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        return super().forward(input).tanh()
+
+
+class CallsTheFunction(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        y = F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True, 0.3, self.eps)
+        return F.leaky_relu(y)
+
+
 @pytest.mark.parametrize("counts", [(4, 4), (3, 2), (2, 2, 1)])
 @pytest.mark.parametrize("reduce_op", ["mean", "sum"])
-@pytest.mark.parametrize("affine", [True, False])
-def test_batch_normalisation_over_all_replicas(counts: tuple[int, ...], reduce_op: str, affine: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "affine"), [(nn.BatchNorm1d, True), (nn.BatchNorm1d, False), (ThenActs, True), (CallsTheFunction, True)]
+)
+def test_batch_normalisation_over_all_replicas(
+    counts: tuple[int, ...], reduce_op: str, kind: type[nn.BatchNorm1d], affine: bool
+) -> None:
     def program(strategy: ts.Strategy) -> Any:
         with strategy.scope():
-            layers = nn.Linear(3, 4), ts.convert_sync_batchnorm(nn.BatchNorm1d(4, affine=affine)), nn.Linear(4, 1)
+            layers = nn.Linear(3, 4), ts.convert_sync_batchnorm(kind(4, affine=affine)), nn.Linear(4, 1)
             model = nn.Sequential(*layers)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -8,7 +8,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 from torchstrat.checkpoint.finished import clear_finished, mark_finished
 from torchstrat.checkpoint.numbered import NumberedCheckpoints
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint.saving import SaveHandle
 
 logger = logging.getLogger("torchstrat.checkpoint")
+_Path: TypeAlias = "str | os.PathLike[str]"
 
 
 class CheckpointManager:
@@ -37,6 +38,8 @@ class CheckpointManager:
                     manager.save(checkpoint, step)
 
     Args:
+        checkpoint: what `save` and `restore` are about where they are given none, as in TensorFlow:
+            ``CheckpointManager(checkpoint, directory, max_to_keep=2)``, then ``save(step)`` and ``restore()``.
         directory: where to; made by the first `save`. Each checkpoint is a folder ``step-00000042`` in it. All
             processes of a job, parameter servers included, must see the same directory: on several machines a shared
             file system such as NFS, whose renames are atomic. An object store has to be mounted as a file system that
@@ -58,9 +61,21 @@ class CheckpointManager:
     `latest`, `checkpoints`) needs no lock: see `SidecarEvaluator` for a reader beside a training.
     """
 
+    @overload
+    def __init__(self, directory: _Path, max_to_keep: int | None = 5, keep_every: int | None = None) -> None: ...
+
+    @overload
     def __init__(
-        self, directory: str | os.PathLike[str], max_to_keep: int | None = 5, keep_every: int | None = None
-    ) -> None:
+        self, checkpoint: Checkpoint, directory: _Path, max_to_keep: int | None = 5, keep_every: int | None = None
+    ) -> None: ...
+
+    def __init__(self, *args: Any, checkpoint: Checkpoint | None = None, **settings: Any) -> None:
+        if args and _is_checkpoint(args[0]):
+            checkpoint, *args = args  # type: ignore[assignment]
+        self._checkpoint = checkpoint
+        self._set_up(*args, **settings)
+
+    def _set_up(self, directory: _Path, max_to_keep: int | None = 5, keep_every: int | None = None) -> None:
         text = os.fspath(directory)
         if not text or "://" in text:
             raise InvalidArgumentError(
@@ -105,8 +120,12 @@ class CheckpointManager:
         with all_processes("CheckpointManager.claim", {}) as processes:
             processes.of_first(self._become_writer, f"claiming {self.directory}")
 
-    def save(self, checkpoint: Checkpoint, step: int, *, asynchronous: bool = False) -> SaveHandle:
+    def save(
+        self, checkpoint: Checkpoint | int | None = None, step: int | None = None, *, asynchronous: bool = False
+    ) -> SaveHandle:
         """Save ``checkpoint`` as that of ``step``, and then delete those that are not to be kept.
+
+        A manager made with a checkpoint needs the step only: ``save(step)``.
 
         Every process has to call it, with the same ``step``. See `Checkpoint.save` for what it writes and when it
         returns. An asynchronous save deletes when it is in place; what goes wrong in it is raised by the handle's
@@ -119,10 +138,12 @@ class CheckpointManager:
             what `Checkpoint.save` raises, also of the asynchronous save before this one.
         """
         self._require_open("save")
-        _require_step(step)
-        path = self._numbered.path(step)
+        if step is None and not _is_checkpoint(checkpoint):
+            checkpoint, step = None, checkpoint
+        what, number = self._meant(checkpoint, "save"), _require_step(step)
+        path = self._numbered.path(number)
         return self._on_server_loss.attempt(
-            lambda: self._save(checkpoint, step, path, asynchronous), lambda: not_saved(path)
+            lambda: self._save(what, number, path, asynchronous), lambda: not_saved(path)
         )
 
     def _save(self, checkpoint: Checkpoint, step: int, path: Path, asynchronous: bool) -> SaveHandle:
@@ -187,7 +208,7 @@ class CheckpointManager:
 
     # -- restoring --------------------------------------------------------------------------------------------------
 
-    def restore(self, checkpoint: Checkpoint, step: int | None = None) -> int | None:
+    def restore(self, checkpoint: Checkpoint | None = None, step: int | None = None) -> int | None:
         """Restore the newest checkpoint that is intact; returns its step, or None where there is no checkpoint.
 
         Every process has to call it. A damaged one (see `Checkpoint.restore`) is passed over for the next older, with a
@@ -206,9 +227,10 @@ class CheckpointManager:
         self._require_open("restore")
         if step is not None:
             _require_step(step)
+        what = self._meant(checkpoint, "restore")
         self._pending.wait()
-        with all_processes("CheckpointManager.restore", checkpoint._objects) as processes:
-            restored = self._restore(checkpoint, step, processes)
+        with all_processes("CheckpointManager.restore", what._objects) as processes:
+            restored = self._restore(what, step, processes)
         self._tell_complaints()
         return restored
 
@@ -305,6 +327,17 @@ class CheckpointManager:
         with all_processes("CheckpointManager.close(finished=True)", {}) as processes:
             processes.of_first(mark, f"marking the end of training in {self.directory}")
 
+    def _meant(self, checkpoint: Any, call: str) -> Checkpoint:
+        meant = self._checkpoint if checkpoint is None else checkpoint
+        if meant is None:
+            raise WrongTypeError(
+                f"{call} needs a ts.Checkpoint: give it here, or make the manager with it, "
+                "CheckpointManager(checkpoint, directory)."
+            )
+        if not _is_checkpoint(meant):
+            raise WrongTypeError(f"{call} needs a ts.Checkpoint; got {type(meant).__name__} {meant!r:.80}.")
+        return cast("Checkpoint", meant)
+
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise ContextError(f"{call} was called on a CheckpointManager that is closed; make a new one.")
@@ -334,8 +367,15 @@ def _require_count(name: str, value: Any) -> None:
         raise InvalidArgumentError(f"{name} must be at least 1, or None; got {value}.")
 
 
-def _require_step(step: Any) -> None:
+def _is_checkpoint(value: Any) -> bool:
+    from torchstrat.checkpoint.checkpoint import Checkpoint
+
+    return isinstance(value, Checkpoint)
+
+
+def _require_step(step: Any) -> int:
     if isinstance(step, bool) or not isinstance(step, int):
         raise WrongTypeError(f"step must be an int, the number of steps made so far; got {step!r}.")
     if step < 0:
         raise InvalidArgumentError(f"step must not be negative; got {step}.")
+    return step

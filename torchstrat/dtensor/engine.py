@@ -279,6 +279,9 @@ class LogicalReplicas:
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         return self._inner.reduce(op, value, axis)
 
+    def weighted_mean(self, value: Any) -> Any:
+        return self._inner.weighted_mean(value)
+
     def gather(self, value: Any, axis: int) -> Any:
         return self._inner.gather(value, axis)
 
@@ -292,4 +295,4 @@ def _put_together(leaf: Any) -> Any:
     """What a step returns is whole."""
     if not isinstance(leaf, PerReplica) or not any(isinstance(value, CutTensor) for value in leaf.values):
         return leaf
-    return PerReplica(tuple(whole(value) for value in leaf.values), replica_ids=leaf.replica_ids)
+    return PerReplica(tuple(map(whole, leaf.values)), replica_ids=leaf.replica_ids, weights=leaf.weights)

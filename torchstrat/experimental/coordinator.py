@@ -3,5 +3,6 @@
 from torchstrat.parameter_server.coordinator import ClusterCoordinator
 from torchstrat.parameter_server.per_worker import PerWorkerValues
 from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.worker.run import current_worker_index as experimental_get_current_worker_index
 
-__all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue"]
+__all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue", "experimental_get_current_worker_index"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchstrat import nest
-from torchstrat.context import enter
+from torchstrat.context import enter, enter_cross
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.value_functions import local_results
 from torchstrat.values import Mirrored, PerReplica, select_replica
@@ -60,7 +60,7 @@ def _once(
         value = leaf.values[0]
         return from_first_replica(strategy, value) if central and isinstance(value, torch.Tensor) else value
 
-    with enter(strategy, None):
+    with enter_cross(strategy):
         result = fn(*nest.map_structure(first, list(args)), **nest.map_structure(first, kwargs))
     return result if group else _opened(strategy, result)
 

@@ -5,13 +5,14 @@ A destination is a device name, a variable, or a distributed value; the last two
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
 from torchstrat.values import DistributedValues, Mirrored
 from torchstrat.variable.variable import Variable
@@ -27,9 +28,9 @@ Places = str | list[tuple[int, str]]
 def reduce_to(strategy: Strategy, reduce_op: Any, value: Any, destinations: Any) -> Any:
     """``value`` combined over replicas: a tensor where there is one destination, `Mirrored` where there are several."""
     op = ReduceOp.parse(reduce_op)
+    places = _places(strategy, destinations)
     if not strategy._wraps_values:
         return value  # one replica: it is where it has to be
-    places = _places(strategy, destinations)
     if isinstance(value, Variable):
         value = value._reduced(op, None)
     elif not isinstance(value, Mirrored) or op is not ReduceOp.MEAN:
@@ -47,9 +48,10 @@ def batch_reduce_to(strategy: Strategy, reduce_op: Any, pairs: Sequence[tuple[An
 
 def broadcast_to(strategy: Strategy, tensor: Any, destinations: Any) -> Any:
     """A copy of ``tensor`` at each destination. A Python number is everywhere already."""
-    if not strategy._wraps_values or isinstance(tensor, bool | int | float):
+    if isinstance(tensor, bool | int | float):
         return tensor
-    return _put(tensor, _places(strategy, destinations))
+    places = _places(strategy, destinations)
+    return _put(tensor, places) if strategy._wraps_values else tensor
 
 
 def _put(value: Any, places: Places) -> Any:
@@ -71,7 +73,9 @@ def _places(strategy: Strategy, destinations: Any) -> Places:
     if isinstance(destinations, str | torch.device):
         if destinations == "":
             raise InvalidArgumentError("destinations is an empty string; name a device, or pass a variable or a value.")
-        return canonical(destinations)
+        return strategy._device_named(destinations)
+    if isinstance(destinations, ShardedVariable):
+        return strategy.extended.device_of(destinations)
     if isinstance(destinations, Variable):
         mirrored = bool(destinations._components)
         return _of_replicas(strategy, destinations._replicas) if mirrored else destinations._cells[0].device
@@ -84,6 +88,11 @@ def _places(strategy: Strategy, destinations: Any) -> Places:
         f"destinations must be a device name, a variable or a distributed value; got {type(destinations).__name__} "
         f"{destinations!r:.80}."
     )
+
+
+def join_places(shards: Iterable[str]) -> str:
+    """The places of a variable's shards, in the order of its rows, each once."""
+    return ", ".join(dict.fromkeys(shards))
 
 
 def _of_replicas(strategy: Strategy, replicas: tuple[int, ...]) -> Places:

@@ -265,9 +265,11 @@ class StrategyExtended:
 
     def device_of(self, variable: Any) -> str:
         """The canonical device, such as ``"cpu:1"``, of a variable: in a replica's code that of its component, else
-        that of the first component."""
+        that of the first component. Of a variable in shards all of their places: ``"ps:0, ps:1"``."""
         if isinstance(variable, Variable):
             return variable._cell().device
+        if isinstance(variable, ShardedVariable):
+            return placing.join_places(map(self.device_of, variable.variables))
         if not self.variable_created_in_scope(variable):
             raise InvalidArgumentError(f"device_of needs a variable of this strategy; got {variable!r:.80}.")
         place = self._strategy._place_of(variable)

@@ -123,7 +123,7 @@ class ClusterCoordinator:
         and other hyperparameters are those at this moment.
         """
         require_callable(fn, "schedule")
-        require_list_or_tuple(args)
+        require_list_or_tuple(args, WrongTypeError)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise WrongTypeError(f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}.")
         if args or kwargs:

@@ -17,7 +17,7 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.errors import StructureMismatchError
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.values import PerReplica
+from torchstrat.values import PerReplica, Weights
 from torchstrat.variables import VariableRegistry
 
 
@@ -75,6 +75,10 @@ class ReplicaEngine(Protocol):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any: ...
+
+    def weighted_mean(self, value: Any) -> Any:
+        """The mean of the components by what their replicas counted in the run that returned them."""
+
     def gather(self, value: Any, axis: int) -> Any: ...
     def set_no_sync(self, active: bool) -> None: ...
 
@@ -97,7 +101,7 @@ class ReplicaEngine(Protocol):
         `all_gather`."""
 
 
-def regroup(results: dict[int, Any], *, is_all: bool = True) -> Any:
+def regroup(results: dict[int, Any], weights: Weights | None = None, *, is_all: bool = True) -> Any:
     """What the replicas returned, as one value: the object itself where all returned the very same one, else leaves of
     `PerReplica` in the structure of the first replica's result, which the others' must match.
 
@@ -105,28 +109,30 @@ def regroup(results: dict[int, Any], *, is_all: bool = True) -> Any:
     knows what the others would have returned: its tensors and numbers are its own.
     """
     ids = tuple(results)
-    return _regroup(ids, [results[one] for one in ids], is_one_of_several=len(ids) == 1 and not is_all)
+    return _regroup(ids, [results[one] for one in ids], weights, is_one_of_several=len(ids) == 1 and not is_all)
 
 
 _COPIED = (list, dict)  # what replicas share is not wrapped, but these are: one replica may have changed its own
 
 
-def _regroup(ids: tuple[int, ...], values: list[Any], *, is_one_of_several: bool) -> Any:
+def _regroup(ids: tuple[int, ...], values: list[Any], weights: Weights | None, *, is_one_of_several: bool) -> Any:
     first = values[0]
     if is_one_of_several and not nest.is_nested(first):
-        return PerReplica(values, replica_ids=ids) if _is_own(first) else first
+        return PerReplica(values, replica_ids=ids, weights=weights) if _is_own(first) else first
     is_one_object = all(value is first for value in values) and not is_one_of_several
     if is_one_object and not isinstance(first, _COPIED):
         return first
     if not nest.is_nested(first):
-        return PerReplica(values, replica_ids=ids)
+        return PerReplica(values, replica_ids=ids, weights=weights)
     for one, value in zip(ids, values, strict=True):
         _check_structure(ids[0], first, one, value)
     if isinstance(first, dict):
         columns = [[value[key] for value in values] for key in first]
     else:
         columns = [list(column) for column in zip(*values, strict=True)]
-    return nest.rebuild(first, [_regroup(ids, column, is_one_of_several=is_one_of_several) for column in columns])
+    return nest.rebuild(
+        first, [_regroup(ids, column, weights, is_one_of_several=is_one_of_several) for column in columns]
+    )
 
 
 def _is_own(value: Any) -> bool:

@@ -182,3 +182,30 @@ def _kind_if_large(tensors: list[Any]) -> str:
         return ""
     (tensor,) = tensors
     return "" if tensor.dtype == torch.bool else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def weighted_mean(communicator: Communicator, local: list[Any], weights: list[float | None]) -> torch.Tensor:
+    """`Strategy.reduce` by weights, which only the ranks themselves know."""
+    call = "reduce(mean, weighted=True)"
+
+    def convert(values: list[Any]) -> list[Any]:
+        reduction.require_known(weights)
+        return [reduction.as_tensor(value, "reduce") for value in values]
+
+    def in_one_process(components: list[Any]) -> Any:
+        return reduction.reduce_components(ReduceOp.MEAN, components, None)
+
+    tensors, _ = prepare(communicator, call, local, convert, in_one_process)
+    values = gather_values(communicator, tensors, call)
+    shares = gather_values(communicator, [torch.tensor(weight, dtype=torch.float64) for weight in weights], call)
+    return reduction.weighted_mean(values, [float(share) for share in shares])
+
+
+def reduce_number(communicator: Communicator, op: ReduceOp, number: complex, *, must_be_equal: bool = False) -> Any:
+    """`Strategy.reduce` of a Python number that is no component of a value: each rank's own counts, equal or not."""
+    numbers = gather_values(communicator, [number], f"reduce({op.value.lower()}) of a Python number")
+    if op is ReduceOp.MEAN and all(other == number for other in numbers):
+        return number
+    if must_be_equal:
+        reduction.require_known([None] * len(numbers))
+    return reduction.reduce_components(op, numbers, None)

@@ -33,6 +33,7 @@ from torchstrat.replicas.components import Components
 from torchstrat.replicas.differing_edits import DifferingEdits, data_edited_differently, edited_differently
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.step_errors import add_replica_note
@@ -76,6 +77,7 @@ class InProcessReplicas:
         self._differing = DifferingEdits(self.registry.describe)
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
+        self._losses = LossCheck(strategy, gradient_op, len(devices))
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
         self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0])
 
@@ -169,7 +171,7 @@ class InProcessReplicas:
             if not weights.active:
                 return PerReplica(())
             results = self._run_replicas(baton, weights, fn, inputs)
-            return regroup(results, is_all=len(results) == self.num_replicas)
+            return regroup(results, weights, is_all=len(results) == self.num_replicas)
         finally:
             if baton.is_over or not baton.is_begun:
                 self._baton = None
@@ -211,11 +213,12 @@ class InProcessReplicas:
                 return state.call(self._torch_devices[replica], partial(fn, *replica_args, **replica_kwargs))
 
         try:
-            return baton.run(
-                body,
-                begin=lambda: self._begin(baton, weights, newborn, step),
-                end=lambda error: self._end(weights, newborn, step, failed=error is not None),
-            )
+            with self._losses.around(weights):
+                return baton.run(
+                    body,
+                    begin=lambda: self._begin(baton, weights, newborn, step),
+                    end=lambda error: self._end(weights, newborn, step, failed=error is not None),
+                )
         except Exception as error:
             if baton.failed_replica is not None:
                 add_replica_note(error, baton.failed_replica, self.num_replicas, weights)
@@ -343,8 +346,8 @@ class InProcessReplicas:
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def combine(payloads: dict[int, Any]) -> dict[int, Any]:
             is_all = len(payloads) == self.num_replicas
-            merged_args = regroup({replica: payload[0] for replica, payload in payloads.items()}, is_all=is_all)
-            merged_kwargs = regroup({replica: payload[1] for replica, payload in payloads.items()}, is_all=is_all)
+            merged_args = regroup({r: payload[0] for r, payload in payloads.items()}, self._weights, is_all=is_all)
+            merged_kwargs = regroup({r: payload[1] for r, payload in payloads.items()}, self._weights, is_all=is_all)
             if self._baton is not None:
                 with OwnSettings():
                     self._components.install_central()
@@ -394,6 +397,9 @@ class InProcessReplicas:
         if isinstance(value, DistributedValues):
             return reduction.reduce_components(op, value.values, axis)
         return reduction.reduce_plain(op, value, axis, self.num_replicas)
+
+    def weighted_mean(self, value: Any) -> Any:
+        return reduction.weighted_mean_of(value, self.num_replicas)
 
     def gather(self, value: Any, axis: int) -> Any:
         if isinstance(value, DistributedValues):

@@ -42,8 +42,16 @@ from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.drift import compare
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import adoption_warning
-from torchstrat.replicas.exchange import gather_components, gather_values, reduce_values, require_alike
+from torchstrat.replicas.exchange import (
+    gather_components,
+    gather_values,
+    reduce_number,
+    reduce_values,
+    require_alike,
+    weighted_mean,
+)
 from torchstrat.replicas.idle import IdleReplicas
+from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
@@ -111,6 +119,7 @@ class PerProcessReplica:
         self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
+        self._losses = LossCheck(strategy, gradient_op, communicator.size)
         self._rosters = Rosters(self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
@@ -401,7 +410,7 @@ class PerProcessReplica:
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            with step, enter(self._strategy, self._context), self._around_step():
+            with self._losses.around(weights), step, enter(self._strategy, self._context), self._around_step():
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)
@@ -414,7 +423,7 @@ class PerProcessReplica:
             self._gradients.end()
             self._streams.end()
         self._bring_together(buffers)
-        return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,)), result)
+        return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)
 
     def _bring_together(self, buffers: ProcessBuffers) -> None:
         """The end of a run: what replicas have changed differently becomes the same."""
@@ -472,7 +481,9 @@ class PerProcessReplica:
         me = self._world.rank
 
         def wrap(leaf: Any) -> Any:
-            return leaf if isinstance(leaf, DistributedValues) else PerReplica((leaf,), replica_ids=(me,))
+            if isinstance(leaf, DistributedValues):
+                return leaf
+            return PerReplica((leaf,), replica_ids=(me,), weights=self._weights)
 
         with enter(self._strategy, None):
             result = fn(self._strategy, *nest.map_structure(wrap, list(args)), **nest.map_structure(wrap, kwargs))
@@ -517,9 +528,18 @@ class PerProcessReplica:
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         if isinstance(value, DistributedValues):
             return reduce_values(self._communicator, op, list(value.values), axis)
+        if axis is None and self.num_replicas > 1 and reduction.is_python_number(value):
+            return reduce_number(self._communicator, op, value)
         if axis is None:
             return reduction.reduce_plain(op, value, axis, self.num_replicas)
         return reduce_values(self._communicator, op, [value], axis)
+
+    def weighted_mean(self, value: Any) -> Any:
+        if isinstance(value, PerReplica):
+            return weighted_mean(self._communicator, list(value.values), value.known_weights())
+        if self.num_replicas > 1 and reduction.is_python_number(value):
+            return reduce_number(self._communicator, ReduceOp.MEAN, value, must_be_equal=True)
+        return reduction.weighted_mean_of(value, self.num_replicas)
 
     def gather(self, value: Any, axis: int) -> Any:
         if not isinstance(value, DistributedValues):

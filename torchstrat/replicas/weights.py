@@ -13,6 +13,7 @@ class StepWeights:
     def __init__(self, replicas: Iterable[int], batch: BatchInfo | None) -> None:
         everyone = list(replicas)
         self.batch = batch
+        self._said: dict[int, float | None] = {}
         if batch is None:
             self._weights = dict.fromkeys(everyone, 1.0)
             self.active = everyone
@@ -21,7 +22,21 @@ class StepWeights:
             self.active = [replica for replica in everyone if batch.rows[replica] > 0 or batch.run_empty]
 
     def override(self, replica: int, weight: float) -> None:
-        self._weights[replica] = weight
+        self._weights[replica] = self._said[replica] = weight
+
+    def hide(self, replica: int) -> None:
+        """The step has given it a weight that cannot be looked at here."""
+        self._said[replica] = None
+
+    @property
+    def are_said(self) -> bool:
+        """Whether the step has called `set_weight`."""
+        return bool(self._said)
+
+    def known(self, replica: int) -> float | None:
+        """As `of`, but None where neither a batch's rows nor the step said it."""
+        rows = None if self.batch is None else float(self.batch.rows[replica])
+        return self._said.get(replica, rows)
 
     def of(self, replica: int) -> float:
         return self._weights[replica]

@@ -58,14 +58,13 @@ class DefaultStrategy(Strategy):
         self.extended._default_replica_context = ReplicaContext(self, 0)
 
     def _enter_scope(self) -> None:
+        """It is in force already: a step that asks for the context finds the same one within the block as without."""
         if context.has_strategy():
             raise ContextError(
                 f"the default strategy's scope cannot be entered inside the scope of {context.get_strategy()!r}."
             )
-        context.push_cross(self)
 
-    def _leave_scope(self, *, failed: bool) -> None:
-        context.pop_cross(self)
+    def _leave_scope(self, *, failed: bool) -> None: ...
 
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Nothing to distribute over: the dataset itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 import sys
 import threading
 import weakref
@@ -19,11 +20,12 @@ from torch.optim import Optimizer
 from torchstrat import nest
 from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_resolver import ClusterResolver
-from torchstrat.cluster_spec import PARAMETER_SERVER, ClusterSpec
+from torchstrat.cluster_spec import PARAMETER_SERVER, ROLES, ClusterSpec
 from torchstrat.data.options import InputContext, InputOptions
 from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.extended import StrategyExtended
+from torchstrat.extended.destinations import join_places
 from torchstrat.parameter_server.meeting.cluster_checks import check_parameter_server_cluster
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.server_loss import POLICIES, CoordinatorAccess
@@ -379,8 +381,14 @@ class ParameterServerStrategy(Strategy):
 
     def _place_of(self, variable: Any) -> str | None:
         if isinstance(variable, torch.Tensor) and not self._is_worker:
-            return f"ps:{self._spec_of(variable).shards[0].server}"
+            return join_places(f"ps:{shard.server}" for shard in self._spec_of(variable).shards)
         return None
+
+    def _device_named(self, name: str | torch.device) -> str:
+        """Also what `StrategyExtended.device_of` says, and TensorFlow's names of tasks."""
+        tasks = "|".join(ROLES)
+        names_task = isinstance(name, str) and re.match(rf"/job:({tasks})/|(({tasks}):\d+(, |$))+$", name)
+        return str(name) if names_task else super()._device_named(name)
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 

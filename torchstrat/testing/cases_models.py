@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -104,10 +105,26 @@ def _cumulative_batch_norm() -> nn.Module:
     return _convolution(partial(nn.BatchNorm2d, momentum=None))
 
 
+class _ActivatedBatchNorm(nn.BatchNorm2d):
+    """A subclass whose forward calls the function, as layers with an activation of their own do."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        momentum = self.momentum or 0.0
+        y = F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, momentum, self.eps
+        )
+        activated: torch.Tensor = F.leaky_relu(y)
+        return activated
+
+
+def _two_batch_norms() -> nn.Module:
+    return _convolution(lambda channels: nn.Sequential(nn.BatchNorm2d(channels), _ActivatedBatchNorm(channels)))
+
+
 def _sync_batch_norm() -> nn.Module:
     import torchstrat as ts
 
-    model: nn.Module = ts.convert_sync_batchnorm(_batch_norm())
+    model: nn.Module = ts.convert_sync_batchnorm(_two_batch_norms())
     return model
 
 
@@ -240,12 +257,12 @@ CASES = (
     Case(
         "batch_norm_empty", partial(trained, _batch_norm), partial(images, (8, 1, 2, 1, 8)), expected=replicas_by_hand
     ),
-    Case("sync_batch_norm", partial(trained, _sync_batch_norm), images, plain=partial(trained, _batch_norm)),
+    Case("sync_batch_norm", partial(trained, _sync_batch_norm), images, plain=partial(trained, _two_batch_norms)),
     Case(
         "sync_batch_norm_uneven",
         partial(trained, _sync_batch_norm),
         partial(images, (8, 5, 1, 3, 7)),
-        plain=partial(trained, _batch_norm),
+        plain=partial(trained, _two_batch_norms),
     ),
     Case("channels_last", channels_last, images),
     Case("lazy_in_scope", partial(lazy, nn.LazyLinear, dry_run=True)),

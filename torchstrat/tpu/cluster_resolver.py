@@ -68,6 +68,14 @@ class TPUClusterResolver(ClusterResolver):
         """
         return address_of(self, task_type, task_id, rpc_layer) if self._tpu != LOCAL else ""
 
+    def get_master(self) -> str:
+        """TensorFlow's name for `master` without arguments."""
+        return self.master()
+
+    def get_job_name(self) -> str:
+        """The name of the hosts' job."""
+        return self.task_type
+
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
         """Remember what initialising the TPU found; `num_accelerators` answers from it.
 

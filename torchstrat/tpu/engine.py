@@ -74,6 +74,7 @@ class SpmdReplicas:
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._entry = threading.Lock()
         self._closed = False
+        self._weights = StepWeights((), None)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +186,12 @@ class SpmdReplicas:
                 record = partial(self._record_all, fn, passes, weights)
             if not options.enable_dynamic_batch_size:
                 self.log.require_same_shapes(signature)
-            return self._run(signature, record)
+            self._weights = weights
+            result = self._run(signature, record)
+        for leaf in nest.leaves(result):
+            if isinstance(leaf, PerReplica):
+                leaf.weights = weights
+        return result
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -292,8 +298,15 @@ class SpmdReplicas:
         return self._recording("merge_call").merge_call(fn, args, kwargs)
 
     def set_weight(self, weight: Any) -> None:
-        if self._recordings.current is not None:
-            self._recordings.current.weights.give(weight)
+        recording = self._recordings.current
+        if recording is None:
+            return
+        recording.weights.give(weight)
+        for replica in recording.lanes.active:
+            if isinstance(weight, torch.Tensor):
+                self._weights.hide(replica)  # a number of the program that is being recorded
+            else:
+                self._weights.override(replica, float(weight))
 
     def relative_weight(self) -> float:
         raise ContextError(
@@ -317,6 +330,12 @@ class SpmdReplicas:
         if isinstance(value, LaneValues) and axis is None and op in value.totals:
             return value.totals[op]
         return reduction.reduce_components(op, self._looked_at(value), axis)
+
+    def weighted_mean(self, value: Any) -> Any:
+        if not isinstance(value, PerReplica):
+            return reduction.weighted_mean_of(value, self._num_replicas)
+        weights = reduction.require_known(value.known_weights())
+        return reduction.weighted_mean(self._looked_at(value), weights)
 
     def gather(self, value: Any, axis: int) -> Any:
         if isinstance(value, DistributedValues):

@@ -42,6 +42,7 @@ class LaneValues(PerReplica):
         self._cut: tuple[torch.Tensor, ...] | None = None
         self.replica_ids = tuple(range(num_replicas))
         self.batch_info = batch_info
+        self.weights = None
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

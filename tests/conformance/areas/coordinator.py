@@ -206,7 +206,7 @@ OPS: dict[str, Callable[[Case], Any]] = {
     "variable_as_arg": variable_as_argument,
 }
 _ELEVEN = {"dtype": "int32", "shape": [], "data": 11, "numpy": True}
-_DEFAULTS = "Defaults work with every kind of argument; a tf.function's signature does not apply."
+_DEFAULTS = "Defaults work with every kind of argument; a function need not be a tf.function."
 DIFFERS: dict[str, Difference] = {
     "coordinator/none_nested_in_output/001": returns(
         7,
@@ -217,9 +217,9 @@ DIFFERS: dict[str, Difference] = {
         },
         none_in_output,
     ),
-    "coordinator/schedule_args/002": returns(20, _DEFAULTS, _ELEVEN, arguments),
-    "coordinator/schedule_args/003": returns(20, _DEFAULTS, _ELEVEN, arguments),
-    "coordinator/schedule_python_args/006": returns(20, _DEFAULTS, {"fetch": _ELEVEN, "join": None}, python_arguments),
+    "coordinator/schedule_args/002": returns(7, _DEFAULTS, _ELEVEN, arguments),
+    "coordinator/schedule_args/003": returns(7, _DEFAULTS, _ELEVEN, arguments),
+    "coordinator/schedule_python_args/006": returns(7, _DEFAULTS, {"fetch": _ELEVEN, "join": None}, python_arguments),
 }
 NO_COUNTERPART: dict[str, str] = {
     "coordinator/tracing_error_surfaces_in_schedule/001": "functions are not traced: what they raise, they raise then",

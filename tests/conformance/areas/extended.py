@@ -9,8 +9,9 @@ import torch
 
 import torchstrat as ts
 from tests.conformance.areas.run import integer, replica_id
-from tests.conformance.differences import recorded_devices
-from tests.conformance.harness import Case, Difference, make_strategy
+from tests.conformance.differences import raises, recorded_devices
+from tests.conformance.harness import Case, Difference, make_strategy, outcome
+from torchstrat.errors import InvalidArgumentError
 
 ONE_TWO = torch.tensor([1.0, 2.0])
 BAD_DESTINATIONS: dict[str, Any] = {"None": None, "empty string": ""}
@@ -32,6 +33,10 @@ def reduce_to(case: Case, destinations: Any, op: Any = "SUM") -> Any:
     where = value if destinations is per_replica else destinations
     with strategy.scope():
         return strategy.extended.reduce_to(op, value, variable_of(strategy) if where is variable_of else where)
+
+
+def with_bad_destination(case: Case) -> Any:
+    return reduce_to(case, BAD_DESTINATIONS[case.inputs["destinations"]])
 
 
 def call_for_each_replica(case: Case) -> Any:
@@ -70,12 +75,9 @@ def devices(case: Case) -> dict[str, list[str]]:
     return {"worker_devices": [*extended.worker_devices], "parameter_devices": [*extended.parameter_devices]}
 
 
-def flags(case: Case) -> dict[str, bool]:
+def flags(case: Case) -> dict[str, Any]:
     extended = make_strategy(case.setup).extended
-    return {
-        "should_checkpoint": extended.should_checkpoint,
-        "should_save_summary": extended.should_save_summary,
-    }
+    return {name: outcome(lambda name=name: getattr(extended, name)) for name in case.expect}
 
 
 def non_slot_devices(case: Case) -> dict[str, Any]:
@@ -133,7 +135,7 @@ OPS: dict[str, Callable[[Case], Any]] = {
     "flags": flags,
     "non_slot_devices": non_slot_devices,
     "reduce_to_aggregation_enum": lambda case: reduce_to(case, "cpu:0", ts.VariableAggregation.SUM),
-    "reduce_to_bad_destination": lambda case: reduce_to(case, BAD_DESTINATIONS[case.inputs["destinations"]]),
+    "reduce_to_bad_destination": with_bad_destination,
     "reduce_to_device": lambda case: reduce_to(case, case.inputs["destinations"], case.inputs["reduce_op"]),
     "reduce_to_value": lambda case: reduce_to(case, per_replica, case.inputs["reduce_op"]),
     "reduce_to_variable": lambda case: reduce_to(case, variable_of, case.inputs["reduce_op"]),
@@ -163,12 +165,9 @@ DIFFERS: dict[str, Difference] = {
     "extended/non_slot_devices/002": recorded_devices(non_slot_devices),
     "extended/non_slot_devices/003": recorded_devices(non_slot_devices),
     "extended/non_slot_devices/004": Difference(19, _smallest_name),
+    "extended/reduce_to_bad_destination/010": raises(
+        6, InvalidArgumentError, "destinations must be a device name", with_bad_destination
+    ),
 }
 NO_COUNTERPART: dict[str, str] = {}
-_GRAPH_MODE = "directs TensorFlow's graph building between processes; there are no graphs here"
-FIELDS_WITHOUT_COUNTERPART = {
-    "experimental_between_graph": _GRAPH_MODE,
-    "experimental_should_init": _GRAPH_MODE,
-    "experimental_require_static_shapes": "is about shapes of traced functions; nothing is traced",
-    "_global_batch_size": "is private, read by Keras only",
-}
+FIELDS_WITHOUT_COUNTERPART = {"_global_batch_size": "is private, read by Keras only"}

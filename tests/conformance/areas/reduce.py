@@ -97,6 +97,8 @@ OPS: dict[str, Callable[[Case], Any]] = {
     "reduce_shape_mismatch": reduce,
     "reduce_variable": reduce_variable,
 }
+_ZERO = returns(21, "A Python 0 is a number like others.", {"python": 0, "type": "int"}, reduce)
+_SUM_OF_ZEROS = returns(21, "A Python 0 counts once per replica.", {"dtype": "int64", "shape": [], "data": 0}, reduce)
 _SIX = {"dtype": "float32", "shape": [], "data": 6.0}
 DIFFERS: dict[str, Difference] = {
     "reduce/reduce/053": integer_mean(reduce),
@@ -110,6 +112,8 @@ DIFFERS: dict[str, Difference] = {
     "reduce/reduce_missing_axis/001": returns(
         8, "axis defaults to None.", {"dtype": "float32", "shape": [2], "data": [4.0, 6.0]}, reduce_missing_axis
     ),
+    **dict.fromkeys([f"reduce/reduce_plain/{number}" for number in ("014", "032", "050", "068")], _ZERO),
+    "reduce/reduce_plain/067": _SUM_OF_ZEROS,
     "reduce/reduce_nested/002": returns(8, "Maps over the nest.", {"tuple": [_SIX, _SIX]}, reduce_nested),
 }
 NO_COUNTERPART: dict[str, str] = {}

@@ -1,0 +1,117 @@
+"""Are the losses of a step such that the mean of the replicas' gradients is the gradient of the global batch?
+
+Two that are not are common: a sum, whose gradients would have to be added up, and a mean over labels of which some are
+ignored, whose replicas count by their rows and not by their labels. Which loss it was is written in the graph that
+``backward`` starts from. It is looked at in the first run that has a backward pass, and never after.
+
+A sum that is divided by something is not told: it may be the mean over rows. Nor is what a compiled function computed,
+whose graph does not say it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from torchstrat._torch_private import SUM_OF_LOSSES, ignored_labels, reduction_of
+from torchstrat.context import get_replica_context
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.weights import StepWeights
+
+_NOTHING = nullcontext()
+_ADDING = frozenset({"AddBackward0", "SubBackward0", "NegBackward0"})
+_SCALING = frozenset({"DivBackward0", "MulBackward1"})  # as for several backward passes a step, or smoothed labels
+_MOST_NODES = 32
+
+_SUM = (
+    "the step minimises the sum of a loss over its rows (reduction='sum'), and the strategy averages gradients over "
+    "replicas, so that they are those of one device divided by the number of replicas. Build the strategy with "
+    "gradient_reduce_op='sum', or divide the loss: ts.global_mean(loss, rows) is the mean over the global batch."
+)
+_IGNORED = (
+    "the step minimises a mean over labels of which some are ignored (ignore_index), and the rows of a replica differ "
+    "in how many count. Gradients are weighted by rows, so they are not those of one device. Use ts.global_mean(loss "
+    "with reduction='sum', number of labels that count), or call get_replica_context().set_weight(that number)."
+)
+
+
+class LossCheck:
+    """Of one strategy."""
+
+    def __init__(self, strategy: Any, op: ReduceOp, num_replicas: int) -> None:
+        self._strategy = strategy
+        self._is_over = op is ReduceOp.SUM or num_replicas == 1
+        self._found: set[str] = set()
+
+    def around(self, weights: StepWeights) -> AbstractContextManager[None]:
+        """Around a run: look at its backward passes, and warn when it has ended well."""
+        return _NOTHING if self._is_over else self._looking(weights)
+
+    @contextmanager
+    def _looking(self, weights: StepWeights) -> Iterator[None]:
+        strategy = self._strategy
+
+        def look(roots: Any) -> None:
+            replica = get_replica_context()
+            if (
+                replica is None
+                or replica.strategy is not strategy
+                or not isinstance(roots, torch.Tensor)
+                or roots.grad_fn is None
+            ):
+                return
+            self._is_over = True
+            self._found |= set(_findings(roots.grad_fn, weights.rows_of(replica.replica_id_in_sync_group)))
+
+        with _backward_calls(look):
+            yield
+        if self._found and not weights.are_said:
+            for message in sorted(self._found):
+                warnings.warn(message, stacklevel=7)
+        self._found.clear()
+
+
+def _findings(root: Any, rows: int | None) -> Iterator[str]:
+    """``rows``: of this replica, where they are known."""
+    nodes, seen = [(root, False)], 0
+    while nodes and seen < _MOST_NODES:
+        node, is_scaled = nodes.pop()
+        seen += 1
+        if reduction_of(node) == SUM_OF_LOSSES and not is_scaled:
+            yield _SUM
+        if _differ_in_labels(ignored_labels(node), rows):
+            yield _IGNORED
+        is_scaling = node.name() in _SCALING
+        if is_scaling or node.name() in _ADDING:
+            nodes += [(child, is_scaled or is_scaling) for child, _ in node.next_functions if child is not None]
+
+
+def _differ_in_labels(ignored: torch.Tensor | None, rows: int | None) -> bool:
+    """Whether rows have different numbers of labels. Where each has as many (shifted texts), rows count right."""
+    if ignored is None or not rows or ignored.numel() % rows or not bool(ignored.any()):
+        return False
+    counts = ignored.reshape(rows, -1).sum(dim=1)
+    return bool((counts != counts[0]).any())
+
+
+@contextmanager
+def _backward_calls(look: Callable[[Any], None]) -> Iterator[None]:
+    """In this block ``look`` sees what is differentiated; `torch.Tensor.backward` goes through the same name."""
+    found = torch.autograd.backward
+
+    @functools.wraps(found)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        look(args[0] if args else kwargs.get("tensors"))
+        return found(*args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = found
