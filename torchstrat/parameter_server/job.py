@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
 from torchstrat.optimizer_tiers import Kind, Tier
-from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
+from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
@@ -111,6 +111,7 @@ class Job:
         self._early_workers: list[Peer] = []
         self._optimizers: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._standalone: dict[int, VariableSpec] = {}
+        self._default_dtype: torch.dtype | None = None  # as the servers know it
         self._settled: tuple[Reading, Options, Modes] | None = None
 
     # -- the cluster ------------------------------------------------------------------------------------------------
@@ -300,6 +301,7 @@ class Job:
         if new:
             self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
             self.variables.created()
+        self._tell_default_dtype()
         self._add_optimizers()
         by_server: dict[int, list[ShardEdit]] = defaultdict(list)
         for spec, value in self.variables.take_changed():
@@ -327,6 +329,12 @@ class Job:
         self._standalone[spec.number] = spec
         parts = pieces(spec, value.detach())
         self._create([NewShard(spec, number, part.cpu().contiguous()) for number, part in enumerate(parts)])
+
+    def _tell_default_dtype(self) -> None:
+        dtype = torch.get_default_dtype()
+        if dtype is not self._default_dtype:
+            self.servers.ask_all("ps.use_default_dtype", dtype)
+            self._default_dtype = dtype
 
     def _add_optimizers(self) -> None:
         self.catalog.begin()
@@ -409,6 +417,8 @@ class Job:
             if spec.number not in to_be_restored and spec.kind != "buffer":
                 lost += [spec.name] if any(spec.shards[n].server in started_again for n in missing) else []
         self._create(new)
+        self._default_dtype = None
+        self._tell_default_dtype()
         self._optimizers.clear()
         self._add_optimizers()
         return lost
@@ -430,8 +440,12 @@ class Job:
         return self._number_of(optimizer) if known else None
 
     def modes(self) -> Modes:
-        """Which modules are in training mode and which parameters require gradients, by their tokens."""
-        modes = {self.catalog.token_of(module): module.training for module in self._registry.modules()}
+        """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
+        functions find as it is here."""
+        modes: dict[Any, bool | torch.dtype] = {
+            self.catalog.token_of(module): module.training for module in self._registry.modules()
+        }
+        modes[DEFAULT_DTYPE] = torch.get_default_dtype()
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 
     def read(self) -> Reading:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
@@ -31,7 +32,7 @@ class Reading:
 
     def __init__(self, registry: VariableRegistry, variables: CapturedVariables) -> None:
         population = registry.population
-        self._marks: list[Any] = [*population, *variables.population]
+        self._marks: list[Any] = [torch.get_default_dtype(), *population, *variables.population]
         self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
         self._is_comparable = True
         if any(population):
