@@ -11,8 +11,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.worker.resources import ResourceSpec
 
@@ -44,7 +42,7 @@ class Recent:
 Options = Mapping[int, tuple[Mapping[str, Any], ...]]
 """Optimizer's number → its parameter groups: hyperparameters, and under ``params`` the numbers of the variables."""
 
-Modes = Mapping[Any, bool | torch.dtype]
+Modes = Mapping[Any, Any]
 """Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient;
 `DEFAULT_DTYPE` → that of the program."""
 

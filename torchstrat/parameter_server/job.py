@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError
 from torchstrat.optimizer_tiers import Kind, Tier
 from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
@@ -112,6 +112,7 @@ class Job:
         self._optimizers: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._standalone: dict[int, VariableSpec] = {}
         self._default_dtype: torch.dtype | None = None  # as the servers know it
+        self._committed = registry.counts
         self._settled: tuple[Reading, Options, Modes] | None = None
 
     # -- the cluster ------------------------------------------------------------------------------------------------
@@ -296,18 +297,31 @@ class Job:
     def commit(self) -> None:
         """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
         self._structure.check(self._registry.modules())
-        self.variables.place_new()
-        new = self.variables.to_create()
-        if new:
-            self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
-            self.variables.created()
         self._tell_default_dtype()
-        self._add_optimizers()
+        self._commit_new()
         by_server: dict[int, list[ShardEdit]] = defaultdict(list)
         for spec, value in self.variables.take_changed():
             for server, edit in shard_edits(spec, "assign", value, None):
                 by_server[server].append(edit)
         self.access.send_push({server: {"edits": tuple(edits)} for server, edits in by_server.items()})
+
+    def _commit_new(self) -> None:
+        """What servers cannot take is refused in the call that brings it, and is not in the way of later ones."""
+        counts = self._registry.counts
+        try:
+            self.variables.place_new()
+            new = self.variables.to_create()
+            if new:
+                self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
+                self.variables.created()
+            self._add_optimizers()
+        except CommunicationError:  # says nothing about them
+            raise
+        except Exception:
+            self._registry.give_up(self._committed)
+            self.variables.give_up_new()
+            raise
+        self._committed = counts
 
     def _new_shard(self, spec: VariableSpec, number: int) -> NewShard:
         tensor = self.variables.tensor(spec.number)
@@ -442,9 +456,7 @@ class Job:
     def modes(self) -> Modes:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
         functions find as it is here."""
-        modes: dict[Any, bool | torch.dtype] = {
-            self.catalog.token_of(module): module.training for module in self._registry.modules()
-        }
+        modes: dict[Any, Any] = {self.catalog.token_of(module): module.training for module in self._registry.modules()}
         modes[DEFAULT_DTYPE] = torch.get_default_dtype()
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 

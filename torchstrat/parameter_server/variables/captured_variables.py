@@ -95,6 +95,19 @@ class CapturedVariables:
         """The servers have all of `to_create` now."""
         self._to_create.clear()
 
+    def give_up_new(self) -> None:
+        """The servers do not get what is to be created."""
+        for spec in self._to_create:
+            tensor = self.tensor(spec.number)
+            if tensor is not None and self._numbers.get(id(tensor)) == spec.number:
+                del self._numbers[id(tensor)]
+            slot = self._buffers.pop(spec.number, None)
+            if slot is not None:
+                del self._slots[id(slot.module), slot.name]
+            self._parameters.pop(spec.number, None)
+            del self._specs[spec.number], self._versions[spec.number]
+        self._to_create.clear()
+
     def place_now(self, tensor: torch.Tensor) -> None:
         """Do not wait for the others: somebody asks where ``tensor`` lives."""
         if self.spec_of(tensor) is None:
