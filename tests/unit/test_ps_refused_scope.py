@@ -14,7 +14,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.unit.ps_worlds import Job
-from torchstrat.errors import FunctionError, NotSendableError, UnsupportedError
+from torchstrat.errors import FunctionError, InvalidArgumentError, NotSendableError, UnsupportedError
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -122,6 +122,38 @@ def test_a_model_beside_the_one_that_is_refused_trains(strategy) -> None:
     assert coordinator.schedule(step_of(model, optimizer)).get(timeout=30) == pytest.approx(before - 0.1 * 2 * 4)
     with pytest.raises(UnsupportedError):
         coordinator.schedule(step_of(*refused))
+
+
+class WholeTables(torch.optim.Optimizer):
+    """Of a script: nothing is known of it, so what it steps is on one server, whole."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("nobody steps it")
+
+
+def test_a_whole_table_that_fits_on_no_server_is_refused_when_it_is_created() -> None:
+    with FakeCluster(workers=1, ps=2) as cluster:
+        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
+        coordinator, made = ts.ClusterCoordinator(strategy), []
+        with pytest.raises(InvalidArgumentError, match=r"weight.*whole.*elementwise_optimizers=\[WholeTables\]"):
+            huge_table(strategy, made)
+        with strategy.scope():
+            later = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(later.parameters(), lr=0.1)
+        before = float(later.weight.detach().sum())
+        after = coordinator.schedule(step_of(later, optimizer)).get(timeout=30)
+        assert after == pytest.approx(before - 0.1 * 2 * 4)
+        with pytest.raises(InvalidArgumentError, match="whole"):
+            coordinator.schedule(lambda: made[0])
+
+
+def huge_table(strategy: ts.ParameterServerStrategy, made: list[Any]) -> None:
+    with strategy.scope():
+        made.append(nn.Embedding(2**36, 8, device="meta"))
+        made.append(WholeTables(made[0].parameters()))
 
 
 @pytest.fixture
