@@ -107,6 +107,43 @@ def test_what_the_coordinator_sets_holds_from_then_on(program: Program) -> None:
     assert program.run(look) == (True, 2.0, 4.0)
 
 
+def test_plain_attributes_that_the_coordinator_sets_hold_from_then_on(program: Program) -> None:
+    model = program.model
+    look = lambda: (model[1].p, getattr(model, "extra", None), model[0].in_features)  # noqa: E731
+    assert program.run(look) == (0.5, None, 2)
+    model[1].p = 0.25
+    assert program.run(look) == (0.25, None, 2)
+    for value in (0.1, 0.2, 0.3):  # the last may have the address of the first
+        model[1].p = value
+    model.extra = ("two", 2)
+    assert program.run(look) == (0.3, ("two", 2), 2)
+    model[1].p = 0.5
+    model.extra = None
+    assert program.run(look) == (0.5, None, 2)
+
+
+def test_what_a_function_sets_of_attributes_is_its_workers_until_the_coordinator_sets_it(program: Program) -> None:
+    model = program.model
+    program.run(lambda: setattr(model[1], "p", 0.75))
+    model.eval()
+    assert program.run(lambda: model[1].p) == 0.75
+    model[1].p = 0.125
+    assert program.run(lambda: model[1].p) == 0.125
+
+
+def test_attributes_that_do_not_follow_are_warned_of_once(program: Program) -> None:
+    model = program.model
+    model.names = ["a"]
+    assert program.run(lambda: model.names) == ["a"]
+    model.names = ["b"]
+    with pytest.warns(UserWarning, match=r"attribute 'names' of a Sequential was set on the coordinator.*argument"):
+        program.coordinator.schedule(lambda: 0)
+    model.names = ["c"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert program.coordinator.schedule(lambda: model.names).get(timeout=30) == ["a"]
+
+
 def test_a_change_of_a_rate_is_warned_of_once() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     world = World(lambda spec: torch.empty(0))

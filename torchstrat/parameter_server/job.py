@@ -41,6 +41,7 @@ from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
+from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.parameter_server.variables.reading import Reading
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import (
@@ -113,6 +114,7 @@ class Job:
         self._standalone: dict[int, VariableSpec] = {}
         self._default_dtype: torch.dtype | None = None  # as the servers know it
         self._committed = registry.counts
+        self._attributes = PlainAttributes()
         self._settled: tuple[Reading, Options, Modes] | None = None
 
     # -- the cluster ------------------------------------------------------------------------------------------------
@@ -456,13 +458,15 @@ class Job:
     def modes(self) -> Modes:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
         functions find as it is here."""
-        modes: dict[Any, Any] = {self.catalog.token_of(module): module.training for module in self._registry.modules()}
+        modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
+        modes: dict[Any, Any] = {token: module.training for token, module in modules}
+        modes |= self._attributes.changed(modules)
         modes[DEFAULT_DTYPE] = torch.get_default_dtype()
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 
     def read(self) -> Reading:
         """All that `commit`, `options` and `modes` are made of, as it is now."""
-        return Reading(self._registry, self.variables)
+        return Reading(self._registry, self.variables, self._attributes)
 
     def known(self, reading: Reading) -> tuple[Options, Modes] | None:
         """`options` and `modes`, where nothing has changed since they were worked out for an equal reading; None where

@@ -5,8 +5,8 @@ that live on the servers, and what is registered by hand (the strategy, the coor
 refer to them by token. A worker gets a skeleton of each once, in numbered *increments*, with all its Python state and
 without values: parameters and buffers in it are descriptions, of which the worker makes tensors of its own.
 
-Python state that changes after its increment was made (``model.eval()``, a new child, an attribute) does not follow.
-Do such things inside the scheduled function.
+Of the Python state that changes after its increment was made, modes and plain attributes follow with the settings of a
+function (see `PlainAttributes`); other containers and objects do not. Do such things inside the scheduled function.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the coordinator owns and a function may change for itself: modes, `requires_grad`, hyperparameters, the default
-dtype."""
+"""What the coordinator owns and a function may change for itself: modes, `requires_grad`, hyperparameters, plain
+attributes, the default dtype."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
 from torchstrat.parameter_server.travel.world import World
+from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES
 
 
 class Settings:
@@ -37,6 +38,7 @@ class Settings:
         self._optimizers: dict[int, Optimizer] = {}
         self._owns_process = owns_process
         self._default_dtype: torch.dtype | None = None
+        self._attributes: dict[Any, Mapping[str, Any]] = {}
         self._warned: set[str] = set()
 
     def set_options(self, options: Options) -> None:
@@ -56,13 +58,21 @@ class Settings:
             self._default_dtype = modes.get(DEFAULT_DTYPE)
             self._put_back_default_dtype()
         for token, flag in modes.items():
-            if self._world.knows(token):
+            if token[0] == ATTRIBUTES:
+                self._set_attributes(token[1], flag)
+            elif self._world.knows(token):
                 captured = self._world.resolve(token)
                 if isinstance(captured, nn.Module):
                     self._modules.append((captured, flag))
                 else:
                     self._parameters.append((captured, flag))
         self._put_back_modes()
+
+    def _set_attributes(self, token: Any, values: Mapping[str, Any]) -> None:
+        """What was set on the coordinator since the last time. What a function sets is this worker's own until then."""
+        if self._attributes.get(token) != values and self._world.knows(token):
+            self._attributes[token] = values
+            vars(self._world.resolve(token)).update(values)
 
     def put_back(self) -> None:
         """After a function, whether it returned or raised."""
