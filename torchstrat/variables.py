@@ -73,6 +73,10 @@ class WeakOrdered:
         self.count += 1
         return True
 
+    def discard(self, value: Any) -> None:
+        self._references.pop(id(value), None)
+        self._numbers.pop(id(value), None)
+
     def number_of(self, value: Any) -> int:
         return self._numbers.get(id(value), -1)
 
@@ -105,6 +109,7 @@ class VariableRegistry:
         self._tensors = WeakOrdered()
         self._helpers = WeakOrdered()
         self._vectors = WeakOrdered()
+        self._given_up = WeakOrdered()
         self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
         self._members_watch = MembersWatch(self._watcher)
         self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
@@ -189,7 +194,7 @@ class VariableRegistry:
         for module in found.modules:
             is_new = module not in self._modules
             self._add_tree(module)
-            if is_new and not self._opened and _is_trainable(module):
+            if is_new and not self._opened and _is_trainable(module) and module not in self._given_up:
                 adopted.append(f"a {type(module).__name__}")
         if not found.tensors:
             return adopted
@@ -197,7 +202,8 @@ class VariableRegistry:
         for tensor in found.tensors:
             if id(tensor) in members:
                 continue
-            if self._tensors.add(tensor) and not self._opened and id(tensor) not in owned:
+            is_known = id(tensor) in owned or tensor in self._given_up
+            if self._tensors.add(tensor) and not self._opened and not is_known:
                 adopted.append(f"a leaf tensor of shape {tuple(tensor.shape)}")
         return adopted
 
@@ -324,6 +330,17 @@ class VariableRegistry:
         """Go on numbering where another process is, which ran a step that this one did not."""
         for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
             ordered.count = max(ordered.count, count)
+
+    def give_up(self, counts: tuple[int, int, int]) -> None:
+        """Forget what was recorded since these were the `counts`: the strategy has refused it. What a step reaches of
+        it is recorded again, to be refused again, or not without the rest."""
+        for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
+            for number, value in list(ordered.numbered()):
+                if number >= count:
+                    ordered.discard(value)
+                    self._given_up.add(value)
+        self._walked.clear()
+        self.changes += 1
 
     def helpers(self) -> list[Any]:
         """Optimizers, schedulers and gradient scalers."""

@@ -32,6 +32,7 @@ from torchstrat.parameter_server.meeting.handshake import Introduction, Side, sh
 from torchstrat.parameter_server.meeting.listener import ControlListener
 from torchstrat.parameter_server.meeting.secret import derive_key, load_secret, new_secret
 from torchstrat.parameter_server.meeting.versions import Versions, local_versions
+from torchstrat.parameter_server.membership import SERVER_DEADLINE_SECONDS
 from torchstrat.parameter_server.tasks import Task
 
 VERSIONS = Versions("0.1.0", "2.13.0", "3.11")
@@ -604,3 +605,14 @@ def test_complaints_are_few() -> None:
     now[0] += INTERVAL_SECONDS + 1
     complaints.add("another")
     assert lines[-1] == "another"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
+def test_a_connection_outlives_the_longest_silence_that_a_process_is_allowed() -> None:
+    with socket.socket() as near:
+        control.keep_alive(near)
+        limit = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
+        idle = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        interval = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+    # The last byte came up to a probe's round before the silence began.
+    assert limit > SERVER_DEADLINE_SECONDS + idle + interval

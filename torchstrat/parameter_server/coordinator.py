@@ -16,6 +16,7 @@ from torchstrat.errors import (
     CancelledByServerLossError,
     CommunicationTimeoutError,
     InvalidArgumentError,
+    NotSendableError,
     WrongTypeError,
 )
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
@@ -41,7 +42,7 @@ from torchstrat.parameter_server.server_loss import (
     require_kinds,
 )
 from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.travel.closures import pack, simple_arguments, unpack_result
+from torchstrat.parameter_server.travel.closures import Packed, pack, simple_arguments, unpack_result
 from torchstrat.parameter_server.travel.plain import ATOMS
 from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.worker.resources import ResourceSpec
@@ -152,13 +153,14 @@ class ClusterCoordinator:
             self.strategy._capture(fn, given)
             job.commit()
             code = pack(fn, catalog, what="fn", remembered=self._functions)
-        leases: list[Lease] = []
-        arguments = simple_arguments(args, kwargs, catalog)
-        if arguments is None:
-            with leases_among_arguments() as leases:
-                arguments = pack((tuple(args), dict(kwargs or {})), catalog, what="args")
+        arguments, leases = self._pack_arguments(args, kwargs)
         if known is None or not catalog.is_up_to_date:
-            catalog.increments(catalog.version)  # what cannot travel is an error of this call
+            try:
+                catalog.increments(catalog.version)
+            except NotSendableError:  # it may be about what this call does not use, and the catalog has left out now
+                code = pack(fn, catalog, what="fn", remembered=self._functions)
+                arguments, leases = self._pack_arguments(args, kwargs)
+                catalog.increments(catalog.version)  # what cannot travel is an error of this call
         options, modes = known or job.settle(reading)
 
         def make(number: int) -> Work:
@@ -167,6 +169,14 @@ class ClusterCoordinator:
             return Work(code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases))
 
         return self._dispatcher.submit(make)
+
+    def _pack_arguments(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[Packed, list[Lease]]:
+        catalog = self._job.catalog
+        arguments = simple_arguments(args, kwargs, catalog)
+        if arguments is not None:
+            return arguments, []
+        with leases_among_arguments() as leases:
+            return pack((tuple(args), dict(kwargs or {})), catalog, what="args"), leases
 
     def _brings_nothing_new(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         """Whether nothing trainable can be behind these arguments that has not been captured yet."""

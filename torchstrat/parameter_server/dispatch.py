@@ -42,8 +42,11 @@ class Recent:
 Options = Mapping[int, tuple[Mapping[str, Any], ...]]
 """Optimizer's number → its parameter groups: hyperparameters, and under ``params`` the numbers of the variables."""
 
-Modes = Mapping[Any, bool]
-"""Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient."""
+Modes = Mapping[Any, Any]
+"""Token of a module → whether it is in training mode; token of a parameter → whether it requires a gradient;
+`DEFAULT_DTYPE` → that of the program."""
+
+DEFAULT_DTYPE = ("torch", "default_dtype")
 
 
 Arguments = bytes | tuple[bytes, tuple[Any, ...], int, frozenset[Any]]

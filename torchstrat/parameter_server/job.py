@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError
 from torchstrat.optimizer_tiers import Kind, Tier
-from torchstrat.parameter_server.dispatch import Modes, Options, Report, ServerGone
+from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
@@ -41,6 +41,7 @@ from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
+from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.parameter_server.variables.reading import Reading
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import (
@@ -111,6 +112,9 @@ class Job:
         self._early_workers: list[Peer] = []
         self._optimizers: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._standalone: dict[int, VariableSpec] = {}
+        self._default_dtype: torch.dtype | None = None  # as the servers know it
+        self._committed = registry.counts
+        self._attributes = PlainAttributes()
         self._settled: tuple[Reading, Options, Modes] | None = None
 
     # -- the cluster ------------------------------------------------------------------------------------------------
@@ -295,17 +299,31 @@ class Job:
     def commit(self) -> None:
         """Make the servers know every variable and optimizer of the program, and what it has written to them since."""
         self._structure.check(self._registry.modules())
-        self.variables.place_new()
-        new = self.variables.to_create()
-        if new:
-            self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
-            self.variables.created()
-        self._add_optimizers()
+        self._tell_default_dtype()
+        self._commit_new()
         by_server: dict[int, list[ShardEdit]] = defaultdict(list)
         for spec, value in self.variables.take_changed():
             for server, edit in shard_edits(spec, "assign", value, None):
                 by_server[server].append(edit)
         self.access.send_push({server: {"edits": tuple(edits)} for server, edits in by_server.items()})
+
+    def _commit_new(self) -> None:
+        """What servers cannot take is refused in the call that brings it, and is not in the way of later ones."""
+        counts = self._registry.counts
+        try:
+            self.variables.place_new()
+            new = self.variables.to_create()
+            if new:
+                self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
+                self.variables.created()
+            self._add_optimizers()
+        except CommunicationError:  # says nothing about them
+            raise
+        except Exception:
+            self._registry.give_up(self._committed)
+            self.variables.give_up_new()
+            raise
+        self._committed = counts
 
     def _new_shard(self, spec: VariableSpec, number: int) -> NewShard:
         tensor = self.variables.tensor(spec.number)
@@ -327,6 +345,12 @@ class Job:
         self._standalone[spec.number] = spec
         parts = pieces(spec, value.detach())
         self._create([NewShard(spec, number, part.cpu().contiguous()) for number, part in enumerate(parts)])
+
+    def _tell_default_dtype(self) -> None:
+        dtype = torch.get_default_dtype()
+        if dtype is not self._default_dtype:
+            self.servers.ask_all("ps.use_default_dtype", dtype)
+            self._default_dtype = dtype
 
     def _add_optimizers(self) -> None:
         self.catalog.begin()
@@ -409,6 +433,8 @@ class Job:
             if spec.number not in to_be_restored and spec.kind != "buffer":
                 lost += [spec.name] if any(spec.shards[n].server in started_again for n in missing) else []
         self._create(new)
+        self._default_dtype = None
+        self._tell_default_dtype()
         self._optimizers.clear()
         self._add_optimizers()
         return lost
@@ -430,13 +456,17 @@ class Job:
         return self._number_of(optimizer) if known else None
 
     def modes(self) -> Modes:
-        """Which modules are in training mode and which parameters require gradients, by their tokens."""
-        modes = {self.catalog.token_of(module): module.training for module in self._registry.modules()}
+        """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
+        functions find as it is here."""
+        modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
+        modes: dict[Any, Any] = {token: module.training for token, module in modules}
+        modes |= self._attributes.changed(modules)
+        modes[DEFAULT_DTYPE] = torch.get_default_dtype()
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 
     def read(self) -> Reading:
         """All that `commit`, `options` and `modes` are made of, as it is now."""
-        return Reading(self._registry, self.variables)
+        return Reading(self._registry, self.variables, self._attributes)
 
     def known(self, reading: Reading) -> tuple[Options, Modes] | None:
         """`options` and `modes`, where nothing has changed since they were worked out for an equal reading; None where

@@ -9,7 +9,8 @@
         cluster.start_worker(1)
 
 For unit tests of programs that use `ClusterCoordinator`: no sockets, no processes, faults on command. Everything that a
-process has of its own is shared here: the global random state, module globals of functions that travel by reference.
+process has of its own is shared here: the global random state, the default dtype, module globals of functions that
+travel by reference.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class FakeCluster:
 
     def start_worker(self, index: int) -> Peer:
         """A worker joins: the first of its index, or one that was started again."""
-        return self._start(Task(WORKER, index), FunctionWorker(index))
+        return self._start(Task(WORKER, index), FunctionWorker(index, owns_process=False))
 
     def start_server(self, index: int) -> Peer:
         """A server joins. One that was started again holds nothing."""
-        return self._start(Task(PARAMETER_SERVER, index), VariableServer())
+        return self._start(Task(PARAMETER_SERVER, index), VariableServer(owns_process=False))
 
     def kill_worker(self, index: int) -> None:
         self._kill(Task(WORKER, index))

@@ -38,6 +38,11 @@ CONNECT_SECONDS = 2.0
 FRAME_SECONDS = 10.0
 """For the rest of a frame whose first byte has come, and for sending one."""
 
+SILENCE_SECONDS = 30
+"""After which a connection is given up. Longer than any process may be silent, counted from the last byte, which may
+have come `_IDLE_SECONDS` before the silence began: whether it lives is what heartbeats tell, and not this."""
+
+_IDLE_SECONDS, _PROBE_SECONDS = 6, 3
 _MAC_BYTES = 32
 _FRAME = struct.Struct(f"!I{_MAC_BYTES}s")
 _NUMBERED = struct.Struct("!QI")
@@ -213,12 +218,19 @@ def failures_named(other: str) -> Iterator[None]:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Notice a host that vanished without a word: after about 15 s the connection breaks by itself."""
+    """Notice a host that vanished without a word: some time after `SILENCE_SECONDS` the connection breaks by itself."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 6), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 15000)):
+    probes = (SILENCE_SECONDS - _IDLE_SECONDS) // _PROBE_SECONDS
+    options = {
+        "TCP_KEEPIDLE": _IDLE_SECONDS,
+        "TCP_KEEPINTVL": _PROBE_SECONDS,
+        "TCP_KEEPCNT": probes,
+        "TCP_USER_TIMEOUT": 1000 * SILENCE_SECONDS,
+    }
+    for name, value in options.items():
         if hasattr(socket, name):  # macOS lacks some
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchstrat.errors import CommunicationTimeoutError
 from torchstrat.kept_pages import give_back_pages
 from torchstrat.parameter_server.endpoint import AnswerMemory, Endpoint, Handler
@@ -69,14 +71,16 @@ class VariableServer:
     ``ps.reset``                None                                       None
     ``ps.catalog``              None                                       plain data, see `VariableStore.catalog`
     ``ps.add_peer``             `Peer` that will call                      None
+    ``ps.use_default_dtype``    the program's default dtype                None
     ==========================  =========================================  ===================================
 
     Reads, pushes and checkpoints run on ``threads`` threads, so that several fused optimizers step at once; reads and
     pushes of processes of the same host on a thread per process. Short orders of the coordinator (fence, forget,
-    catalog, peers) have a thread of their own and never queue behind those.
+    catalog, peers, dtype) have a thread of their own and never queue behind those.
     """
 
-    def __init__(self, threads: int = 4) -> None:
+    def __init__(self, threads: int = 4, *, owns_process: bool = True) -> None:
+        self._owns_process = owns_process
         self.store = VariableStore()
         self._work = ThreadPoolExecutor(threads, thread_name_prefix="torchstrat-ps")
         self._orders = ThreadPoolExecutor(1, thread_name_prefix="torchstrat-ps-orders")
@@ -114,6 +118,7 @@ class VariableServer:
             "ps.forget_below": self._forget_below,
             "ps.catalog": lambda _: store.catalog(),
             "ps.add_peer": self._add_peer,
+            "ps.use_default_dtype": self._use_default_dtype,
         }
         for name in _LEAVE_MUCH_FREE:
             work[name] = self._noting_left_overs(work[name])
@@ -199,6 +204,11 @@ class VariableServer:
         if self._has_left_overs.is_set():
             self._has_left_overs.clear()
             give_back_pages()
+
+    def _use_default_dtype(self, dtype: torch.dtype) -> None:
+        """Optimizers make state of it."""
+        if self._owns_process:
+            torch.set_default_dtype(dtype)
 
     def _add_peer(self, peer: Peer) -> None:
         assert self._endpoint is not None, "a message arrived before the endpoint was attached"

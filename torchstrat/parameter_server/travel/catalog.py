@@ -5,8 +5,8 @@ that live on the servers, and what is registered by hand (the strategy, the coor
 refer to them by token. A worker gets a skeleton of each once, in numbered *increments*, with all its Python state and
 without values: parameters and buffers in it are descriptions, of which the worker makes tensors of its own.
 
-Python state that changes after its increment was made (``model.eval()``, a new child, an attribute) does not follow.
-Do such things inside the scheduled function.
+Of the Python state that changes after its increment was made, modes and plain attributes follow with the settings of a
+function (see `PlainAttributes`); other containers and objects do not. Do such things inside the scheduled function.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Catalog:
         self._seen_counts: tuple[int, int, int] | None = None
         self._pending: list[_Entry] = []
         self._pending_specs: dict[Token, VariableSpec] = {}
+        self._aside: dict[Token, _Entry] = {}  # of an increment that could not be made, until something refers to them
         self._described: set[Token] = set()  # variables that are in some increment
         self._referenced: weakref.WeakValueDictionary[Token, torch.Tensor] = weakref.WeakValueDictionary()
         self._gone: collections.deque[Token] = collections.deque()  # appended to by weak references' callbacks
@@ -117,6 +118,14 @@ class Catalog:
                 entry = self._by_id.get(id(value))
             return entry.token if entry is not None else None
         return None
+
+    def refer_to(self, value: Any) -> Token | None:
+        """`token_of`, for what something that is sent refers to: it has to be part of an increment."""
+        token = self.token_of(value)
+        if token in self._aside:
+            with self._lock:
+                self._pending.append(self._aside.pop(token))
+        return token
 
     def recipe_of(self, value: Any) -> tuple[Token, Recipe] | None:
         """The token and the recipe of an object that was registered with one."""
@@ -202,7 +211,8 @@ class Catalog:
         """What a world of version ``after`` (0: a new one) has yet to load, in order.
 
         Call it after `pack` and before the packed function is sent, in the call that schedules it: what the function
-        refers to is in these increments, and what is captured and cannot travel is an error here.
+        refers to is in these increments, and what is captured and cannot travel is an error here, once: all that was
+        captured since the last increment is then left out, until something that is packed refers to it.
 
         ``new=False``: no increment is made of what has been captured since the last call. For threads other than the
         user's, in which a model may be half built.
@@ -233,10 +243,14 @@ class Catalog:
             return
         self._number += 1
         try:
-            self._increments.append(self._make_next())
+            made = self._make_next()
         except BaseException:
             self._number -= 1
+            self._aside.update((entry.token, entry) for entry in self._pending)
+            self._pending = []
+            self.captures += 1  # what was packed with references to these is to be packed again
             raise
+        self._increments.append(made)
         self._pending, self._pending_specs, self._whole = [], {}, None
 
     @property
@@ -267,8 +281,12 @@ class Catalog:
             gone.append(self._gone.popleft())
         self._has_dead = self._has_dead or bool(gone)
         try:
-            specs = list(self._pending_specs.values())
-            return self._made_of(self._pending, specs, self._number - 1, tuple(gone))[0]
+            while True:
+                pending = list(self._pending)
+                specs = list(self._pending_specs.values())
+                made, _ = self._made_of(pending, specs, self._number - 1, tuple(gone))
+                if len(self._pending) == len(pending):  # it refers to nothing that was left out
+                    return made
         except BaseException:
             self._gone.extendleft(reversed(gone))
             raise
@@ -276,7 +294,7 @@ class Catalog:
     def _made_anew(self) -> Increment:
         """One increment in place of all so far, with what is alive."""
         if self._whole is None or self._gone:
-            pending = {entry.token for entry in self._pending}
+            pending = {entry.token for entry in (*self._pending, *self._aside.values())}
             own = [entry for entry in self._live() if entry.token not in pending and _is_sent(entry)]
             self._has_dead = self._has_dead or bool(self._gone)
             specs = [self.spec_of(tensor) for token, tensor in self._referenced.items() if token in self._described]

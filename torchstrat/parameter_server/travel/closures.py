@@ -147,7 +147,7 @@ class _ReferencesPickler(pickle.Pickler):
 
     def __init__(self, buffer: io.BytesIO, catalog: Catalog) -> None:
         super().__init__(buffer, protocol=5)
-        self._token_of = catalog.token_of
+        self._token_of = catalog.refer_to
         self._indices: dict[int, int] = {}
         self.tokens: dict[Token, Any] = {}
         self.tensors: list[torch.Tensor] = []

@@ -75,7 +75,7 @@ class Outgoing:
             return None
         found = self._described(value) if self._describes else None
         if found is None:
-            token = self._catalog.token_of(value)
+            token = self._catalog.refer_to(value)
             if token is not None:
                 self.tokens[token] = value
                 found = "ref", token

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchstrat.parameter_server.travel.classes_here import ClassesHere
+from torchstrat.parameter_server.travel.not_here import MissingModule, class_for, missing_error
 from torchstrat.parameter_server.travel.plain_tensors import is_dense, snapshot
 from torchstrat.parameter_server.travel.reach import is_library, members_used
 from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
@@ -38,6 +39,7 @@ from torchstrat.parameter_server.travel.sendable import StaysHere
 _PLAIN = frozenset(
     {str, bytes, int, float, complex, bool, type(None), tuple, list, dict, set, frozenset, types.CodeType}
 )
+_IMPORTS_A_MODULE = (cloudpickle.subimport.__module__, cloudpickle.subimport.__name__)
 _BIG_BUFFER_BYTES = 64 * 1024  # below, a message of its own costs more than the copy
 
 
@@ -216,6 +218,25 @@ class ObjectUnpickler(pickle.Unpickler):
         if on_accelerator and self._data[index].device != self._device:
             self._data[index] = self._data[index].to(self._device)
         return self._data[index]
+
+
+class IncrementUnpickler(ObjectUnpickler):
+    """For captured objects. What cannot be imported has a stand-in."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _IMPORTS_A_MODULE:
+            return _import_or_stand_in
+        try:
+            return super().find_class(module, name)
+        except Exception as error:
+            return class_for(name, missing_error(error, f"{module}.{name}"))
+
+
+def _import_or_stand_in(name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        return MissingModule(name, missing_error(error, name))
 
 
 class ResultUnpickler(ClassesHere, ObjectUnpickler):

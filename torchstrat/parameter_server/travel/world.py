@@ -14,6 +14,7 @@ from torchstrat.errors import FunctionError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.travel.catalog import Increment
+from torchstrat.parameter_server.travel.not_here import NotHere
 from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
 from torchstrat.stand_ins import take_over_steps
 
@@ -61,7 +62,8 @@ class World:
         """Take in what was captured. An increment that was loaded before changes nothing.
 
         Raises:
-            FunctionError: an earlier increment is missing, or the blob needs a module that this process cannot import.
+            FunctionError: an earlier increment is missing. What needs a module that this process cannot import raises
+                that when it is used.
         """
         if increment.number <= self.version:
             return
@@ -70,7 +72,10 @@ class World:
                 f"captured objects arrived out of order: increment {increment.number} builds on {increment.since}, "
                 f"and this worker has {self.version}."
             )
-        objects, _ = self.unpickle(increment.blob, increment.tensors, increment.buffers, "captured objects")
+        from torchstrat.parameter_server.travel.pickling import IncrementUnpickler
+
+        blob, tensors, buffers = increment.blob, increment.tensors, increment.buffers
+        objects, _ = IncrementUnpickler(blob, tensors, buffers, self._look_up_any, self.device).load()
         for token in increment.gone:
             self._drop(token)
         for token, value in objects:
@@ -96,6 +101,11 @@ class World:
             return pickle.loads(blob)
         except ModuleNotFoundError as error:
             raise _missing(error, what) from error
+
+    def _look_up_any(self, reference: tuple[Any, ...]) -> Any:
+        """Also a stand-in for what could not be imported: what holds it may be used without it."""
+        known = self._objects.get(reference[1]) if reference[0] == "ref" else None
+        return known if isinstance(known, NotHere) else self._look_up(reference)
 
     def _look_up(self, reference: tuple[Any, ...]) -> Any:
         if reference[0] == "tensor":
@@ -131,11 +141,15 @@ class World:
                     f"a function refers to {token!r}, which this worker does not have. It has: {known}."
                 )
             self.register(token, self._make_missing(token))
-        return self._objects[token]
+        found = self._objects[token]
+        if isinstance(found, NotHere):
+            raise FunctionError(str(found._why)) from found._why
+        return found
 
     def knows(self, token: Token) -> bool:
-        """Whether there is an object for a token; the coordinator may have dropped its own before this world began."""
-        return token in self._objects
+        """Whether there is an object for a token; the coordinator may have dropped its own before this world began, and
+        this process may lack its class."""
+        return token in self._objects and not isinstance(self._objects[token], NotHere)
 
     def token_of(self, value: Any) -> Token | None:
         """The token of a captured object; None for any other."""

@@ -30,6 +30,7 @@ class CapturedVariables:
         self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
         self._beside: dict[int, VariableSpec] = {}
         self._versions: dict[int, int] = {}
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}  # buffers, in whose place another tensor may be
         self._to_create: list[VariableSpec] = []
         self._whole_for: dict[int, str] = {}
 
@@ -95,6 +96,20 @@ class CapturedVariables:
         """The servers have all of `to_create` now."""
         self._to_create.clear()
 
+    def give_up_new(self) -> None:
+        """The servers do not get what is to be created."""
+        for spec in self._to_create:
+            tensor = self.tensor(spec.number)
+            if tensor is not None and self._numbers.get(id(tensor)) == spec.number:
+                del self._numbers[id(tensor)]
+            slot = self._buffers.pop(spec.number, None)
+            if slot is not None:
+                del self._slots[id(slot.module), slot.name]
+            self._parameters.pop(spec.number, None)
+            del self._specs[spec.number], self._versions[spec.number]
+            self._seen.pop(spec.number, None)
+        self._to_create.clear()
+
     def place_now(self, tensor: torch.Tensor) -> None:
         """Do not wait for the others: somebody asks where ``tensor`` lives."""
         if self.spec_of(tensor) is None:
@@ -132,7 +147,7 @@ class CapturedVariables:
         self._specs[spec.number] = spec
         self._to_create.append(spec)
         self._numbers[id(tensor)] = spec.number
-        self._versions[spec.number] = tensor._version
+        self._note(spec.number, tensor)
 
     def whole_for(self, spec: VariableSpec) -> str:
         """The class of the optimizer because of which a variable is not cut; empty if it is not for any."""
@@ -157,9 +172,9 @@ class CapturedVariables:
         for reference in self._parameters.values():
             tensor = reference()
             found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
-        for slot in self._buffers.values():
+        for number, slot in self._buffers.items():
             tensor = slot.tensor
-            found.append(None if tensor is None else tensor._version)
+            found += (None, None) if tensor is None else (tensor._version, self._seen[number]() is tensor)
         return found
 
     # -- values -----------------------------------------------------------------------------------------------------
@@ -171,7 +186,7 @@ class CapturedVariables:
             return
         with torch.inference_mode(False), torch.no_grad():
             tensor.copy_(value)
-        self._versions[spec.number] = tensor._version
+        self._note(spec.number, tensor)
 
     def take_changed(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
         """Variables that the coordinator's program has written since they were last equal to the servers'."""
@@ -179,9 +194,16 @@ class CapturedVariables:
             tensor = self.tensor(number)
             if tensor is None or tensor.is_meta:
                 continue
-            if tensor._version != self._versions[number]:
-                self._versions[number] = tensor._version
+            is_other = number in self._seen and self._seen[number]() is not tensor
+            if is_other or tensor._version != self._versions[number]:
+                self._note(number, tensor)
                 yield spec, tensor
+
+    def _note(self, number: int, tensor: torch.Tensor) -> None:
+        """The servers have what it holds."""
+        self._versions[number] = tensor._version
+        if number in self._buffers:
+            self._seen[number] = weakref.ref(tensor)
 
 
 def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:

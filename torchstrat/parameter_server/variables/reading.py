@@ -11,31 +11,35 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.variables import VariableRegistry
 
 _members = operator.attrgetter("training", "_parameters", "_modules", "_buffers")
 
 
 class Reading:
-    """Of modules: their members and modes. Of variables: whether they were written, or take gradients. Of optimizers:
-    parameter groups and hyperparameters.
+    """Of modules: their members, modes and plain attributes. Of variables: whether they were written, or take
+    gradients. Of optimizers: parameter groups and hyperparameters.
 
     It keeps nothing of the program alive but hyperparameters. Members are told apart by id: that of a module or a
     parameter is not given to another one unnoticed, since the registry and the variables count who is there, and a
     buffer that took another one's place and id is the same variable.
     """
 
-    def __init__(self, registry: VariableRegistry, variables: CapturedVariables) -> None:
+    def __init__(self, registry: VariableRegistry, variables: CapturedVariables, attributes: PlainAttributes) -> None:
         population = registry.population
-        self._marks: list[Any] = [*population, *variables.population]
+        self._marks: list[Any] = [torch.get_default_dtype(), *population, *variables.population]
         self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
         self._is_comparable = True
         if any(population):
-            self._read_modules(registry.modules())
+            modules = list(registry.modules())
+            self._read_modules(modules)
+            self._marks += map(attributes.mark, modules)
             self._marks += variables.states()
             for optimizer in registry.optimizers():
                 self._read_groups(optimizer)

@@ -28,6 +28,7 @@ class Copies:
         self._tensors: dict[int, torch.Tensor] = {}
         self._numbers: dict[int, int] = {}
         self._slots: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
+        self._buffers_of: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._reference: dict[int, torch.Tensor] = {}
         self._by_rows: set[int] = set()
         self._staging: dict[int, torch.Tensor] = {}
@@ -68,6 +69,7 @@ class Copies:
             for name, tensor in module._buffers.items():
                 number = None if tensor is None else self._numbers.get(id(tensor))
                 if number is not None:
+                    self._buffers_of.setdefault(module, {})[name] = number
                     slots = self._slots.setdefault(number, [])
                     if not any(known() is module and n == name for known, n in slots):
                         slots.append((weakref.ref(module), name))
@@ -80,6 +82,17 @@ class Copies:
     def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
         number = self._numbers.get(id(tensor))
         return None if number is None else self._specs[number]
+
+    def numbers_under(self, module: nn.Module) -> Iterator[int]:
+        """The variables of a module and its children. Buffers by their names: a function may have put another tensor
+        in a buffer's place."""
+        numbers, none = self._numbers, dict[str, int]()
+        for one in module.modules():
+            for parameter in one._parameters.values():
+                if parameter is not None and (number := numbers.get(id(parameter))) is not None:
+                    yield number
+            if one._buffers:
+                yield from self._buffers_of.get(one, none).values()
 
     def is_table(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` stands for rows on the servers, and holds no values itself."""

@@ -148,6 +148,9 @@ class Executor:
 
     def _variables(self, captured: Iterable[Any]) -> Iterator[int]:
         for value in captured:
+            if isinstance(value, nn.Module):
+                yield from self._copies.numbers_under(value)
+                continue
             for tensor in _tensors_of(value):
                 spec = self._copies.spec_of(tensor)
                 if spec is not None:
@@ -195,9 +198,6 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
     elif isinstance(value, Optimizer):
         for group in value.param_groups:
             yield from group["params"]

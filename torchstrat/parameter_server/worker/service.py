@@ -58,8 +58,11 @@ _ARRIVAL_POLL_SECONDS = 0.01
 class FunctionWorker:
     """The role ``worker``. What it knows belongs to one coordinator; another one starts from nothing."""
 
-    def __init__(self, index: int, *, server_timeout_seconds: float = SERVER_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, index: int, *, server_timeout_seconds: float = SERVER_TIMEOUT_SECONDS, owns_process: bool = True
+    ) -> None:
         self._index = index
+        self._owns_process = owns_process
         self._server_timeout_seconds = server_timeout_seconds
         self._thread = FunctionThread("torchstrat-function")
         self._outcomes = Outcomes(self._get_endpoint)
@@ -168,7 +171,13 @@ class FunctionWorker:
             self._queue_of(sender)  # or another coordinator has come meanwhile
             session = self._session
             if session is None or session.coordinator != sender:
-                session = _Session(sender, self._get_endpoint(), self._index, self._server_timeout_seconds)
+                session = _Session(
+                    sender,
+                    self._get_endpoint(),
+                    self._index,
+                    self._server_timeout_seconds,
+                    owns_process=self._owns_process,
+                )
                 self._session = session
             return session
 
@@ -200,7 +209,9 @@ class FunctionWorker:
 class _Session:
     """Everything that one coordinator has sent to this worker."""
 
-    def __init__(self, coordinator: Peer, endpoint: Endpoint, index: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, coordinator: Peer, endpoint: Endpoint, index: int, timeout_seconds: float, *, owns_process: bool
+    ) -> None:
         from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
         self.coordinator = coordinator
@@ -221,7 +232,7 @@ class _Session:
         self._resources = Resources(self._build)
         self._kept_codes = Recent(KEPT_CODES)
         self._codes: list[_Code] = []  # of the batch
-        self._settings = Settings(self._world, self._copies.tensor_of)
+        self._settings = Settings(self._world, self._copies.tensor_of, owns_process=owns_process)
         self._new_settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
         self._rested = True  # the next function comes after a rest
         self._trouble: BaseException | None = None  # with what a batch brought, for the next function to raise

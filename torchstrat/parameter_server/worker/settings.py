@@ -1,4 +1,5 @@
-"""What the coordinator owns and a function may change for itself: modes, `requires_grad`, and hyperparameters."""
+"""What the coordinator owns and a function may change for itself: modes, `requires_grad`, hyperparameters, plain
+attributes, the default dtype."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.parameter_server.dispatch import Modes, Options
+from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
 from torchstrat.parameter_server.travel.world import World
+from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES
 
 
 class Settings:
@@ -21,15 +23,22 @@ class Settings:
 
     What the function itself changes holds until it ends and is then put back, so that the next one does not depend on
     which functions ran on the same worker before.
+
+    Args:
+        owns_process: what PyTorch keeps for the whole process is this worker's to set; else a coordinator shares it,
+            and has set it.
     """
 
-    def __init__(self, world: World, tensor_of: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, world: World, tensor_of: Callable[[int], torch.Tensor], *, owns_process: bool = True) -> None:
         self._world = world
         self._tensor_of = tensor_of
         self._modules: list[tuple[nn.Module, bool]] = []
         self._parameters: list[tuple[torch.Tensor, bool]] = []
         self._groups: dict[int, list[_Group]] = {}
         self._optimizers: dict[int, Optimizer] = {}
+        self._owns_process = owns_process
+        self._default_dtype: torch.dtype | None = None
+        self._attributes: dict[Any, Mapping[str, Any]] = {}
         self._warned: set[str] = set()
 
     def set_options(self, options: Options) -> None:
@@ -45,8 +54,13 @@ class Settings:
 
     def set_modes(self, modes: Modes) -> None:
         self._modules, self._parameters = [], []
+        if self._owns_process:
+            self._default_dtype = modes.get(DEFAULT_DTYPE)
+            self._put_back_default_dtype()
         for token, flag in modes.items():
-            if self._world.knows(token):
+            if token[0] == ATTRIBUTES:
+                self._set_attributes(token[1], flag)
+            elif self._world.knows(token):
                 captured = self._world.resolve(token)
                 if isinstance(captured, nn.Module):
                     self._modules.append((captured, flag))
@@ -54,13 +68,24 @@ class Settings:
                     self._parameters.append((captured, flag))
         self._put_back_modes()
 
+    def _set_attributes(self, token: Any, values: Mapping[str, Any]) -> None:
+        """What was set on the coordinator since the last time. What a function sets is this worker's own until then."""
+        if self._attributes.get(token) != values and self._world.knows(token):
+            self._attributes[token] = values
+            vars(self._world.resolve(token)).update(values)
+
     def put_back(self) -> None:
         """After a function, whether it returned or raised."""
+        self._put_back_default_dtype()
         takes_gradients = self._put_back_modes()
         if takes_gradients:
             self._warn("requires_grad", f"{takes_gradients} parameters to take gradients, or not to")
         for number, optimizer in self._optimizers.items():
             self._put_back_groups(optimizer, self._groups[number])
+
+    def _put_back_default_dtype(self) -> None:
+        if self._default_dtype is not None and torch.get_default_dtype() is not self._default_dtype:
+            torch.set_default_dtype(self._default_dtype)
 
     def _put_back_modes(self) -> int:
         """How many parameters had changed."""

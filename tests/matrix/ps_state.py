@@ -1,0 +1,495 @@
+"""State on parameter servers: does it mean what it means on one device, whoever edits it, and when?
+
+Rows: the kinds of state. Columns: what is done to it. A cell trains a small model of which all state matters to what
+functions return, one function after the other, on each worker in turn, while the other workers are in a function that
+reaches the same and does nothing. It compares parameters, buffers, optimizer state, rates and what functions saw with a
+plain loop.
+
+Left out are combinations without a meaning (a number has no ``.data``); gradients on the coordinator, which has none;
+the default dtype where all tasks are threads of one process, which has one; and edits of optimizer state by several
+functions at once, which do not commute.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import torchstrat as ts
+from tests.matrix.ps_state_programs import Edit, Parts, Program, check, check_draws
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, known_wrong, refused
+from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.parameter_server.job import Job
+from torchstrat.parameter_server.known_worker import KnownWorker
+from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
+from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
+from torchstrat.parameter_server.worker import copies
+from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.left_gradients import LeftGradients
+from torchstrat.parameter_server.worker.settings import Settings
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.testing.fake_cluster import FakeCluster
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def _weight_in_place(parts: Parts) -> None:
+    with torch.no_grad():
+        parts.model.first.weight.mul_(0.9)
+
+
+def _weight_through_data(parts: Parts) -> None:
+    parts.model.first.weight.data.mul_(0.9)
+
+
+def _weight_filled_through_data(parts: Parts) -> None:
+    parts.model.first.weight.data.fill_(0.3)
+
+
+def _weight_anew(parts: Parts) -> None:
+    parts.model.first.weight = nn.Parameter(torch.full((3, 4), 0.2, dtype=torch.float64))
+
+
+def _initialise(parts: Parts) -> None:
+    nn.init.constant_(parts.model.first.bias, 0.3)
+    parts.model.last.reset_parameters()
+    nn.init.eye_(parts.model.last.weight)
+    nn.init.zeros_(parts.model.last.bias)
+
+
+def _load(parts: Parts) -> None:
+    parts.model.load_state_dict(
+        {
+            name: value * 0.5 if value.is_floating_point() else value + 3
+            for name, value in parts.model.state_dict().items()
+        }
+    )
+
+
+def _gradients_doubled(parts: Parts) -> None:
+    for parameter in parts.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+
+def _of_buffer(name: str, edit: Callable[[torch.Tensor], object]) -> Edit:
+    def edit_it(parts: Parts) -> None:
+        edit(getattr(parts.model, name))
+
+    return edit_it
+
+
+def _assigned(name: str, value: torch.Tensor) -> Edit:
+    return lambda parts: setattr(parts.model, name, value.clone())
+
+
+def _buffer(name: str, edit: Callable[[torch.Tensor], object], value: torch.Tensor) -> Mapping[str, Edit]:
+    return {
+        **dict.fromkeys((IN_FUNCTION, RAISED, IN_PLACE, AFTER_READING), _of_buffer(name, edit)),
+        DATA: _of_buffer(name, lambda tensor: edit(tensor.data)),
+        INIT: _of_buffer(name, lambda tensor: torch.nn.init.constant_(tensor, 2)),
+        ASSIGNED: _assigned(name, value),
+        LOADED: _load,
+        AT_ONCE: _of_buffer(name, edit),
+    }
+
+
+def _momentum_halved(parts: Parts) -> None:
+    for of_one in list(parts.optimizer.state.values()):
+        if of_one.get("momentum_buffer") is not None:
+            of_one["momentum_buffer"].mul_(0.5)
+
+
+def _state_cleared(parts: Parts) -> None:
+    parts.optimizer.state.clear()
+
+
+def _load_state(parts: Parts) -> None:
+    state = parts.optimizer.state_dict()
+    for of_one in state["state"].values():
+        if of_one.get("momentum_buffer") is not None:
+            of_one["momentum_buffer"] = of_one["momentum_buffer"] * 0.5
+    state["param_groups"][1]["lr"] = 0.02
+    parts.optimizer.load_state_dict(state)
+
+
+def _load_empty_state(parts: Parts) -> None:
+    parts.optimizer.load_state_dict({"state": {}, "param_groups": parts.optimizer.state_dict()["param_groups"]})
+
+
+def _rate(parts: Parts) -> None:
+    parts.optimizer.param_groups[0]["lr"] = 0.03
+    parts.optimizer.param_groups[1]["momentum"] = 0.5
+
+
+def _tensor_rate(parts: Parts) -> None:
+    parts.optimizer.param_groups[0]["lr"].mul_(0.7)
+
+
+def _decay(parts: Parts) -> None:
+    parts.scheduler.gamma = 0.9
+
+
+def _load_scheduler(parts: Parts) -> None:
+    parts.scheduler.load_state_dict({**parts.scheduler.state_dict(), "gamma": 0.8, "last_epoch": 3})
+
+
+def _toggle_mode(parts: Parts) -> None:
+    parts.model.train(not parts.model.training)
+    parts.model.last.train()
+
+
+def _freeze(parts: Parts) -> None:
+    parts.model.first.bias.requires_grad_(False)
+
+
+def _attribute(parts: Parts) -> None:
+    parts.model.scale = parts.model.scale * 0.7
+
+
+def _dtype(parts: Parts) -> None:
+    torch.set_default_dtype(torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32)
+
+
+# -- rows, columns and places -----------------------------------------------------------------------------------------
+
+READ = "read after join"
+IN_FUNCTION, RAISED = "edited in a function", "edited in a function that raised"
+AT_ONCE, LEFT = "in two functions at once", "left for a later function"
+IN_PLACE, AFTER_READING = "on the coordinator, in place", "on the coordinator, in place after reading"
+DATA, INIT = "on the coordinator, through .data", "on the coordinator, nn.init"
+ASSIGNED, LOADED = "on the coordinator, assigned", "on the coordinator, load_state_dict"
+EMPTY = "on the coordinator, an empty state loaded"
+COLUMNS = (READ, IN_FUNCTION, RAISED, AT_ONCE, LEFT, IN_PLACE, AFTER_READING, DATA, INIT, ASSIGNED, LOADED, EMPTY)
+
+ROWS: Mapping[str, Mapping[str, Edit]] = {
+    "parameter": {
+        **dict.fromkeys((IN_FUNCTION, RAISED, IN_PLACE, AFTER_READING), _weight_in_place),
+        DATA: _weight_filled_through_data,
+        INIT: _initialise,
+        ASSIGNED: _weight_anew,
+        LOADED: _load,
+        AT_ONCE: lambda parts: None,
+    },
+    "parameter, through .data": dict.fromkeys((IN_FUNCTION, RAISED), _weight_through_data),
+    "gradient": {**dict.fromkeys((IN_FUNCTION, RAISED), _gradients_doubled), LEFT: lambda parts: None},
+    "buffer, floating": _buffer("mean", lambda tensor: tensor.mul_(0.9), torch.full((4,), 0.7, dtype=torch.float64)),
+    "buffer, with NaN": _buffer(
+        "holes", lambda tensor: tensor[:1].add_(0.1), torch.tensor([0.9, float("nan")], dtype=torch.float64)
+    ),
+    "buffer, a counter": _buffer("calls", lambda tensor: tensor.add_(5), torch.tensor(11)),
+    "buffer, replaced by forward": _buffer(
+        "replaced", lambda tensor: tensor.add_(0.5), torch.tensor(3.0, dtype=torch.float64)
+    ),
+    "optimizer state": {
+        **dict.fromkeys((IN_FUNCTION, RAISED, IN_PLACE, AFTER_READING), _momentum_halved),
+        ASSIGNED: _state_cleared,
+        LOADED: _load_state,
+        EMPTY: _load_empty_state,
+    },
+    "hyperparameter": dict.fromkeys((IN_FUNCTION, RAISED, ASSIGNED), _rate),
+    "hyperparameter, a tensor": dict.fromkeys((IN_FUNCTION, RAISED, IN_PLACE, AFTER_READING), _tensor_rate),
+    "scheduler": {
+        **dict.fromkeys((IN_FUNCTION, RAISED), lambda parts: parts.scheduler.step()),
+        ASSIGNED: _decay,
+        LOADED: _load_scheduler,
+    },
+    "training mode": dict.fromkeys((IN_FUNCTION, RAISED, ASSIGNED), _toggle_mode),
+    "requires_grad": dict.fromkeys((IN_FUNCTION, RAISED, ASSIGNED), _freeze),
+    "attribute": dict.fromkeys((IN_FUNCTION, RAISED, ASSIGNED), _attribute),
+    "default dtype": dict.fromkeys((IN_FUNCTION, RAISED, ASSIGNED), _dtype),
+}
+DRAWS = {IN_FUNCTION: "in a function", ASSIGNED: "set", READ: "draws"}
+"""Columns of random numbers, and what `check_draws` calls them."""
+RANDOM = "random numbers"
+
+FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers in (1, 2) for workers in (1, 2)}
+PROCESSES = "processes: 2 servers, 2 workers"
+
+STALE = "a copy that is old is written"
+UNSEEN = "what goes past a parameter's version is not seen"
+NO_STATE = "workers and the coordinator have no optimizer state"
+LAST_WRITER = "the last writer's floating buffer stays"
+CAUSES = {
+    STALE: "the coordinator's copy of a variable is as old as the last reading; an edit in place sends the whole copy "
+    "(variables/captured_variables.py, take_changed), and what functions have done since is undone",
+    UNSEEN: "variables/captured_variables.py compares versions, which writes through .data do not change",
+    NO_STATE: "servers make the steps and hold the state. `optimizer.state` is empty on workers, and on the "
+    "coordinator as load_state_dict or state_dict left it; edits of it go nowhere",
+    LAST_WRITER: "worker/copies.py sends floating buffers as values, integral ones as differences",
+}
+
+
+def program_of(row: str, column: str) -> Program:
+    edit = ROWS[row].get(column)
+    has_tensor_rate = row == "hyperparameter, a tensor"
+    if column in (IN_FUNCTION, RAISED, AT_ONCE):
+        return Program(
+            in_function=edit,
+            edits_gradients=row == "gradient",
+            is_put_back=row in PUT_BACK,
+            is_a_copy=row == "attribute",
+            raises=column == RAISED,
+            at_once=column == AT_ONCE,
+            has_tensor_rate=has_tensor_rate,
+        )
+    if column == LEFT:
+        return Program(leaves_gradients=True)
+    return Program(outside=edit, reads_first=column == AFTER_READING, has_tensor_rate=has_tensor_rate)
+
+
+PUT_BACK = ("hyperparameter", "hyperparameter, a tensor", "training mode", "requires_grad", "default dtype")
+
+
+def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> Expected:
+    """``is_heard``: warnings of workers come to this process, else to their own stderr."""
+    is_tensor = row.startswith(("parameter", "buffer"))
+    if column == LEFT and workers > 1:
+        return refused(UnsupportedError, "earlier function left.*begin functions with", "each worker has its own")
+    if row == "scheduler" and column in (IN_FUNCTION, RAISED):
+        return refused(ContextError, r"StepLR.step\(\) .*on the coordinator", "the coordinator steps schedulers")
+    if row == "parameter" and column == ASSIGNED:
+        return refused(UnsupportedError, "weight", "workers have another structure by then")
+    if column == IN_FUNCTION and row in PUT_BACK:
+        says = {"requires_grad": "take gradients", "hyperparameter": "set lr", "hyperparameter, a tensor": "set lr"}
+        return documented("holds until the function ends, and is put back", says.get(row, "") if is_heard else "")
+    if row == "attribute" and column in (IN_FUNCTION, RAISED):
+        return documented("Python state is a copy per worker")
+    if is_tensor and column == IN_PLACE:
+        return known_wrong(STALE)
+    if is_tensor and column == DATA:
+        return known_wrong(UNSEEN)
+    if row == "optimizer state" and column in (IN_FUNCTION, IN_PLACE, AFTER_READING, ASSIGNED):
+        return known_wrong(NO_STATE)
+    if column == AT_ONCE and row.startswith("buffer") and row != "buffer, a counter":
+        return known_wrong(LAST_WRITER)
+    if row == RANDOM and column == ASSIGNED:
+        return documented("functions draw by the seed of the last scope")
+    return RIGHT
+
+
+def check_of(row: str, column: str, new_strategy: Callable[[], Any], workers: int) -> Callable[[], None]:
+    if row == RANDOM:
+        return partial(check_draws, new_strategy, DRAWS[column])
+    return partial(check, program_of(row, column), new_strategy, workers)
+
+
+def make_cells() -> Iterator[Cell]:
+    for row, edits in [*ROWS.items(), (RANDOM, DRAWS)]:
+        for column in COLUMNS:
+            if column not in edits and (column != READ or row not in ROWS):
+                continue
+            for place, (servers, workers) in FAKE.items():
+                if row != "default dtype" and (column != AT_ONCE or workers > 1):
+                    run = partial(_in_fake_cluster, row, column, servers, workers)
+                    yield Cell(row, column, place, run, expected(row, column, workers))
+            yield Cell(
+                row, column, PROCESSES, partial(_in_processes, row, column), expected(row, column, 2, is_heard=False)
+            )
+
+
+def _in_fake_cluster(row: str, column: str, servers: int, workers: int) -> None:
+    with FakeCluster(workers=workers, ps=servers) as cluster:
+        check_of(row, column, cluster.strategy, workers)()
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+_planted: list[str] = []
+"""The fault that is planted in this process, for the program that runs cells on real processes."""
+
+
+def _in_processes(row: str, column: str) -> None:
+    """Raise what the cell came to. All of them run in one program, when the first is asked for."""
+    outcome = _outcomes(_planted[0] if _planted else None)[f"{row} | {column}"]
+    if outcome["kind"] == "refused":
+        raise getattr(ts.errors, outcome["classes"][0])(outcome["text"])
+    assert outcome["kind"] == "right", outcome["text"]
+
+
+@functools.cache
+def _outcomes(fault: str | None) -> dict[str, Any]:
+    wanted = [(cell.row, cell.column) for cell in TABLE.cells.values() if cell.place == PROCESSES]
+    if fault is not None:
+        ids = next(one for one in TABLE.faults if one.name == fault).cells
+        wanted = [(row, column) for row, column in wanted if f"{row} | {column} | {PROCESSES}" in ids]
+    root = Path(__file__).parents[2]
+    program = subprocess.run(
+        [sys.executable, "-m", "tests.matrix.ps_state_programs", json.dumps({"cells": wanted, "fault": fault})],
+        check=False,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
+    assert len(found) == len(wanted), program.stderr[-4000:]
+    return found
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _planted_in_processes(name: str, *patches: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        _planted.append(name)
+        try:
+            yield
+        finally:
+            _planted.clear()
+
+
+def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: mock.patch.object(owner, name, instead)
+
+
+def _in_worker_processes(
+    fault: str, owner: Any, name: str, instead: Any
+) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: _planted_in_processes(fault, mock.patch.object(owner, name, instead))
+
+
+def _at(row: str, *columns: str, place: str = "2 servers, 2 workers") -> tuple[str, ...]:
+    return tuple(f"{row} | {column} | {place}" for column in columns)
+
+
+def _reached_by_tensors(self: Copies, module: nn.Module) -> Iterator[int]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        spec = self.spec_of(tensor)
+        if spec is not None:
+            yield spec.number
+
+
+def _without_empty_ones(job: Job, whole: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.state:
+        whole(job, optimizer)
+
+
+def _first_ones_only(known: KnownWorker, whole: Callable[..., None], *settings: Any) -> None:
+    if known._options is None:
+        whole(known, *settings)
+
+
+def _buffers_as_values(self: Copies, numbers: list[int]) -> list[Any]:
+    edits = []
+    for number in numbers:
+        if number in self._reference:
+            edits.append((self._specs[number], "assign", self._buffer(self._specs[number]).detach(), None))
+    return edits
+
+
+_NO_DTYPE_ON_WORKERS = "workers compute in PyTorch's default dtype"
+_DTYPE_STAYS = "what a function sets of the default dtype stays"
+
+FAULTS = [
+    PlantedFault(
+        "modes that a function sets stay",
+        _off(Settings, "_put_back_modes", lambda self: 0),
+        (*_at("training mode", IN_FUNCTION), *_at("requires_grad", IN_FUNCTION)),
+    ),
+    PlantedFault(
+        "hyperparameters that a function sets stay",
+        _off(Settings, "_put_back_groups", lambda self, optimizer, kept: None),
+        (*_at("hyperparameter", IN_FUNCTION), *_at("hyperparameter, a tensor", IN_FUNCTION)),
+    ),
+    PlantedFault(
+        "settings of the coordinator travel once",
+        _off(KnownWorker, "_set", partialmethod(_first_ones_only, KnownWorker._set)),
+        (*_at("hyperparameter", ASSIGNED), *_at("training mode", ASSIGNED)),
+    ),
+    PlantedFault(
+        "attributes travel once",
+        _off(PlainAttributes, "changed", lambda self, modules: {}),
+        _at("attribute", ASSIGNED),
+    ),
+    PlantedFault(
+        "buffers are known by their tensors",
+        _off(Copies, "numbers_under", _reached_by_tensors),
+        _at("buffer, replaced by forward", READ),
+    ),
+    PlantedFault(
+        "buffers that are the same by value are the same",
+        _off(copies, "is_same", torch.equal),
+        _at("buffer, with NaN", READ, IN_FUNCTION),
+    ),
+    PlantedFault(
+        "counters are sent as values",
+        _off(Copies, "_buffer_edits", _buffers_as_values),
+        _at("buffer, a counter", AT_ONCE),
+    ),
+    PlantedFault(
+        "what the coordinator writes is not sent",
+        _off(CapturedVariables, "take_changed", lambda self: iter(())),
+        (*_at("parameter", INIT), *_at("buffer, floating", LOADED)),
+    ),
+    PlantedFault(
+        "an empty state is not loaded",
+        _off(Job, "push_optimizer", partialmethod(_without_empty_ones, Job.push_optimizer)),
+        _at("optimizer state", EMPTY),
+    ),
+    PlantedFault(
+        "what a function writes to a parameter is not seen",
+        _off(WatchedParameter, "is_written", lambda self: False),
+        (*_at("parameter", IN_FUNCTION), *_at("parameter, through .data", IN_FUNCTION)),
+    ),
+    PlantedFault(
+        "what goes past a parameter's version in a function is not seen",
+        _off(WatchedParameter, "is_written", lambda self: self._version != self._version_stored),
+        _at("parameter, through .data", IN_FUNCTION),
+    ),
+    PlantedFault(
+        "a worker goes on with the values that it has",
+        _off(Copies, "expire", lambda self: None),
+        (*_at("parameter", RAISED), *_at("buffer, floating", RAISED)),
+    ),
+    PlantedFault(
+        "gradients of an earlier function are anybody's",
+        _off(LeftGradients, "check", lambda self, optimizer, name_of: None),
+        _at("gradient", LEFT),
+    ),
+    PlantedFault(
+        "workers step schedulers of their own",
+        _off(StepsOnCoordinator, "__call__", lambda self: None),
+        _at("scheduler", IN_FUNCTION),
+    ),
+    PlantedFault(
+        "functions draw what their worker draws",
+        _off(Job, "seed_of", lambda self, function: torch.initial_seed()),
+        _at(RANDOM, READ, ASSIGNED),
+    ),
+    PlantedFault(
+        _NO_DTYPE_ON_WORKERS,
+        _in_worker_processes(_NO_DTYPE_ON_WORKERS, Settings, "_put_back_default_dtype", lambda self: None),
+        _at("default dtype", ASSIGNED, place=PROCESSES),
+    ),
+    PlantedFault(
+        _DTYPE_STAYS,
+        _in_worker_processes(_DTYPE_STAYS, Settings, "put_back", lambda self: None),
+        _at("default dtype", IN_FUNCTION, place=PROCESSES),
+    ),
+]
+
+TABLE = Table(
+    "ps_state",
+    "Does state on parameter servers mean what it means on one device, whoever edits it?",
+    make_cells,
+    causes=CAUSES,
+    faults=FAULTS,
+)
