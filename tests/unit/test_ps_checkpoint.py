@@ -27,6 +27,7 @@ from torchstrat.errors import (
     InvalidArgumentError,
     ParameterServerUnavailable,
     PeerUnavailableError,
+    UnsupportedError,
 )
 from torchstrat.parameter_server.messages import Push
 from torchstrat.parameter_server.server import checkpoint_shards
@@ -202,6 +203,21 @@ def test_from_a_synchronous_strategy_and_back(kind: Any, tmp_path: Path) -> None
         Checkpoint(**synchronous).restore(tmp_path / "servers")
         assert same(running.state(), state_of(synchronous))
     strategy.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.parametrize("kind", ["quantized", "sparse"])
+def test_variables_that_are_more_than_numbers_are_refused_by_name(kind: str) -> None:
+    dense = torch.eye(2)
+    table = dense.to_sparse() if kind == "sparse" else torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with (
+            pytest.raises(UnsupportedError, match=f"'table of module 0' is .*{kind}.* Make it dense"),
+            strategy.scope(),
+        ):
+            module = nn.Linear(2, 2)  # named, so that it is there when the scope ends
+            module.register_buffer("table", table)
 
 
 def test_only_some_objects(tmp_path: Path) -> None:
