@@ -205,6 +205,18 @@ def test_from_a_synchronous_strategy_and_back(kind: Any, tmp_path: Path) -> None
     strategy.close()
 
 
+def test_state_under_a_word(tmp_path: Path) -> None:
+    """What an optimizer has in its ``state`` that is of no parameter."""
+    objects = make()
+    objects["optimizer"].state["schedule"] = {"warmed": 7}
+    Checkpoint(**objects).save(tmp_path / "plain")
+    with job() as running:
+        running.checkpoint.restore(tmp_path / "plain")
+        assert running.objects["optimizer"].state["schedule"] == {"warmed": 7}
+        running.checkpoint.save(tmp_path / "servers")
+    assert plain(tmp_path / "servers")["optimizer"].state["schedule"] == {"warmed": 7}
+
+
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
 @pytest.mark.parametrize("kind", ["quantized", "sparse"])
 def test_variables_that_are_more_than_numbers_are_refused_by_name(kind: str) -> None:

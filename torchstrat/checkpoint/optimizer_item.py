@@ -180,7 +180,9 @@ class OptimizerItem:
                 for name in set(group) - {"params"}:
                     del group[name]
         for path, value in zip(paths, values, strict=False):
-            if path[1] == "param_groups" and path[3] != "params":
+            if path[1] == OTHER_STATE:
+                self._optimizer.state.update(value)
+            elif path[1] == "param_groups" and path[3] != "params":
                 groups[int(path[2])][str(path[3])] = value
         if self._servers is not None:
             self._servers.push_options(self._optimizer)
