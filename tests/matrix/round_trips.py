@@ -323,9 +323,9 @@ def _has_cell(row: Row, column: str, place: str) -> bool:
 
 
 def cells() -> Iterator[Cell]:
-    for name, row in ROWS.items():
-        for column in COLUMNS:
-            for place in PLACES:
+    for place in PLACES:  # first, since a bundle of cells is of one place
+        for name, row in ROWS.items():
+            for column in COLUMNS:
                 if _has_cell(row, column, place):
                     check = partial(_check, row, column, place)
                     yield Cell(name, column, place, check, _expected(row, column, place))
