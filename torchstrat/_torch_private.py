@@ -59,6 +59,13 @@ current_backward_pass: Callable[[], int] = look_up("_C._current_graph_task_id")
 EXTRA_STATE: str = look_up("nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
 """The last part of the name under which ``state_dict()`` has what `Module.get_extra_state` returns."""
 
+
+def saves_more(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``state_dict()`` may have other things than its state and its groups."""
+    is_own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    return is_own or bool(optimizer._optimizer_state_dict_post_hooks)
+
+
 function_mode_stack: Callable[[], list[Any]] = look_up("overrides._get_current_function_mode_stack")
 dispatch_mode_stack: Callable[[], list[Any]] = look_up("utils._python_dispatch._get_current_dispatch_mode_stack")
 

@@ -16,6 +16,7 @@ MODULES: Mapping[str, str] = {
     "losses": "tests.matrix.losses",
     "state": "tests.matrix.state",
     "ps_state": "tests.matrix.ps_state",
+    "round_trips": "tests.matrix.round_trips",
 }
 
 

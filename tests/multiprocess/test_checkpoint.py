@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,33 @@ def test_one_process_restores_it(two_processes: Workers, tmp_path: Path) -> None
     again = train(strategy, objects, 2)
     strategy.close()
     assert all(torch.allclose(one, other, rtol=0, atol=1e-12) for one, other in zip(later, again, strict=True))
+
+
+def quantized(numbers: list[float], scale: float) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.quantize_per_tensor(torch.tensor(numbers), scale, 1, torch.qint8))
+    return module
+
+
+def keep_quantized(path: str) -> tuple[list[float], list[float], float]:
+    warnings.simplefilter("ignore")  # torch deprecates them
+    strategy = ts.MirroredStrategy()
+    own = strategy.is_chief
+    with strategy.scope():  # as in any creation, the first rank's are those of all
+        saved = quantized([0.5, -0.5] if own else [9.0, 9.0], 0.1 if own else 0.7)
+        fresh = quantized([0.0, 0.0], 0.3)
+    strategy.run(lambda: saved(torch.ones(1, 2)))
+    strategy.extended.check_replicas()
+    Checkpoint(model=saved).save(path)
+    Checkpoint(model=fresh).restore(path)
+    strategy.close()
+    return saved.table.dequantize().tolist(), fresh.table.dequantize().tolist(), fresh.table.q_scale()
+
+
+def test_quantized_buffers(two_processes: Workers, tmp_path: Path) -> None:
+    for saved, restored, scale in two_processes.run(keep_quantized, str(tmp_path / "saved")):
+        assert saved == restored == pytest.approx([0.5, -0.5])
+        assert scale == 0.1
 
 
 def fail_together(path: str) -> list[str]:

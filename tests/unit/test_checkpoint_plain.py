@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import struct
 import subprocess
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -149,6 +152,86 @@ def test_what_others_cannot_load_is_left_out(tmp_path: Path) -> None:
         ts.consolidate(tmp_path / "saved", tmp_path / "odd.pt")
     state = torch.load(tmp_path / "odd.pt", weights_only=True)
     assert state["odd"] == {"count": 3, "inner": {"names": ["a", ("b", 1.5)], "none": None}}
+
+
+class Stored:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def consolidated(folder: Path, **objects: Any) -> Any:
+    ts.Checkpoint(**objects).save(folder / "saved")
+    ts.consolidate(folder / "saved", folder / "all.pt")
+    return torch.load(folder / "all.pt", weights_only=True)
+
+
+def test_tensors_within_other_values_have_their_numbers(tmp_path: Path) -> None:
+    held = {
+        "list": [1, torch.ones(2), (torch.arange(3), {"x": torch.full((2,), 5.0)})],
+        "numbered": {1: torch.arange(4.0), 2: {3: torch.ones(1)}},
+        "count": Counter(a=3),
+        "ordered": OrderedDict(b=torch.ones(2), a=1),
+    }
+    found = consolidated(tmp_path, stored=Stored(held))["stored"]
+    assert same(found, held)
+    assert type(found["count"]) is Counter
+    assert list(found["ordered"]) == ["b", "a"]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("layout", ["sparse", "quantized", "parameter"])
+def test_tensors_that_are_more_than_numbers(layout: str, tmp_path: Path) -> None:
+    tensor = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "quantized": lambda: torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.1, 2, torch.qint8),
+        "parameter": lambda: nn.Parameter(torch.ones(2)),
+    }[layout]()
+    found = consolidated(tmp_path, stored=Stored({"held": [tensor]}), weight=torch.arange(3.0))
+    assert found["weight"].tolist() == [0.0, 1.0, 2.0]
+    [held] = found["stored"]["held"]
+    assert type(held) is type(tensor)
+    assert held.layout == tensor.layout
+    assert held.requires_grad == tensor.requires_grad
+    dense = [one.dequantize() if one.is_quantized else one.to_dense() for one in (held, tensor)]
+    assert torch.equal(*dense)
+
+
+class Level(enum.IntEnum):
+    HIGH = 2
+
+
+class Mode(str, enum.Enum):
+    FAST = "fast"
+
+
+def test_classes_that_others_do_not_know(tmp_path: Path) -> None:
+    """Each alone would make ``weights_only=True`` refuse the whole file."""
+    held = {
+        "best": np.float64(0.5),
+        "level": Level.HIGH,
+        "mode": Mode.FAST,
+        "by": {1: 1.0, Level.HIGH: 2.0},
+        "seen": defaultdict(int, a=1, b=2),
+    }
+    with pytest.warns(UserWarning, match=r"^stored\.") as warned:
+        found = consolidated(tmp_path, stored=Stored(held))["stored"]
+    assert found == {"best": 0.5, "level": 2, "mode": "fast", "by": {1: 1.0}, "seen": {"a": 1, "b": 2}}
+    assert [type(one) for one in found.values()] == [float, int, str, dict, dict]
+    said = "\n".join(str(one.message) for one in warned)
+    for expected in (
+        "stored.best, a float64, is written as the float",
+        "stored.level, a Level, is written as the int",
+        "stored.by has the key <Level.HIGH: 2>, a Level, which is left out",
+        "stored.seen, a defaultdict, is written as a dict",
+    ):
+        assert expected in said
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])

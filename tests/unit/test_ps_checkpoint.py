@@ -27,6 +27,7 @@ from torchstrat.errors import (
     InvalidArgumentError,
     ParameterServerUnavailable,
     PeerUnavailableError,
+    UnsupportedError,
 )
 from torchstrat.parameter_server.messages import Push
 from torchstrat.parameter_server.server import checkpoint_shards
@@ -202,6 +203,70 @@ def test_from_a_synchronous_strategy_and_back(kind: Any, tmp_path: Path) -> None
         Checkpoint(**synchronous).restore(tmp_path / "servers")
         assert same(running.state(), state_of(synchronous))
     strategy.close()
+
+
+def test_state_under_a_word(tmp_path: Path) -> None:
+    """What an optimizer has in its ``state`` that is of no parameter."""
+    objects = make()
+    objects["optimizer"].state["schedule"] = {"warmed": 7}
+    Checkpoint(**objects).save(tmp_path / "plain")
+    with job() as running:
+        running.checkpoint.restore(tmp_path / "plain")
+        assert running.objects["optimizer"].state["schedule"] == {"warmed": 7}
+        running.checkpoint.save(tmp_path / "servers")
+    assert plain(tmp_path / "servers")["optimizer"].state["schedule"] == {"warmed": 7}
+
+
+class Counting(torch.optim.SGD):
+    """Its ``state_dict()`` has more than PyTorch's."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+        super().load_state_dict({key: one for key, one in state_dict.items() if key != "seen"})
+
+
+def test_what_a_class_adds_to_its_state_dict(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Counting]:
+        model = nn.Linear(2, 2)
+        return model, Counting(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = made()
+    optimizer.seen = 5
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "plain")
+    with FakeCluster(workers=1, ps=2) as cluster:
+        with cluster.strategy().scope():
+            on_servers, stepped = made()
+        Checkpoint(model=on_servers, optimizer=stepped).restore(tmp_path / "plain")
+        assert stepped.seen == 5
+        assert same(stepped.state_dict(), optimizer.state_dict())
+        Checkpoint(model=on_servers, optimizer=stepped).save(tmp_path / "servers")
+    model, restored = made()
+    Checkpoint(model=model, optimizer=restored).restore(tmp_path / "servers")
+    assert same(restored.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.parametrize("kind", ["quantized", "sparse"])
+def test_variables_that_are_more_than_numbers_are_refused_by_name(kind: str) -> None:
+    dense = torch.eye(2)
+    table = dense.to_sparse() if kind == "sparse" else torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
+
+    def make(strategy: ts.Strategy) -> None:
+        with strategy.scope():
+            module = nn.Linear(2, 2)
+            module.register_buffer("table", table)
+
+    with FakeCluster(workers=1, ps=1) as cluster:
+        strategy = cluster.strategy()
+        with pytest.raises(UnsupportedError, match=f"'table of module 0' is .*{kind}.* Make it dense"):
+            make(strategy)
 
 
 def test_only_some_objects(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import io
 import json
 import mmap
 import os
+import pickle
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path as File
@@ -75,8 +77,9 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], *, fo
             state that is no tensor is left out with a warning. None: by the suffix of ``out``.
 
     Random numbers and counters of the job are left out; so are values of classes that ``torch.load(weights_only=True)``
-    does not know, with a warning that names them. One tensor at a time is in memory. In a .pt file the checksums that
-    zip has are not set; torch does not use them. `Checkpoint.restore` reads both formats.
+    does not know, with a warning that names them. One tensor at a time is in memory, or, for a .pt file of a checkpoint
+    that has sparse or quantized ones, all of them. In a .pt file the checksums that zip has are not set; torch does not
+    use them. `Checkpoint.restore` reads both formats.
 
     Returns ``out``. Raises `InvalidArgumentError` for a format that is not known, a checkpoint that is not there or is
     damaged, and a file that cannot be written; what was at ``out`` before is still there then.
@@ -200,6 +203,8 @@ def _slots(tree: Any) -> Iterator[_Slot]:
 
 
 def _read(stored: Stored, slot: _Slot) -> torch.Tensor:
+    if isinstance(slot, _Held):
+        return slot.value
     [tensor] = stored.read([(Piece(slot.path, slot.shape), None)])
     found: torch.Tensor = tensor
     return found
@@ -208,26 +213,70 @@ def _read(stored: Stored, slot: _Slot) -> torch.Tensor:
 # -- torch.save --------------------------------------------------------------------------------------------------------
 
 
+_MAPPINGS = (dict, OrderedDict, Counter)
+"""The classes of mappings that ``weights_only=True`` knows."""
+
+
+_BASES: Mapping[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+"""What numpy's numbers and the members of some enumerations are besides, and how they become nothing else."""
+
+
 def _plain_only(tree: Any, path: Path) -> Any:
-    """Without what ``weights_only=True`` would refuse: it would refuse the whole file."""
-    if isinstance(tree, dict):
-        return {key: kept for key, one in tree.items() if (kept := _plain_only(one, (*path, key))) is not _LEFT_OUT}
+    """Without what ``weights_only=True`` would refuse: it would refuse the whole file. Tensors are slots then."""
+    if isinstance(tree, Mapping):
+        return _plain_mapping(tree, path)
     if isinstance(tree, list) and path[-1:] == ("param_groups",):
         return [_plain_only(group, (*path, number)) for number, group in enumerate(tree)]
     if isinstance(tree, _Slot) or _is_plain(tree):
-        return tree
-    warnings.warn(
-        f"{key_of(path)}, a {type(tree).__name__}, is left out: torch.load(weights_only=True) would refuse it.",
-        stacklevel=2,
-    )
+        return _with_slots(tree, path)
+    for base, plain in _BASES.items():
+        if isinstance(tree, base):
+            _warn(f"{key_of(path)}, a {type(tree).__name__}, is written as the {base.__name__} that it is.")
+            return plain(tree)
+    _warn(f"{key_of(path)}, a {type(tree).__name__}, is left out: torch.load(weights_only=True) would refuse it.")
     return _LEFT_OUT
+
+
+def _plain_mapping(tree: Mapping[Any, Any], path: Path) -> dict[Any, Any]:
+    found = {}
+    for key, one in tree.items():
+        if not _is_plain(key):
+            _warn(
+                f"{key_of(path)} has the key {key!r}, a {type(key).__name__}, which is left out with its value: "
+                "torch.load(weights_only=True) would refuse it."
+            )
+        elif (plain := _plain_only(one, (*path, key))) is not _LEFT_OUT:
+            found[key] = plain
+    kind: Any = type(tree)
+    if kind in _MAPPINGS:
+        return kind(found)  # type: ignore[no-any-return]
+    _warn(
+        f"{key_of(path)}, a {kind.__name__}, is written as a dict: torch.load(weights_only=True) does not know "
+        "that class."
+    )
+    return found
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def _with_slots(tree: Any, path: Path) -> Any:
+    """Tensors within other values, as slots: what stands for tensors in the file has no numbers before it is filled."""
+    if is_block(tree) and type(tree) is torch.Tensor and not tree.requires_grad:
+        return _Held(path, tuple(tree.shape), tree.dtype, tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(_with_slots(one, (*path, number)) for number, one in enumerate(tree))
+    if type(tree) in _MAPPINGS:
+        return type(tree)({key: _with_slots(one, (*path, str(key))) for key, one in tree.items()})
+    return tree
 
 
 _LEFT_OUT: Any = object()
 
 
 def _is_plain(value: Any) -> bool:
-    if value is None or isinstance(value, bool | int | float | str):
+    if type(value) in (type(None), bool, int, float, str):
         return True
     packed = io.BytesIO()
     try:
@@ -242,21 +291,44 @@ def _is_plain(value: Any) -> bool:
 def _write_pt(file: File, stored: Stored, tree: Any, versions: Mapping[str, Versions]) -> None:
     """First the file with holes where the numbers go, then these, through a mapping of it. The tensors that stand for
     them have addresses and no memory: nobody writes to theirs."""
+
+    def whole(stands_for: Callable[[_Slot], torch.Tensor]) -> dict[str, Any]:
+        found = _with_tensors(tree, stands_for)
+        return {name: with_versions(one, versions.get(name)) for name, one in found.items()}
+
+    if _has_tensors(tree):  # sparse or quantized ones and parameters, which no hole can be left for
+        torch.save(whole(partial(_read, stored)), file)
+        return
     with torch.serialization.skip_data():
-        whole = {name: with_versions(one, versions.get(name)) for name, one in _with_tensors(tree).items()}
-        torch.save(whole, file)
+        torch.save(whole(lambda slot: torch.empty(slot.shape, dtype=slot.dtype, device="cpu")), file)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(file, mmap=True, weights_only=True)
     _fill(stored, tree, mapped)
 
 
-def _with_tensors(tree: Any) -> Any:
+def _has_tensors(tree: Any) -> bool:
+    """Whether there are others than slots, wherever they are."""
+    found: list[torch.Tensor] = []
+
+    class Finder(pickle.Pickler):
+        def persistent_id(self, value: Any) -> str | None:
+            if isinstance(value, _Slot):
+                return "slot"
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            return None
+
+    Finder(io.BytesIO()).dump(tree)
+    return bool(found)
+
+
+def _with_tensors(tree: Any, stands_for: Callable[[_Slot], torch.Tensor]) -> Any:
     if isinstance(tree, _Slot):
-        return torch.empty(tree.shape, dtype=tree.dtype, device="cpu")
-    if isinstance(tree, dict):
-        return {key: _with_tensors(one) for key, one in tree.items()}
-    if isinstance(tree, list):
-        return [_with_tensors(one) if isinstance(one, dict) else one for one in tree]
+        return stands_for(tree)
+    if type(tree) in _MAPPINGS:
+        return type(tree)({key: _with_tensors(one, stands_for) for key, one in tree.items()})
+    if type(tree) in (list, tuple):
+        return type(tree)(_with_tensors(one, stands_for) for one in tree)
     return tree
 
 
@@ -266,6 +338,9 @@ def _fill(stored: Stored, tree: Any, mapped: Any) -> None:
     elif isinstance(tree, dict):
         for key, one in tree.items():
             _fill(stored, one, mapped[key])
+    elif type(tree) in (list, tuple):
+        for one, of_file in zip(tree, mapped, strict=True):
+            _fill(stored, one, of_file)
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
@@ -309,7 +384,7 @@ def _described(stored: Stored, slot: _Slot) -> safetensors_file.Described:
 
 
 def _blocks(stored: Stored, slot: _Slot) -> Iterator[torch.Tensor]:
-    yield slot.value if isinstance(slot, _Held) else _read(stored, slot)
+    yield _read(stored, slot)
 
 
 def _is_tensors(tree: Any) -> bool:

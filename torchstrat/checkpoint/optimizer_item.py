@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat import _torch_private
 from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
 from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows, is_block
 from torchstrat.optimizer_tiers import is_listed, kind_of
@@ -53,13 +54,16 @@ class OptimizerItem:
 
     def writes(self) -> Writes:
         writes = Writes()
+        packed: dict[str, Any] = {}
         if self._number is None:
             packed = self._optimizer.state_dict()
             whole: set[Path] = set()
             for number, (parameter, piece) in enumerate(zip(self._parameters, self._pieces, strict=True)):
                 self._write_state(packed["state"].get(number), parameter, piece, writes, whole)
-            known = ("state", "param_groups")
-            writes.values += [((self.name, key), value) for key, value in packed.items() if key not in known]
+        elif _torch_private.saves_more(self._optimizer):  # else nothing of it has to come from the servers
+            packed = self._optimizer.state_dict()
+        known = ("state", "param_groups")
+        writes.values += [((self.name, key), value) for key, value in packed.items() if key not in known]
         others = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         if others:
             writes.values.append(((self.name, OTHER_STATE), others))
@@ -179,9 +183,16 @@ class OptimizerItem:
             for group in groups:
                 for name in set(group) - {"params"}:
                     del group[name]
+        more: dict[str, Any] = {}
         for path, value in zip(paths, values, strict=False):
-            if path[1] == "param_groups" and path[3] != "params":
+            if path[1] == OTHER_STATE:
+                self._optimizer.state.update(value)
+            elif path[1] != "param_groups":
+                more[str(path[1])] = value
+            elif path[3] != "params":
                 groups[int(path[2])][str(path[3])] = value
+        if more:  # only the class knows what to do with it
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), **more})
         if self._servers is not None:
             self._servers.push_options(self._optimizer)
 

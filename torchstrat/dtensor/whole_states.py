@@ -15,6 +15,7 @@ from torch import nn
 
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import ContextError
+from torchstrat.optimizer_tiers import Tier, tier_of
 
 
 def hook_modules(modules: Iterator[nn.Module], variables: CutVariables, hooked: Any) -> None:
@@ -88,6 +89,8 @@ class _OfOptimizer(_Hooks):
         self._kept: dict[int, dict[str, Any]] = {}
 
     def put_together(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if not _is_cut(optimizer):
+            return state
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         found = dict(state["state"])
         for number, parameter in enumerate(parameters):
@@ -107,5 +110,12 @@ class _OfOptimizer(_Hooks):
             if self._variables.find(parameter) is None or number not in kept:
                 continue
             optimizer.state[parameter] = {
-                name: self._variables.piece_of_state(parameter, value) for name, value in kept[number].items()
+                name: self._variables.piece_of_state(parameter, value) if _is_cut(optimizer) else value
+                for name, value in kept[number].items()
             }
+
+
+def _is_cut(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is in pieces like its parameters. Others look at whole parameters, and refuse to step pieces:
+    what of their state has the shape of a piece is something else, such as Adafactor's means over rows."""
+    return tier_of(optimizer) is Tier.ELEMENTS

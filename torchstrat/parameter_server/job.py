@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
-from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError
+from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
 from torchstrat.optimizer_tiers import Kind, Tier
 from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
@@ -331,6 +332,12 @@ class Job:
         if tensor.is_meta:
             seed = hash((self.seed, spec.number)) % 2**63  # of the variable: shards draw parts of one table
             return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed, self.variables.whole_for(spec))
+        if not is_block(tensor):
+            what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+            raise UnsupportedError(
+                f"{spec.name!r} is {what}, and parameter servers hold dense tensors. Make it dense, or keep it as a "
+                "plain attribute of its module, which travels with the functions that use it."
+            )
         value = pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous()
         return NewShard(spec, number, value, whole_for=self.variables.whole_for(spec))
 

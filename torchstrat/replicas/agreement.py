@@ -45,6 +45,8 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()
+    if tensor.is_quantized:
+        return tensor.int_repr(), tensor.dequantize()
     return (tensor.resolve_conj().resolve_neg(),) if tensor.layout == torch.strided else (tensor.to_dense(),)
 
 

@@ -224,7 +224,7 @@ class IdleReplicas:
             values = []
             for name, kind in kinds.items():
                 tensor = own.get(name)
-                mine = tensor.detach() if tensor is not None and self._takes(tensor, kind) else None
+                mine = tensor if tensor is not None and self._takes(tensor, kind) else None
                 values.append(self._room_for(kind) if mine is None else mine)
             broadcast_tensors(self._world, values, self._first, AFTER)
 

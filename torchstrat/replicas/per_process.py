@@ -261,7 +261,7 @@ class PerProcessReplica:
                 found[f"buffer {name}"] = (slot.module, slot.tensor)
         known = {name for name, (owner, _) in found.items() if self._is_known(name, owner)}
         self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}
-        fresh = {name: tensor.detach() for name, (_, tensor) in found.items() if name not in known}
+        fresh = {name: tensor for name, (_, tensor) in found.items() if name not in known}
         if fresh or moved_out:
             shapes = collections.Counter(tuple(tensor.shape) for tensor in fresh.values())
             call = "taking over rank 0's initial values of " + ", ".join(
@@ -286,7 +286,7 @@ class PerProcessReplica:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in values)
         call = f"the first values of a {type(module).__name__} (module {place}, shapes {shapes})"
         agree(self._communicator, call)
-        broadcast_tensors(self._communicator, [value.detach() for value in values], 0, call)
+        broadcast_tensors(self._communicator, values, 0, call)
         parameters = parameters_of(module)
         self._hooks.attach(parameters, early=self._gradients.needs_early_hooks)
         if not self._gradients.is_in_pass:  # else an optimizer's step catches up with them
@@ -303,7 +303,7 @@ class PerProcessReplica:
         kind = self._communicator.broadcast_object((value.shape, value.dtype), 0, call)
         if kind != (value.shape, value.dtype):
             value.data = torch.empty(kind[0], dtype=kind[1], device=value.device)
-        broadcast_tensors(self._communicator, [value.detach()], 0, call)
+        broadcast_tensors(self._communicator, [value], 0, call)
 
     def _make_step(self, communicator: Communicator) -> ProcessStep:
         return ProcessStep(

@@ -126,7 +126,7 @@ class ProcessBuffers:
                 tensor = None if kind is None else torch.empty(kind[0], dtype=kind[1], device=self._device)
                 slot.module._buffers[slot.name] = tensor
             if tensor is not None:
-                level.append(tensor.detach())
+                level.append(tensor)
             return
         assert tensor is not None
         is_mean = how is VariableAggregation.MEAN

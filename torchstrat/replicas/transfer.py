@@ -13,11 +13,12 @@ _CHUNK_BYTES = 32 << 20
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor], source: int, what: str) -> None:
     """Overwrite ``tensors`` with those of rank ``source``. All ranks pass tensors of equal shapes, dtypes and layouts,
-    in one order."""
+    in one order; and the tensors themselves, since the scale of a quantized one is not in the memory that another view
+    of it shares."""
     with torch.no_grad():
-        for chunk in _chunks([tensor for tensor in tensors if tensor.layout == torch.strided]):
+        for chunk in _chunks([tensor.detach() for tensor in tensors if _is_dense(tensor)]):
             if len(chunk) == 1 and _goes_as_it_is(chunk[0]):  # large ones are alone: no copy of them
-                communicator.broadcast(chunk[0].detach(), source, what)
+                communicator.broadcast(chunk[0], source, what)
                 continue
             flat = torch.cat([_bytes(tensor) for tensor in chunk])  # not all dtypes can be joined as they are
             communicator.broadcast(flat, source, what)
@@ -26,7 +27,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor
                 for tensor, piece in zip(chunk, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
         for tensor in tensors:
-            if tensor.layout != torch.strided:
+            if not _is_dense(tensor):
                 received = communicator.broadcast_object(tensor if communicator.rank == source else None, source, what)
                 if communicator.rank != source:
                     tensor.copy_(received)
@@ -63,6 +64,11 @@ def _kind(gradient: torch.Tensor | None) -> str | None:
     if gradient is None:
         return None
     return "dense" if gradient.layout == torch.strided else "sparse"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are all of it: a quantized one has a scale beside them, and cannot be seen as bytes."""
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def _goes_as_it_is(tensor: torch.Tensor) -> bool:
