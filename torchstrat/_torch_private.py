@@ -331,3 +331,7 @@ def iterates_as_torch_does(loader: torch.utils.data.DataLoader[Any]) -> bool:
     """Whether what a loader hands out follows from its settings; a subclass may have an iterator of its own."""
     kind = type(loader)
     return kind.__iter__ is torch.utils.data.DataLoader.__iter__ and kind._get_iterator is _loader_iterator
+
+
+pinned: Callable[[Any], Any] = look_up("utils.data._utils.pin_memory.pin_memory")
+"""A copy of a nest of tensors in memory from which an accelerator copies by itself, as a `DataLoader` makes it."""

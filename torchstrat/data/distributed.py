@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torchstrat import nest
 from torchstrat.data import rows
 from torchstrat.data.agreement import StepAgreement, require_equal_data
 from torchstrat.data.layout import BatchPlacement, InputLayout
+from torchstrat.data.marks import Along, Same, unmarked
 from torchstrat.data.options import InputOptions
 from torchstrat.data.position import Saved, Terms
 from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
@@ -18,7 +19,7 @@ from torchstrat.data.progress import Progress, state_of
 from torchstrat.data.standing import Standing
 from torchstrat.data.streams import Step
 from torchstrat.errors import InvalidArgumentError, OutOfRangeError, WrongTypeError
-from torchstrat.values import BatchInfo, PerReplica
+from torchstrat.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy
@@ -298,13 +299,23 @@ class DistributedIterator:
 
     def _hand_out(self, step: Step) -> Any:
         if self._layout.bare:
-            return step.components[0]
+            return unmarked(step.components[0])
         info = BatchInfo(step.rows, self._run_empty)
         ids = self._layout.local_replicas
         join = self._layout.join if self._fetches else None
-        if join is not None:
-            return _zip(lambda values: join(values, ids, info), step.components)
-        return _zip(lambda values: PerReplica(values, replica_ids=ids, batch_info=info), step.components)
+
+        def wrap(values: tuple[Any, ...]) -> DistributedValues:
+            first = values[0]
+            plain = tuple(unmarked(value) for value in values)
+            if isinstance(first, Same):
+                return Mirrored(plain, replica_ids=ids, batch_info=info)
+            if isinstance(first, Along):
+                return PerReplica(plain, replica_ids=ids, batch_info=replace(info, dim=first.dim))
+            if join is not None:
+                return join(plain, ids, info)
+            return PerReplica(plain, replica_ids=ids, batch_info=info)
+
+        return _zip(wrap, step.components)
 
 
 def _ahead(feed: Feed, options: InputOptions, copies: bool) -> Ahead:
@@ -320,12 +331,18 @@ def _leave(step: Step) -> tuple[Step, tuple[Any, ...]]:
 
 
 def _zip(wrap: Callable[[tuple[Any, ...]], Any], components: tuple[nest.Nest, ...]) -> nest.Nest:
-    """The structure of one replica's batch, with ``wrap(the replicas' values)`` for every leaf."""
+    """The structure of one replica's batch, with ``wrap(the replicas' values)`` for every leaf.
+
+    What the replicas do not have alike, such as lists of their own examples, is a leaf.
+    """
     if all(component is None for component in components):
         return None
     if any(not nest.is_nested(component) or not component or rows.is_row_list(component) for component in components):
         return wrap(components)
-    columns = zip(*([child for _, child in nest.children(component)] for component in components), strict=True)
+    found = [nest.children(component) for component in components]
+    if any([key for key, _ in one] != [key for key, _ in found[0]] for one in found[1:]):
+        return wrap(components)
+    columns = zip(*([child for _, child in one] for one in found), strict=True)
     return nest.rebuild(components[0], [_zip(wrap, column) for column in columns])
 
 

@@ -187,9 +187,7 @@ class LoaderSource(Source):
         # Only torch's own collate function says that examples have one shape; any other may pad.
         found = spec.spec_of(batch, rows_fixed=False, trailing_fixed=self.loader.collate_fn is default_collate)
         count = self.declared_batch if self._drops else None
-        return nest.map_structure(
-            lambda leaf: spec.TensorSpec((count, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf, found
-        )
+        return nest.map_structure(lambda leaf: leaf.with_rows(count), found)
 
     def _example(self) -> Any:
         dataset = self.loader.dataset

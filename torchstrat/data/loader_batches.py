@@ -11,11 +11,14 @@ import numpy as np
 import torch
 
 from torchstrat import nest
-from torchstrat.data import rows
+from torchstrat.data import rows, spec
 from torchstrat.data.draws import Index
 from torchstrat.data.layout import InputLayout
+from torchstrat.data.marks import with_same_of
+from torchstrat.data.readings import CollateReading, copied
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
+from torchstrat.errors import WrongTypeError
 
 Collate = Callable[[list[Any]], nest.Nest]
 
@@ -33,8 +36,9 @@ class CollateAndSplit:
     """Collates the examples of a global batch and splits them, in the process that loaded them.
 
     The whole batch is collated once and cut, as TensorFlow does. Where the result has not one row per example (packed
-    ids with offsets, several crops per image, classes of one's own), cutting it would mix examples up: then each
-    replica's examples are collated by themselves, which is also what happens with one replica per process.
+    ids with offsets, several crops per image, time-first sequences, classes of one's own), cutting it would mix
+    examples up: then each replica's examples are collated by themselves, which is also what happens with one replica
+    per process. What is marked as the same is the whole batch's.
     """
 
     collate: Collate
@@ -44,25 +48,34 @@ class CollateAndSplit:
     compare: bool
     """Add the checksum of the first batch that this copy of the object sees."""
 
+    def __post_init__(self) -> None:
+        self._reading = CollateReading(self.collate)
+
     def __call__(self, examples: list[Any]) -> SplitBatch:
         sizes = equal_chunks(len(examples), self.num_replicas)
+        kept = examples if self._reading.is_torchs else [copied(example) for example in examples]
         whole = self.convert(self.collate(examples))
         checksum = rows.checksum(whole) if self.compare else None
         self.compare = False
-        if _row_per_example(whole, len(examples)):
-            parts = rows.split_by_sizes(whole, sizes)
-        else:
-            stops = list(itertools.accumulate(sizes))
-            shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-            parts = [self.convert(self.collate(share)) if share else rows.empty_like(whole) for share in shares]
+        parts = self._cut(whole, sizes) if self._reading.may_cut(whole, kept) else None
+        if parts is None:
+            parts = self._collate_shares(whole, sizes, kept)
         return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
 
+    def _cut(self, whole: nest.Nest, sizes: tuple[int, ...]) -> list[nest.Nest] | None:
+        try:
+            return rows.split_by_sizes(whole, sizes)
+        except WrongTypeError:  # of a class that takes no other rows
+            return None
 
-def _row_per_example(batch: nest.Nest, examples: int) -> bool:
-    try:
-        return rows.common_rows(batch) == examples
-    except (TypeError, ValueError):  # leaves without rows
-        return False
+    def _collate_shares(self, whole: nest.Nest, sizes: tuple[int, ...], examples: list[Any]) -> list[nest.Nest]:
+        stops = list(itertools.accumulate(sizes))
+        shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+        with spec.undisturbed_randomness():  # the draws of a batch have been made
+            return [
+                with_same_of(whole, self.convert(self.collate(share))) if share else rows.empty_like(whole)
+                for share in shares
+            ]
 
 
 class Share(NamedTuple):

@@ -57,6 +57,8 @@ class Source(ABC):
     """Whether data-loading worker processes run the user's code, so that a thread of ours may wait for them."""
     exclusive: bool = False
     """Whether opening it again ends an earlier reading (a `DataLoader` with persistent workers)."""
+    splits_each_by_itself: bool = False
+    """Whether leaves with different numbers of rows are split nevertheless, as by TensorFlow, whose data these are."""
     on_demand: bool = False
     """Whether an element may not be read before it is asked for, because reading it has effects."""
 
@@ -102,7 +104,8 @@ class Source(ABC):
             Where there are several processes all call both, in the same order.
         """
         batches: Stream[Any] = self.open(resume)
-        return replace(batches, items=equal_chunk_steps(batches.items, layout)), lambda step: None
+        steps = equal_chunk_steps(batches.items, layout, each_by_itself=self.splits_each_by_itself)
+        return replace(batches, items=steps), lambda step: None
 
     @property
     def reads_files(self) -> bool:
@@ -134,6 +137,8 @@ _MIXED = -1
 
 class PipelineSource(Source):
     """`ArrayDataset`, `TextLineDataset` and what is made of them."""
+
+    splits_each_by_itself = True
 
     def __init__(self, pipeline: Pipeline, view: View | None = None) -> None:
         self._pipeline = pipeline

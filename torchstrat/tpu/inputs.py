@@ -123,7 +123,9 @@ def global_inputs(
                 "with global_view=True a step sees the replicas' batches as one, and single numbers that differ "
                 "between replicas are no batch; pass a tensor with one row for each."
             )
-        return feeder.rows(torch.cat([tensor.cpu() for tensor in tensors]))
+        dim = 0 if leaf.batch_info is None else leaf.batch_info.dim
+        joined = torch.cat([tensor.cpu() for tensor in tensors], dim)
+        return feeder.share(joined) if dim else feeder.rows(joined)
 
     joined: tuple[Any, Any] = nest.map_structure(join, (list(args), kwargs))
     return joined
