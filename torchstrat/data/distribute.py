@@ -93,15 +93,17 @@ def _opener(
 
     def open_fixed_sizes(saved: Saved | None) -> Reading:
         worker, workers = layout.worker_index, layout.num_workers
+        is_cut = layout.num_replicas > 1
         if saved is None:
             source.agree(layout.peers)
-            streams, pipelines = {worker: source.open()}, workers
+            streams, pipelines = {worker: source.open_to_cut() if is_cut else source.open()}, workers
         else:
             pipelines = saved.pipelines
             numbers = range(worker, pipelines, workers)
+            parts = {number: _pipeline(whole, source, policy, number, pipelines, workers) for number in numbers}
             streams = {
-                number: _pipeline(whole, source, policy, number, pipelines, workers).open(saved.streams[number])
-                for number in numbers
+                number: (part.open_to_cut if is_cut else part.open)(saved.streams[number])
+                for number, part in parts.items()
             }
         standing = FixedSizes(streams, source.declared_batch, layout, saved)
         return Reading(standing.steps(), _nothing, standing, pipelines, agreed=False)

@@ -20,7 +20,7 @@ from torchstrat.data import rows, spec
 from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
 from torchstrat.data.layout import InputLayout
-from torchstrat.data.loader_batches import Collate, CollateAndSplit, served, share_of
+from torchstrat.data.loader_batches import Collate, CollateAndSplit, CollateToCut, served, share_of
 from torchstrat.data.order import IndexOrder, index_sampler, len_of, sampler_name, streams_of
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
@@ -68,8 +68,17 @@ class LoaderSource(Source):
             if resume is not None:
                 _refuse_out_of_order()
             return Stream(map(self._convert, iter(self.loader)), Place, _refuse_out_of_order)
-        batches = self._read(self.loader.collate_fn, resume)
+        return self._converted(self.loader.collate_fn, resume)
+
+    def _converted(self, collate: Collate, resume: Resume | None) -> Stream[nest.Nest]:
+        batches = self._read(collate, resume)
         return replace(batches, items=map(self._convert, batches.items))
+
+    def open_to_cut(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        collate = self.loader.collate_fn
+        if not self._auto_collated or collate is default_collate or not self.loader.in_order:
+            return self.open(resume)
+        return self._converted(CollateToCut(collate), resume)
 
     @property
     def compared(self) -> bool:

@@ -15,10 +15,10 @@ from torchstrat.data import rows, spec
 from torchstrat.data.draws import Index
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.marks import with_same_of
-from torchstrat.data.readings import CollateReading, copied
+from torchstrat.data.readings import MARKS, CollateReading, copied
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
-from torchstrat.errors import WrongTypeError
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 Collate = Callable[[list[Any]], nest.Nest]
 
@@ -36,9 +36,9 @@ class CollateAndSplit:
     """Collates the examples of a global batch and splits them, in the process that loaded them.
 
     The whole batch is collated once and cut, as TensorFlow does. Where the result has not one row per example (packed
-    ids with offsets, several crops per image, time-first sequences, classes of one's own), cutting it would mix
-    examples up: then each replica's examples are collated by themselves, which is also what happens with one replica
-    per process. What is marked as the same is the whole batch's.
+    ids with offsets, several crops per image, classes of one's own), cutting it would mix examples up: then each
+    replica's examples are collated by themselves, which is also what happens with one replica per process. What is
+    marked as the same is the whole batch's.
     """
 
     collate: Collate
@@ -57,7 +57,8 @@ class CollateAndSplit:
         whole = self.convert(self.collate(examples))
         checksum = rows.checksum(whole) if self.compare else None
         self.compare = False
-        parts = self._cut(whole, sizes) if self._reading.may_cut(whole, kept) else None
+        marked = self._reading.marked(whole, kept)
+        parts = None if marked is None else self._cut(marked, sizes)
         if parts is None:
             parts = self._collate_shares(whole, sizes, kept)
         return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
@@ -76,6 +77,29 @@ class CollateAndSplit:
                 with_same_of(whole, self.convert(self.collate(share))) if share else rows.empty_like(whole)
                 for share in shares
             ]
+
+
+class CollateToCut:
+    """Collates the examples of a global batch whose rows are cut later, to sizes that do not follow from the batch.
+
+    Raises:
+        InvalidArgumentError: there is not one row for each example.
+    """
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._reading = CollateReading(collate)
+
+    def __call__(self, examples: list[Any]) -> nest.Nest:
+        kept = [copied(example) for example in examples]
+        marked = self._reading.marked(rows.to_tensors(self._collate(examples)), kept)
+        if marked is None:
+            raise InvalidArgumentError(
+                f"the collate function made a batch of {len(examples)} examples that has not one row for each, and "
+                f"this sharding policy cuts batches to fixed sizes. Mark what it makes ({MARKS}), or use InputOptions("
+                "auto_shard_policy=AutoShardPolicy.DATA), which collates each replica's examples by themselves."
+            )
+        return marked
 
 
 class Share(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torchstrat._torch_private import pinned
 from torchstrat.data import containers
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
-_HAVE_DIMS: Final = (torch.strided, torch.sparse_coo)
 MarkedT = TypeVar("MarkedT", bound="Marked")
 
 
@@ -126,10 +125,8 @@ def axis(value: nest.Nest, dim: int) -> nest.Nest:
         leaf = _unmarked(leaf, "axis")
         if not isinstance(leaf, torch.Tensor | np.ndarray):
             raise WrongTypeError(f"ts.data.axis needs tensors or arrays; got {leaf!r:.60}, a {type(leaf).__name__}.")
-        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout not in _HAVE_DIMS):
-            raise WrongTypeError(
-                f"ts.data.axis needs dense or sparse COO tensors; one of layout {leaf.layout} has its rows along dim 0."
-            )
+        if not can_mark(leaf):
+            raise WrongTypeError("ts.data.axis needs dense or sparse COO tensors; the rows of others are along dim 0.")
         if not -leaf.ndim <= dim < leaf.ndim:
             raise InvalidArgumentError(f"ts.data.axis(…, {dim}) got a tensor of shape {tuple(leaf.shape)}.")
         return Along(leaf, dim % leaf.ndim)
@@ -137,6 +134,13 @@ def axis(value: nest.Nest, dim: int) -> nest.Nest:
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise WrongTypeError(f"ts.data.axis(value, dim) needs an int as dim; got {dim!r:.60}.")
     return nest.map_structure(mark, value)
+
+
+def can_mark(leaf: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether it can be cut along any of its dimensions."""
+    if not isinstance(leaf, torch.Tensor):
+        return True
+    return not leaf.is_nested and leaf.layout in (torch.strided, torch.sparse_coo)
 
 
 def unmarked(batch: nest.Nest) -> nest.Nest:

@@ -93,15 +93,26 @@ def map_rows(fn: Callable[[Leaf], Any], batch: nest.Nest) -> nest.Nest:
 
     Raises:
         InvalidArgumentError: a tensor of rank 0, or a packed sequence, whose rows are not along dim 0.
-        WrongTypeError: a leaf that is no tensor, array or column of values.
+        WrongTypeError: a leaf that is no tensor, array or column of values, or a container that takes no other rows.
     """
     if batch is None or isinstance(batch, Same):
         return batch
-    if is_opaque(batch):
-        raise InvalidArgumentError(
-            "a batch holds a PackedSequence, whose rows are interleaved and cannot be split over replicas. "
-            "Hand out padded tensors and lengths, and call pack_padded_sequence in the training step."
-        )
+    if _has_rows(batch):
+        return fn(batch)
+    return rebuild(batch, [map_rows(fn, child) for child in children(batch)])
+
+
+def row_leaves(batch: nest.Nest) -> list[Leaf]:
+    """The leaves that have rows, in order; the errors of `map_rows`, but for containers."""
+    if batch is None or isinstance(batch, Same):
+        return []
+    if _has_rows(batch):
+        return [batch]
+    return [leaf for child in children(batch) for leaf in row_leaves(child)]
+
+
+def _has_rows(batch: nest.Nest) -> bool:
+    """Whether this is a leaf that can be cut; else it is a container."""
     if is_array(batch):
         if batch.ndim == 0:
             raise InvalidArgumentError(
@@ -109,23 +120,21 @@ def map_rows(fn: Callable[[Leaf], Any], batch: nest.Nest) -> nest.Nest:
                 "Batch the dataset first, for example DataLoader(dataset, batch_size=<global batch>), or mark what "
                 "every replica gets: ts.data.same(value)."
             )
-        return fn(batch)
+        return True
     if isinstance(batch, Marked) or is_row_list(batch):
-        return fn(batch)
+        return True
+    if is_opaque(batch):
+        raise InvalidArgumentError(
+            "a batch holds a PackedSequence, whose rows are interleaved and cannot be split over replicas. "
+            "Hand out padded tensors and lengths, and call pack_padded_sequence in the training step."
+        )
     if is_container(batch):
-        return rebuild(batch, [map_rows(fn, child) for child in children(batch)])
+        return False
     raise WrongTypeError(
         f"a batch holds {batch!r:.200} of type {type(batch).__name__}, which cannot be split over replicas: batches "
         "are tensors, arrays, or lists, tuples and dicts of them. A dataset of single examples needs a DataLoader; "
         "what every replica gets is marked, ts.data.same(value), and so is a list of examples, ts.data.examples(list)."
     )
-
-
-def row_leaves(batch: nest.Nest) -> list[Leaf]:
-    """The leaves that have rows, in order; the errors of `map_rows`."""
-    found: list[Leaf] = []
-    map_rows(found.append, batch)
-    return found
 
 
 def length(leaf: Leaf) -> int:

@@ -74,6 +74,10 @@ class Source(ABC):
         restored the position, or are not to be.
         """
 
+    def open_to_cut(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        """`open`, for batches whose rows are cut to fixed sizes."""
+        return self.open(resume)
+
     def settings(self) -> dict[str, Any]:
         """What must not change within a pass for its position to mean the same rows."""
         return {}

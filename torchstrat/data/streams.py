@@ -6,6 +6,7 @@ Everything here is an iterator over iterators: nothing runs before it is asked f
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torchstrat.data.marks import Marked, Same
 from torchstrat.data.readings import MARKS, differing, require_aligned, tell_of_lists
 from torchstrat.data.rebatch import batch_sizes_for_worker, equal_chunks
 from torchstrat.errors import InvalidArgumentError
+
+logger = logging.getLogger("torchstrat.data")
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,11 @@ def equal_chunk_steps(
         parts = rows.split_equally(batch, layout.num_replicas)
         sizes = equal_chunks(rows.count_rows(batch), layout.num_replicas)
         if index == 0 and each_by_itself and rows.common_rows(batch) is None:
-            warnings.warn(
-                f"the leaves of a batch have different numbers of rows: {differing(batch)}. Each is split by itself, "
-                f"and gradients are weighted by the first. If that is not so, mark them: {MARKS}.",
-                stacklevel=2,
+            logger.warning(  # not of `warnings`: it is what TensorFlow does with such data, and what was asked for
+                "the leaves of a batch have different numbers of rows: %s. Each is split by itself, and gradients are "
+                "weighted by the first. If that is not so, mark them: %s.",
+                differing(batch),
+                MARKS,
             )
         yield Step(tuple(parts[replica] for replica in layout.local_replicas), sizes, checksum)
 
