@@ -15,6 +15,7 @@ MODULES: Mapping[str, str] = {
     "stand_ins_on_tpu": "tests.matrix.stand_ins_on_tpu",
     "losses": "tests.matrix.losses",
     "state": "tests.matrix.state",
+    "batches": "tests.matrix.batches",
 }
 
 

@@ -18,8 +18,10 @@ from torchstrat import nest
 from torchstrat._torch_private import iterates_as_torch_does
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.data import rows, spec
+from torchstrat.data.containers import children, is_container
 from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.layout import InputLayout
+from torchstrat.data.marks import Marked
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View, draw_seed
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -418,9 +420,14 @@ def refuse_distributed(dataset: Any) -> None:
 
 
 def _holds_arrays(batch: Any) -> bool:
-    if nest.is_nested(batch) and not rows.is_row_list(batch):
-        return any(_holds_arrays(child) for _, child in nest.children(batch))
-    return rows.is_array(batch) or hasattr(batch, "dtype") or (rows.is_row_list(batch) and isinstance(batch[0], str))
+    if is_container(batch) and not rows.is_row_list(batch):
+        return any(_holds_arrays(child) for child in children(batch))
+    return (
+        isinstance(batch, Marked)
+        or rows.is_array(batch)
+        or hasattr(batch, "dtype")
+        or (rows.is_row_list(batch) and isinstance(batch[0], str))
+    )
 
 
 def _only_arrays(value: Any) -> bool:
