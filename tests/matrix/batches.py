@@ -154,7 +154,10 @@ _FEW = ("mirrored x2", "torchrun mirrored")
 _DICTS = frozenset({"rows of dicts"})
 COLUMNS: Mapping[str, Column] = {
     "loader": Column(_loader),
-    "loader with workers": Column(_with_workers, where=_FEW),
+    "loader with workers": Column(_with_workers, where=("mirrored x2",)),
+    "loader with workers that are started anew": Column(  # which takes seconds for each
+        _with_workers, where=("torchrun mirrored",), without=frozenset(KINDS) - {"named tuple", "time first, marked"}
+    ),
     "loader with an iterator of its own": Column(
         lambda kind: LoaderOfItsOwn(_dataset(kind), ROWS, collate_fn=kind.collate), sees_examples=False, where=_FEW
     ),
