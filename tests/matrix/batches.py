@@ -341,8 +341,8 @@ FAULTS = (
         _at("time first, marked", "generator"),
     ),
     PlantedFault(
-        "every replica gets all examples of a list",
-        _with(rows, "_cut_list", lambda values, start, stop: values),
+        "every replica gets the first examples of a list",
+        _with(rows, "_cut_list", lambda values, start, stop: values[: stop - start]),
         _at("list of examples, marked", "generator"),
     ),
     PlantedFault(
