@@ -34,7 +34,7 @@ def children(value: Nest) -> list[tuple[Any, Nest]]:
     return list(value.items() if _is_mapping(type(value)) else enumerate(value))
 
 
-def _values(value: Nest) -> list[Nest]:
+def values_of(value: Nest) -> list[Nest]:
     """The children of one container without their keys."""
     return list(value.values() if _is_mapping(type(value)) else value)
 
@@ -71,12 +71,12 @@ def rebuild(like: Nest, values: list[Nest]) -> Nest:
 def _filled_copy(like: Any, values: list[Nest]) -> Nest:
     """By its own protocol, for its constructor may take anything: a copy, whose entries are replaced."""
     keys = list(like) if _is_mapping(type(like)) else None
-    kept = _values(like)
-    computed = _differ(_values(like), kept)  # anew by each look: nobody can say whether a copy shares them
+    kept = values_of(like)
+    computed = _differ(values_of(like), kept)  # anew by each look: nobody can say whether a copy shares them
     for copied in (copy.copy, _copy_of_its_own):
         made: Any = copied(like)
         _fill(made, keys, values)
-        if computed or not _differ(_values(like), kept):
+        if computed or not _differ(values_of(like), kept):
             return made
         _fill(like, keys, kept)  # the copy holds its entries in the same dict as the original
     raise TypeError("it shares its entries with its copies")
@@ -124,8 +124,8 @@ def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:
     if not is_nested(first):
         return fn(first, *others)
     if not others:
-        return rebuild(first, [map_structure(fn, child) for child in _values(first)])
-    columns = [_values(nest) for nest in (first, *others)]
+        return rebuild(first, [map_structure(fn, child) for child in values_of(first)])
+    columns = [values_of(nest) for nest in (first, *others)]
     return rebuild(first, [map_structure(fn, *row) for row in zip(*columns, strict=True)])
 
 
@@ -134,7 +134,7 @@ def leaves(value: Nest) -> Iterator[Any]:
     if not is_nested(value):
         yield value
         return
-    for child in _values(value):
+    for child in values_of(value):
         if is_nested(child):
             yield from leaves(child)
         else:

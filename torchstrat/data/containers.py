@@ -31,7 +31,7 @@ def _is_dataclass(value: Any) -> bool:
 def children(value: Any) -> list[Any]:
     """What a container holds, in order; of a dataclass, what it is made of."""
     if nest.is_nested(value):
-        return [child for _, child in nest.children(value)]
+        return nest.values_of(value)
     return [getattr(value, name) for name in names(value)]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
+
 from torchstrat import nest
 from torchstrat.data import rows
 from torchstrat.data.agreement import StepAgreement, require_equal_data
@@ -306,6 +308,8 @@ class DistributedIterator:
 
         def wrap(values: tuple[Any, ...]) -> DistributedValues:
             first = values[0]
+            if isinstance(first, torch.Tensor) and join is None:
+                return PerReplica(values, replica_ids=ids, batch_info=info)
             plain = tuple(unmarked(value) for value in values)
             if isinstance(first, Same):
                 return Mirrored(plain, replica_ids=ids, batch_info=info)
@@ -339,11 +343,14 @@ def _zip(wrap: Callable[[tuple[Any, ...]], Any], components: tuple[nest.Nest, ..
         return None
     if any(not nest.is_nested(component) or not component or rows.is_row_list(component) for component in components):
         return wrap(components)
-    found = [nest.children(component) for component in components]
-    if any([key for key, _ in one] != [key for key, _ in found[0]] for one in found[1:]):
+    found = [nest.values_of(component) for component in components]
+    if not all(_is_alike(components[0], component) for component in components[1:]):
         return wrap(components)
-    columns = zip(*([child for _, child in one] for one in found), strict=True)
-    return nest.rebuild(components[0], [_zip(wrap, column) for column in columns])
+    return nest.rebuild(components[0], [_zip(wrap, column) for column in zip(*found, strict=True)])
+
+
+def _is_alike(first: nest.Nest, other: nest.Nest) -> bool:
+    return len(first) == len(other) and (not isinstance(first, Mapping) or list(first) == list(other))
 
 
 def _require_outside_replicas(strategy: Strategy, call: str) -> None:

@@ -15,7 +15,7 @@ from torchstrat.data import rows, spec
 from torchstrat.data.draws import Index
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.marks import with_same_of
-from torchstrat.data.readings import MARKS, CollateReading, copied
+from torchstrat.data.readings import MARKS, CollateReading, copies
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -53,7 +53,7 @@ class CollateAndSplit:
 
     def __call__(self, examples: list[Any]) -> SplitBatch:
         sizes = equal_chunks(len(examples), self.num_replicas)
-        kept = examples if self._reading.is_torchs else [copied(example) for example in examples]
+        kept = examples if self._reading.is_torchs else copies(examples)
         whole = self.convert(self.collate(examples))
         checksum = rows.checksum(whole) if self.compare else None
         self.compare = False
@@ -91,7 +91,7 @@ class CollateToCut:
         self._reading = CollateReading(collate)
 
     def __call__(self, examples: list[Any]) -> nest.Nest:
-        kept = [copied(example) for example in examples]
+        kept = copies(examples)
         marked = self._reading.marked(rows.to_tensors(self._collate(examples)), kept)
         if marked is None:
             raise InvalidArgumentError(

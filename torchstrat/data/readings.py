@@ -68,7 +68,7 @@ class CollateReading:
                 return None
             try:
                 with spec.undisturbed_randomness():
-                    part = rows.to_tensors(self._collate([copied(example) for example in some]))
+                    part = rows.to_tensors(self._collate(copies(some)))
             except Exception:  # it takes whole batches only: nothing but the rule is left
                 by_rule = all(0 in found for found in dims.values())
                 return _chosen(dims, count) if by_rule else None
@@ -78,11 +78,15 @@ class CollateReading:
         return None if dims is None else _chosen(dims, count)
 
 
-def copied(example: Any) -> Any:
-    """An example to collate once more: some collate functions take its entries out."""
+def copies(examples: list[Any]) -> list[Any]:
+    """Examples to collate once more: some collate functions take entries out of them."""
+    return [_copy(example) for example in examples] if type(next(iter(examples), None)) in (dict, list) else examples
+
+
+def _copy(example: Any) -> Any:
     if type(example) is dict:
-        return {key: copied(value) for key, value in example.items()}
-    return [copied(value) for value in example] if type(example) is list else example
+        return {key: _copy(value) for key, value in example.items()}
+    return [_copy(value) for value in example] if type(example) is list else example
 
 
 def _is_plain(batch: nest.Nest, count: int) -> bool:

@@ -37,9 +37,9 @@ def map_leaves(fn: Callable[[Leaf], Any], value: nest.Nest) -> nest.Nest:
 
     What has no rows (a packed sequence, an object of a foreign class) is given to ``fn`` whole; marks stay.
     """
-    if isinstance(value, Marked):
-        return value.map(lambda held: map_leaves(fn, held))
-    if not nest.is_nested(value) or is_row_list(value) or is_opaque(value):
+    if not nest.is_nested(value):
+        return value.map(lambda held: map_leaves(fn, held)) if isinstance(value, Marked) else fn(value)
+    if is_row_list(value) or is_opaque(value):
         return fn(value)
     found = children(value)
     mapped = [map_leaves(fn, child) for child in found]
@@ -113,6 +113,11 @@ def row_leaves(batch: nest.Nest) -> list[Leaf]:
 
 def _has_rows(batch: nest.Nest) -> bool:
     """Whether this is a leaf that can be cut; else it is a container."""
+    kind = type(batch)
+    if kind is torch.Tensor and batch.ndim:  # what is usual shall not wait for all the other questions
+        return True
+    if kind is dict or ((kind is tuple or kind is list) and batch and type(batch[0]) is torch.Tensor):
+        return False
     if is_array(batch):
         if batch.ndim == 0:
             raise InvalidArgumentError(

@@ -93,11 +93,13 @@ def equal_chunk_steps(
             continue
         if index == 0:
             tell_of_lists(batch)
-        if not each_by_itself:
-            require_aligned(batch)
-        parts = rows.split_equally(batch, layout.num_replicas)
-        sizes = equal_chunks(rows.count_rows(batch), layout.num_replicas)
-        if index == 0 and each_by_itself and rows.common_rows(batch) is None:
+        count = rows.common_rows(batch) if each_by_itself else require_aligned(batch)
+        sizes = equal_chunks(rows.count_rows(batch) if count is None else count, layout.num_replicas)
+        if count is None:
+            parts = rows.split_equally(batch, layout.num_replicas)
+        else:
+            parts = rows.split_by_sizes(batch, sizes)
+        if index == 0 and count is None:
             logger.warning(  # not of `warnings`: it is what TensorFlow does with such data, and what was asked for
                 "the leaves of a batch have different numbers of rows: %s. Each is split by itself, and gradients are "
                 "weighted by the first. If that is not so, mark them: %s.",
