@@ -29,7 +29,7 @@ Scores = tuple[torch.Tensor, torch.Tensor]
 
 
 class Kind(NamedTuple):
-    collate: Callable[[Sequence[Example]], Any]
+    collate: Callable[[Any], Any]
     scores: Callable[[nn.Module, Any], Scores]
     steps: tuple[int, ...] = ()
     """Lengths of the examples, in turn; none: an example is a row of features."""
