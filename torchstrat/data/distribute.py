@@ -111,7 +111,8 @@ def _opener(
             source.agree(layout.peers)
         stream, prepare = source.open_equal_chunks(layout, ahead, None if saved is None else saved.streams[0])
         standing = StepPerItem({0: stream}, saved)
-        return Reading(stream.items, prepare, standing, 1, agreed=True, compared=source.compared)
+        compared = source.compared
+        return Reading(stream.items, prepare, standing, 1, agreed=True, compared=compared, here=stream.here)
 
     if layout.bare:
         return open_bare

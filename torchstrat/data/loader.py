@@ -20,8 +20,9 @@ from torchstrat.data import rows, spec
 from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
 from torchstrat.data.layout import InputLayout
-from torchstrat.data.loader_batches import Collate, CollateAndSplit, served, share_of
+from torchstrat.data.loader_batches import Collate, CollateAndSplit, Share, served, share_of
 from torchstrat.data.order import IndexOrder, index_sampler, len_of, sampler_name, streams_of
+from torchstrat.data.own_draws import Leaving, OwnDraws, Seeds, draws_nothing, generators_of_data, seeds_of_pass
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -57,6 +58,7 @@ class LoaderSource(Source):
         self._given = _Requests()
         self._streams = streams_of(loader)
         self._settled_workers = False
+        self._generators: list[Any] | None = None
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         self._sequence = IterableLoader(
             loader,
@@ -107,8 +109,11 @@ class LoaderSource(Source):
             batches = iter(self._inner_loader(self.loader.generator, collate))
             draws, order = opened[-1]
             draws.begin()
+        owned = self._owned()
+        if resume is not None:
+            RandomStreams((), owned).put(resume.beginning.get("data", {}))
         served = Served(batches, order, draws.first_place)
-        return Stream(served, served.stand, draws.beginning)
+        return Stream(served, served.stand, _beginning(draws.beginning, owned, None))
 
     def _open_by_index(
         self, layout: InputLayout, ahead: int, resume: Resume | None
@@ -116,20 +121,34 @@ class LoaderSource(Source):
         """Rank 0's order; of each batch only the rows of this process's replicas are fetched and collated."""
         assert layout.peers is not None
         loader, auto_collated = self.loader, self._auto_collated
-        order = IndexOrder(loader, layout.peers, ahead + loader.num_workers * (loader.prefetch_factor or 1), resume)
+        apart = not self.has_workers and not draws_nothing(loader)
+        owned = self._owned()
+        seeds = _seeds_of(loader, owned, resume) if apart else None
+        ahead += loader.num_workers * (loader.prefetch_factor or 1)
+        order = IndexOrder(loader, layout.peers, ahead, resume, seeds)
         counted = Counted(iter(order), order.place_before, auto_collated, order.draws)
         to_request, to_serve = itertools.tee(share_of(index, layout, auto_collated) for index in counted)
-        requests = (request for share in to_request for request in share.requests)
+        draws = OwnDraws(order.seeds, owned) if apart else None
+        requests = _requests(to_request, 0 if resume is None else resume.place.batches, draws)
         generator = loader.generator if layout.worker_index == 0 else torch.Generator()
         inner = self._inner_loader(generator, loader.collate_fn)
         self._given.draw = lambda: requests
         with contextlib.nullcontext() if resume is None else spec.undisturbed_randomness():
             _seed_workers(loader, inner, layout.worker_index)
         with self._opening(resume):
-            batches = map(self._convert, iter(inner))
+            fetched = iter(inner)
+            batches = map(self._convert, fetched if draws is None else Leaving(fetched, draws))
             order.begin()
         steps = Served(served(to_serve, batches, layout), counted, order.place_before())
-        return Stream(steps, steps.stand, order.beginning), order.prepare
+        beginning = _beginning(order.beginning, owned, order.seeds)
+        return Stream(steps, steps.stand, beginning, here=apart), order.prepare
+
+    def _owned(self) -> list[Any]:
+        """Generators from which the data set draws in this process; looked for once."""
+        if self._generators is None:
+            drawing = not self.has_workers and not draws_nothing(self.loader)
+            self._generators = generators_of_data(self.loader.dataset, self.loader.collate_fn) if drawing else []
+        return self._generators
 
     def _inner_loader(self, generator: torch.Generator | None, collate: Collate) -> DataLoader[Any]:
         """The user's loader, but for its order; kept where its workers are."""
@@ -167,13 +186,15 @@ class LoaderSource(Source):
             return self._sequence.between()
         stateful = stateful_part(index_sampler(self.loader))
         own = {} if stateful is None else {"own": own_state(stateful)}
-        return {"streams": self._streams.own_states(), "workers": self._inner is not None, **own}
+        found = {"streams": self._streams.own_states(), "workers": self._inner is not None, **own}
+        return found | {"data": RandomStreams((), self._owned()).own_states()}
 
     def settle(self, between: Mapping[str, Any]) -> None:
         if self._iterable:
             self._sequence.settle(between)
             return
         self._streams.put(between.get("streams", {}))
+        RandomStreams((), self._owned()).put(between.get("data", {}))
         if "own" in between and (stateful := stateful_part(index_sampler(self.loader))) is not None:
             stateful.load_state_dict(between["own"])
         self._settled_workers = self.exclusive and self._inner is None and between.get("workers", False)
@@ -228,6 +249,29 @@ class LoaderSource(Source):
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         other = _like(loader, dataset, generator=loader.generator, collate_fn=loader.collate_fn, **batching)
         return LoaderSource(other, strings_as_arrays=self._convert is rows.strings_to_arrays)
+
+
+def _seeds_of(loader: DataLoader[Any], owned: list[Any], resume: Resume | None) -> Seeds:
+    """Of a pass that begins, or goes on: then generators of the data set go to where they stood."""
+    if resume is None:
+        return seeds_of_pass(loader.generator, owned)
+    streams = RandomStreams((), owned)
+    seeds = resume.beginning.get("draws") or seeds_of_pass(loader.generator, owned)
+    streams.put(resume.beginning.get("data", {}))
+    return seeds[0], seeds[1]
+
+
+def _beginning(
+    of_order: Callable[[], dict[str, Any]], owned: list[Any], seeds: Seeds | None
+) -> Callable[[], dict[str, Any]]:
+    """What it takes to draw the order again, and what the data set draws. Not a method: it outlives the source."""
+    data = RandomStreams((), owned)
+    return lambda: {**of_order(), "data": data.own_states(), "draws": seeds}
+
+
+def _requests(shares: Iterator[Share], first: int, draws: OwnDraws | None) -> Iterator[Index]:
+    for number, share in enumerate(shares, first):
+        yield from share.requested(number, draws)
 
 
 def _ordering(
