@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, default_collate
 
 from tests.unit.data_ranks import joined, on_ranks, plain
 from torchstrat import data
 from torchstrat.data import InputLayout, InputOptions
+from torchstrat.data.autoshard import _warn_of_whole_batches
 from torchstrat.errors import CommunicationError, InvalidArgumentError
 
 Steps = list[tuple[list[Any], tuple[int, ...]]]
@@ -49,6 +50,22 @@ class Fetches(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.fetched.append(index)
         return torch.tensor(index)
+
+
+def _doubled(samples: list[Any]) -> Any:
+    return 2 * default_collate(samples)
+
+
+@pytest.mark.parametrize("collate", ["batch", "rows"])
+def test_reading_whole_batches_is_said_once(collate: str, caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_whole_batches.cache_clear()
+    loader = DataLoader(Fetches(), batch_size=4, collate_fn=_doubled)
+    with caplog.at_level(logging.WARNING, "torchstrat.data"):
+        for _ in range(2):
+            results, _ = read(loader, 2, collate=collate)
+    assert [joined(components(results, step)) for step in range(3)] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
+    assert len(caplog.records) == (collate == "batch")
+    assert all("the collate function _doubled may look at the whole batch" in one.message for one in caplog.records)
 
 
 class Backwards(Sampler[int]):

@@ -55,6 +55,7 @@ def distribute_dataset(
     refuse_distributed(dataset)
     whole = make_source(dataset)
     policy = chosen_policy(dataset, whole, options)
+    whole.rows_alone = options.collate == "rows"
     source = shard(whole, policy, layout)
     if not layout.bare and layout.num_replicas > 1:
         source.check_splittable()

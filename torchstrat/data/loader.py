@@ -20,9 +20,10 @@ from torchstrat.data import rows, spec
 from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
 from torchstrat.data.layout import InputLayout
-from torchstrat.data.loader_batches import Collate, CollateAndSplit, Share, served, share_of
+from torchstrat.data.loader_batches import Collate, CollateAndSplit, Share, SplitBatch, served, share_of
 from torchstrat.data.order import IndexOrder, index_sampler, len_of, sampler_name, streams_of
-from torchstrat.data.own_draws import Leaving, OwnDraws, Seeds, draws_nothing, generators_of_data, seeds_of_pass
+from torchstrat.data.own_draws import Leaving, OwnDraws, draws_nothing, generators_of_data, treats_rows_alone
+from torchstrat.data.pass_draws import PassDraws, beginning_with
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -90,14 +91,8 @@ class LoaderSource(Source):
 
     def _open_and_split(self, layout: InputLayout, resume: Resume | None) -> Stream[Step]:
         """Every batch in full, collated and split where it is loaded."""
-        collate = CollateAndSplit(
-            self.loader.collate_fn, self._convert, layout.num_replicas, layout.local_replicas, layout.num_workers > 1
-        )
-        batches = self._read(collate, resume)
-        return replace(
-            batches,
-            items=(Step(batch.parts, batch.sizes, batch.checksum) for batch in batches.items),
-        )
+        batches = self._read(self._splitting(layout, compare=layout.num_workers > 1), resume)
+        return replace(batches, items=map(_step_of, batches.items))
 
     def _read(self, collate: Collate, resume: Resume | None) -> Stream[Any]:
         """Batches as ``collate`` makes them, in the loader's own order."""
@@ -113,7 +108,7 @@ class LoaderSource(Source):
         if resume is not None:
             RandomStreams((), owned).put(resume.beginning.get("data", {}))
         served = Served(batches, order, draws.first_place)
-        return Stream(served, served.stand, _beginning(draws.beginning, owned, None))
+        return Stream(served, served.stand, beginning_with(draws.beginning, owned))
 
     def _open_by_index(
         self, layout: InputLayout, ahead: int, resume: Resume | None
@@ -121,27 +116,45 @@ class LoaderSource(Source):
         """Rank 0's order; of each batch only the rows of this process's replicas are fetched and collated."""
         assert layout.peers is not None
         loader, auto_collated = self.loader, self._auto_collated
-        apart = not self.has_workers and not draws_nothing(loader)
+        by_rows = not self.reads_whole
         owned = self._owned()
-        seeds = _seeds_of(loader, owned, resume) if apart else None
+        draws = PassDraws(loader, owned, not by_rows, resume)
         ahead += loader.num_workers * (loader.prefetch_factor or 1)
-        order = IndexOrder(loader, layout.peers, ahead, resume, seeds)
+        order = IndexOrder(loader, layout.peers, ahead, resume, draws.seeds)
         counted = Counted(iter(order), order.place_before, auto_collated, order.draws)
-        to_request, to_serve = itertools.tee(share_of(index, layout, auto_collated) for index in counted)
-        draws = OwnDraws(order.seeds, owned) if apart else None
-        requests = _requests(to_request, 0 if resume is None else resume.place.batches, draws)
-        generator = loader.generator if layout.worker_index == 0 else torch.Generator()
-        inner = self._inner_loader(generator, loader.collate_fn)
-        self._given.draw = lambda: requests
+        to_request, to_serve = itertools.tee(share_of(index, layout, auto_collated, by_rows) for index in counted)
         with contextlib.nullcontext() if resume is None else spec.undisturbed_randomness():
-            _seed_workers(loader, inner, layout.worker_index)
+            own, generator = draws.begin(order, layout.worker_index)
+        collate = loader.collate_fn if by_rows or not auto_collated else self._splitting(layout, compare=False)
+        inner = self._inner_loader(generator, collate)
+        requests = _requests(to_request, draws.first, own)
+        self._given.draw = lambda: requests
         with self._opening(resume):
-            fetched = iter(inner)
-            batches = map(self._convert, fetched if draws is None else Leaving(fetched, draws))
+            batches = iter(inner) if own is None else Leaving(iter(inner), own)
             order.begin()
-        steps = Served(served(to_serve, batches, layout), counted, order.place_before())
-        beginning = _beginning(order.beginning, owned, order.seeds)
-        return Stream(steps, steps.stand, beginning, here=apart), order.prepare
+        if collate is loader.collate_fn:
+            items = served(to_serve, map(self._convert, batches), layout)
+        else:
+            items = map(_step_of, batches)
+        steps = Served(items, counted, order.place_before())
+        beginning = beginning_with(order.beginning, owned, draws.seeds)
+        return Stream(steps, steps.stand, beginning, here=draws.here), order.prepare
+
+    def _splitting(self, layout: InputLayout, compare: bool) -> CollateAndSplit:
+        replicas, local = layout.num_replicas, layout.local_replicas
+        return CollateAndSplit(self.loader.collate_fn, self._convert, replicas, local, compare)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether every process reads whole batches, though it could read its own rows by their indices."""
+        return not (self._iterable or self.rows_alone or treats_rows_alone(self.loader))
+
+    @property
+    def batches_made_by(self) -> str:
+        dataset, collate = self.loader.dataset, self.loader.collate_fn
+        if not self._auto_collated or collate is default_collate:
+            return f"the data set {type(dataset).__name__}, which is asked for many rows at once,"
+        return f"the collate function {getattr(collate, '__qualname__', type(collate).__qualname__)}"
 
     def _owned(self) -> list[Any]:
         """Generators from which the data set draws in this process; looked for once."""
@@ -156,6 +169,7 @@ class LoaderSource(Source):
             name = "batch_sampler" if self._auto_collated else "sampler"
             batching: dict[str, Any] = {name: self._given} | ({} if self._auto_collated else {"batch_size": None})
             self._inner = _like(self.loader, generator=generator, collate_fn=collate, **batching)
+        self._inner.generator = generator
         return self._inner
 
     @contextlib.contextmanager
@@ -251,22 +265,8 @@ class LoaderSource(Source):
         return LoaderSource(other, strings_as_arrays=self._convert is rows.strings_to_arrays)
 
 
-def _seeds_of(loader: DataLoader[Any], owned: list[Any], resume: Resume | None) -> Seeds:
-    """Of a pass that begins, or goes on: then generators of the data set go to where they stood."""
-    if resume is None:
-        return seeds_of_pass(loader.generator, owned)
-    streams = RandomStreams((), owned)
-    seeds = resume.beginning.get("draws") or seeds_of_pass(loader.generator, owned)
-    streams.put(resume.beginning.get("data", {}))
-    return seeds[0], seeds[1]
-
-
-def _beginning(
-    of_order: Callable[[], dict[str, Any]], owned: list[Any], seeds: Seeds | None
-) -> Callable[[], dict[str, Any]]:
-    """What it takes to draw the order again, and what the data set draws. Not a method: it outlives the source."""
-    data = RandomStreams((), owned)
-    return lambda: {**of_order(), "data": data.own_states(), "draws": seeds}
+def _step_of(batch: SplitBatch) -> Step:
+    return Step(batch.parts, batch.sizes, batch.checksum)
 
 
 def _requests(shares: Iterator[Share], first: int, draws: OwnDraws | None) -> Iterator[Index]:
@@ -328,16 +328,6 @@ def _like(loader: DataLoader[Any], dataset: Any = None, **changes: Any) -> DataL
         persistent_workers=loader.persistent_workers,
         **changes,
     )
-
-
-def _seed_workers(loader: DataLoader[Any], inner: DataLoader[Any], worker_index: int) -> None:
-    """Different random augmentation in every process, though all draw the same seed for their workers.
-
-    Every rank draws as torch would, so that random streams stay equal; ranks other than 0 add their number to it.
-    """
-    if worker_index > 0:
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-        inner.generator.manual_seed((seed + worker_index) % 2**63)
 
 
 def _length(loader: DataLoader[Any]) -> int:

@@ -85,9 +85,9 @@ class Share(NamedTuple):
             yield request
 
 
-def share_of(index: Index, layout: InputLayout, auto_collated: bool) -> Share:
-    """This process's share of the global batch of rows ``index``."""
-    if not auto_collated and not _lists_rows(index):
+def share_of(index: Index, layout: InputLayout, auto_collated: bool, by_rows: bool) -> Share:
+    """This process's share of the global batch of rows ``index``; ``by_rows``: no row depends on the others."""
+    if not by_rows or (not auto_collated and not _lists_rows(index)):
         return Share(None, (index,), (COMMON,))
     sizes = equal_chunks(len(index), layout.num_replicas)
     stops = list(itertools.accumulate(sizes))

@@ -80,17 +80,32 @@ class Leaving(Iterator[T]):
 
 
 def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[Any]) -> Seeds:
-    """Decided by where the process's streams stand, which stay there, and by the next number of each in ``owned``.
+    """Decided by where the process's streams and those of the data set stand, which stay there.
 
     ``generator``: what a loader draws from once for every pass, so that every pass has other seeds.
     """
     shared = (_seen_of(generator), _seen_of(None), random.getstate(), np.random.get_state(legacy=False))
-    return _number(*shared), _number(*map(_next_of, owned))
+    streams = RandomStreams((), owned)
+    states = streams.own_states()
+    seeds = _number(*shared), _number(*map(_next_of, owned))
+    streams.put(states)
+    return seeds
+
+
+def leave_for_next_pass(owned: Sequence[Any]) -> None:
+    """Move the data set's generators, which the pass leaves where they are: the next one has other seeds."""
+    for generator in owned:
+        _next_of(generator)
+
+
+def stream_seed(seed: int, *path: int) -> int:
+    """A seed made of another and of numbers; those of other numbers are unrelated."""
+    return _digest(seed, *path)[0]
 
 
 def generators_of_data(dataset: Any, collate: Any) -> list[Any]:
     """Generators of torch, NumPy and Python that reading a row or collating a batch can reach."""
-    parts = _parts(dataset)
+    parts = parts_of(dataset)
     methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values() if callable(one)]
     found = Start(collate, [*parts, *methods]).walk().generators
     process = (torch.default_generator, PYTHONS, NUMPYS)
@@ -99,16 +114,37 @@ def generators_of_data(dataset: Any, collate: Any) -> list[Any]:
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:
     """Whether reading a batch is known to run no code but torch's and Python's own, which draws nothing."""
-    known = (TensorDataset, list, tuple, range)
-    return loader.collate_fn is default_collate and all(type(part) in known for part in _parts(loader.dataset))
+    return loader.collate_fn is default_collate and all(type(part) in _KNOWN for part in parts_of(loader.dataset))
 
 
-def _parts(dataset: Any) -> list[Any]:
+_KNOWN = (TensorDataset, list, tuple, range)
+
+
+def treats_rows_alone(loader: DataLoader[Any]) -> bool:
+    """Whether a row of a batch is known not to depend on the batch's other rows.
+
+    A data set that is asked for several rows at once (``__getitems__``, as of Hugging Face's) may pad them to the
+    longest, in a transform that it was given; without one it does not.
+    """
+    parts = parts_of(loader.dataset)
+    if loader.batch_sampler is None:
+        return all(type(part) in _KNOWN for part in parts)
+    return loader.collate_fn is default_collate and all(map(_reads_rows_alone, parts))
+
+
+def _reads_rows_alone(dataset: Any) -> bool:
+    if not hasattr(dataset, "__getitems__"):
+        return True
+    form = getattr(dataset, "format", None)
+    return isinstance(form, dict) and form.get("type", "custom") != "custom"
+
+
+def parts_of(dataset: Any) -> list[Any]:
     """What torch's own data sets are made of: `Subset`, which ``random_split`` makes, and `ConcatDataset`."""
     if type(dataset) is Subset:
-        return _parts(dataset.dataset)
+        return parts_of(dataset.dataset)
     if type(dataset) is ConcatDataset:
-        return [part for one in dataset.datasets for part in _parts(one)]
+        return [part for one in dataset.datasets for part in parts_of(one)]
     return [dataset]
 
 

@@ -59,6 +59,8 @@ class Source(ABC):
     """Whether opening it again ends an earlier reading (a `DataLoader` with persistent workers)."""
     on_demand: bool = False
     """Whether an element may not be read before it is asked for, because reading it has effects."""
+    rows_alone: bool = False
+    """Whether the user said that no row of a batch depends on the others; see ``collate`` of `InputOptions`."""
 
     def agree(self, peers: Communicator | None) -> None:  # noqa: B027 - most sources choose nothing
         """Take over rank 0's random choices for the next `open`. Every process calls it right before that."""
