@@ -6,7 +6,9 @@ its rows can be shared over processes by index; every other source is read in fu
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +27,9 @@ from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
-from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
+
+logger = logging.getLogger("torchstrat.data")
 
 
 class FileSource(Protocol):
@@ -310,12 +314,27 @@ class MapSource(Source):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.cardinality = len(dataset)
+        self._split = False
+
+    def check_splittable(self) -> None:
+        self._split = True
+        _warn_of_items(type(self._dataset).__qualname__)
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         place = Place() if resume is None else resume.place
-        batches = (rows.to_tensors(self._dataset[index]) for index in range(place.batches, len(self._dataset)))
+        batches = map(self._batch, range(place.batches, len(self._dataset)))
         counted = Sequentially(skip_extra(batches, place), place)
         return Stream(counted, counted.stand)
+
+    def _batch(self, index: int) -> nest.Nest:
+        batch = rows.to_tensors(self._dataset[index])
+        if self._split and not _is_batch(batch):
+            raise WrongTypeError(
+                f"item {index} of {type(self._dataset).__qualname__} is no batch of tensors with equally many rows, "
+                "and each item of a map-style data set is taken for a global batch, to be split over the replicas. "
+                "A dataset of single examples needs a DataLoader(dataset, batch_size=<global batch>)."
+            )
+        return batch
 
     def settings(self) -> dict[str, Any]:
         return {"number of batches": len(self._dataset)}
@@ -329,6 +348,25 @@ class MapSource(Source):
     def for_hint(self, worker: int, workers: int) -> Source:
         shard = getattr(self._dataset, "shard", None)
         return make_source(shard(workers, worker)) if callable(shard) else self
+
+
+@functools.cache
+def _warn_of_items(name: str) -> None:
+    logger.warning(
+        "each item of %s is taken for a global batch, whose rows (dim 0) are split over the replicas. If items are "
+        "single examples, give a DataLoader(dataset, batch_size=<global batch>).",
+        name,
+    )
+
+
+def _is_batch(item: nest.Nest) -> bool:
+    """Whether an item can be a batch: strings may be in a list, numbers there are an example's as likely."""
+    try:
+        leaves = rows.row_leaves(item)
+    except TorchstratError:
+        return False
+    texts = (isinstance(row, str | bytes) for leaf in leaves if not rows.is_array(leaf) for row in leaf)
+    return any(map(rows.is_array, leaves)) and all(texts) and rows.common_rows(item) is not None
 
 
 class ForeignFileSource(IterableSource):
