@@ -164,7 +164,7 @@ def distribute_datasets_from_function(
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA has no meaning on a strategy with a single replica; leave it out."
         )
-    pipelines = len(layout.local_replicas) if per_replica and layout.per_replica_input == "honoured" else 1
+    pipelines = len(layout.local_replicas) if per_replica else 1
     made = [dataset_fn(input_context(layout)) for _ in range(pipelines)]
     for dataset in made:
         refuse_distributed(dataset)

@@ -21,7 +21,14 @@ from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.loader_batches import Collate, CollateAndSplit, Share, SplitBatch, served, share_of
-from torchstrat.data.order import IndexOrder, index_sampler, len_of, sampler_name, streams_of
+from torchstrat.data.order import (
+    IndexOrder,
+    index_sampler,
+    len_of,
+    refuse_indices_of_the_whole,
+    sampler_name,
+    streams_of,
+)
 from torchstrat.data.own_draws import Leaving, OwnDraws, draws_nothing, generators_of_data, treats_rows_alone
 from torchstrat.data.pass_draws import PassDraws, beginning_with
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
@@ -30,7 +37,7 @@ from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, unmoved
 from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files
 from torchstrat.data.streams import Step
-from torchstrat.errors import UnsupportedError
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
 
 
 class LoaderSource(Source):
@@ -232,11 +239,16 @@ class LoaderSource(Source):
             return 0
         if isinstance(dataset, TensorDataset):
             return tuple(tensor.new_zeros(tensor.shape[1:]) for tensor in dataset.tensors)
-        if isinstance(dataset, Pipeline):
-            return next(dataset.read(View()))
         if self._iterable:
             with unmoved(dataset if is_stateful(dataset) else None):
-                return next(iter(dataset))
+                elements = dataset.read(View()) if isinstance(dataset, Pipeline) else iter(dataset)
+                for element in elements:
+                    return element
+        if self._iterable or len_of(dataset) == 0:
+            raise InvalidArgumentError(
+                f"element_spec is not known: the {type(dataset).__name__} of the DataLoader is empty, and does not say "
+                "what its elements would be."
+            )
         lists = not self._auto_collated and isinstance(self.loader.sampler, BatchSampler)
         return dataset[[0] if lists else 0]
 
@@ -254,13 +266,17 @@ class LoaderSource(Source):
     def for_hint(self, worker: int, workers: int) -> Source:
         dataset = self.loader.dataset
         shard = getattr(dataset, "shard", None)
-        if not callable(shard) or not self._iterable:
+        if not callable(shard):
             return self
-        return self._with_dataset(Opened(make_source(dataset).for_hint(worker, workers)))
+        if self._iterable:
+            return self._with_dataset(Opened(make_source(dataset).for_hint(worker, workers)))
+        part = shard(workers, worker)
+        shuffles = refuse_indices_of_the_whole(self.loader)
+        return self._with_dataset(part, **({} if isinstance(part, IterableDataset) else {"shuffle": shuffles}))
 
-    def _with_dataset(self, dataset: IterableDataset[Any]) -> LoaderSource:
+    def _with_dataset(self, dataset: Any, **batching: Any) -> LoaderSource:
         loader = self.loader
-        batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        batching |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         other = _like(loader, dataset, generator=loader.generator, collate_fn=loader.collate_fn, **batching)
         return LoaderSource(other, strings_as_arrays=self._convert is rows.strings_to_arrays)
 

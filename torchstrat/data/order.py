@@ -75,6 +75,22 @@ def refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
         sampler = getattr(sampler, "sampler", None)
 
 
+def refuse_indices_of_the_whole(loader: DataLoader[Any]) -> bool:
+    """Whether the loader shuffles. Raises `UnsupportedError` if its order is not one that part of the rows can have."""
+    sampler = index_sampler(loader)
+    own = _own_sampler(sampler)
+    plain = isinstance(own, SequentialSampler) or (
+        isinstance(own, RandomSampler) and not own.replacement and own._num_samples is None
+    )
+    if not plain or (loader.batch_sampler is not None and type(sampler) is not BatchSampler):
+        raise UnsupportedError(
+            f"under AutoShardPolicy.HINT each process reads the rows that the data set's shard() gives it, and the "
+            f"DataLoader has a sampler ({sampler_name(loader)}) that draws indices of the whole. Give the loader "
+            "batch_size and shuffle instead, or use AutoShardPolicy.DATA."
+        )
+    return isinstance(own, RandomSampler)
+
+
 class IndexOrder:
     """One epoch's order of a `DataLoader`, the same in every process. Collective: all ranks make one together.
 
