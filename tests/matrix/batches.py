@@ -29,9 +29,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.batch_kinds import COUNTS, KINDS, ROWS, Example, Kind, examples_of
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
 from torchstrat import nest
 from torchstrat.data import containers, distributed, readings, rows, streams
+from torchstrat.errors import WrongTypeError
 from torchstrat.testing.fake_cluster import FakeCluster
 
 SERVERS = "parameter servers, 1 worker"
@@ -142,11 +143,13 @@ def _stateful(kind: Kind) -> Any:
 
 
 class Column(NamedTuple):
-    make: Callable[[Kind], Iterable[Any]]
+    make: Callable[[Kind], Any]
     """What is distributed."""
     sees_examples: bool = True
     """Whether whoever distributes it can see the examples, and not only the batches."""
     where: tuple[str, ...] = ("mirrored x2", "central_storage x2", "torchrun mirrored", "torchrun central_storage")
+    by_items: bool = False
+    """Whether its items are asked for by their numbers, and are taken for batches only where they look like some."""
     without: frozenset[str] = frozenset()
     """Kinds that cannot come that way."""
 
@@ -165,12 +168,14 @@ COLUMNS: Mapping[str, Column] = {
     "batch sampler": Column(_of_sampler),
     "collate looks at the whole batch": Column(
         _looking_at_all,
-        where=("mirrored x2", "central_storage x2"),
         without=_DICTS | {name for name, kind in KINDS.items() if not kind.whole},
     ),
     "augmenting data set": Column(_augmenting, where=_FEW, without=_DICTS),
     "iterable data set": Column(lambda kind: DataLoader(Stream(_dataset(kind)), ROWS, collate_fn=kind.collate)),
     "generator": Column(_generator, sees_examples=False),
+    "data set of batches": Column(
+        lambda kind: Rows(list(_loader(kind))), sees_examples=False, where=_FEW, by_items=True
+    ),
     "list of batches": Column(lambda kind: list(_loader(kind)), sees_examples=False, where=_FEW),
 } | ({"StatefulDataLoader": Column(_stateful, False, _FEW)} if importlib.util.find_spec("torchdata") else {})
 
@@ -197,7 +202,8 @@ def _plainly(kind: Kind, batches: Iterable[Any]) -> nn.Module:
 
 
 def _check(kind: Kind, column: Column, place: str, is_told: bool) -> None:
-    plain = _plainly(kind, column.make(kind))
+    made = column.make(kind)
+    plain = _plainly(kind, map(made.__getitem__, range(len(made))) if isinstance(made, Rows) else made)
     with places.opened(place) as strategy, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with strategy.scope():
@@ -249,6 +255,9 @@ def _check_on_worker(kind: Kind) -> None:
 
 
 def _expected(kind: Kind, column: Column) -> Expected | None:
+    if column.by_items and kind.alone is not None and kind.alone.verdict == "refused":
+        says = "(item 0 of Rows is no batch of tensors|cannot be split over replicas)"
+        return refused(WrongTypeError, says, "it may be an example")
     return RIGHT if column.sees_examples else kind.alone
 
 

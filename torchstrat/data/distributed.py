@@ -43,6 +43,8 @@ class Reading:
     """Whether the steps hold the rows of all replicas, and are as many, in every process without asking."""
     compared: bool = False
     """Whether the processes compare their first batches."""
+    here: bool = False
+    """Whether the steps have to be taken in the caller's thread; see `Stream.here`."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class DistributedIterator:
             self._placement = layout.placement
         self._fetches = fetch
         place = self._placement.place if fetch else _leave
-        ahead = _ahead(feed, options, fetch and self._placement.copies)
+        ahead = _ahead(feed, options, fetch and self._placement.copies, self._reading.here)
         steps = self._progress.following(self._reading.steps, self._reading.standing)
         self._prefetcher = Prefetcher(steps, place, options.per_replica_buffer_size, ahead)
 
@@ -322,12 +324,13 @@ class DistributedIterator:
         return _zip(wrap, step.components)
 
 
-def _ahead(feed: Feed, options: InputOptions, copies: bool) -> Ahead:
+def _ahead(feed: Feed, options: InputOptions, copies: bool, here: bool) -> Ahead:
     if feed.on_demand:
         return Ahead.NOTHING
-    if feed.has_workers or options.per_replica_buffer_size > 1:
+    buffered = options.per_replica_buffer_size > 1
+    if feed.has_workers or (buffered and not here):
         return Ahead.READ_AND_COPY
-    return Ahead.COPY if copies else Ahead.NOTHING
+    return Ahead.COPY if copies or buffered else Ahead.NOTHING
 
 
 def _leave(step: Step) -> tuple[Step, tuple[Any, ...]]:

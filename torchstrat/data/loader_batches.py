@@ -15,6 +15,7 @@ from torchstrat.data import rows, spec
 from torchstrat.data.draws import Index
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.marks import with_same_of
+from torchstrat.data.own_draws import COMMON, OwnDraws
 from torchstrat.data.readings import MARKS, CollateReading, copies
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
@@ -110,16 +111,28 @@ class Share(NamedTuple):
     requests: tuple[Index, ...]
     """What to fetch: one request per local replica that has rows. With none, one row of another replica, to learn
     what an empty batch looks like."""
+    streams: tuple[int, ...]
+    """What is drawn for each of them is drawn from: its replica's stream, or that of all processes."""
+
+    def requested(self, number: int, draws: OwnDraws | None) -> Iterator[Index]:
+        """The requests of batch ``number``, each to be fetched before the next is asked for."""
+        for stream, request in zip(self.streams, self.requests, strict=True):
+            if draws is not None:
+                draws.enter(number, stream)
+            yield request
 
 
-def share_of(index: Index, layout: InputLayout, auto_collated: bool) -> Share:
-    """This process's share of the global batch of rows ``index``."""
-    if not auto_collated and not _lists_rows(index):
-        return Share(None, (index,))
+def share_of(index: Index, layout: InputLayout, auto_collated: bool, by_rows: bool) -> Share:
+    """This process's share of the global batch of rows ``index``; ``by_rows``: no row depends on the others."""
+    if not by_rows or (not auto_collated and not _lists_rows(index)):
+        return Share(None, (index,), (COMMON,))
     sizes = equal_chunks(len(index), layout.num_replicas)
     stops = list(itertools.accumulate(sizes))
-    own = tuple(index[stops[replica] - sizes[replica] : stops[replica]] for replica in layout.local_replicas)
-    return Share(sizes, tuple(request for request in own if len(request)) or (index[:1],))
+    present = tuple(replica for replica in layout.local_replicas if sizes[replica])
+    if not present:
+        return Share(sizes, (index[:1],), layout.local_replicas[:1])
+    own = tuple(index[stops[replica] - sizes[replica] : stops[replica]] for replica in present)
+    return Share(sizes, own, present)
 
 
 def _lists_rows(index: Index) -> bool:
