@@ -207,3 +207,10 @@ def test_nested_tensors_with_holes_or_transposed_are_cut() -> None:
     )
     assert [row.tolist() for row in rows.cut(holes, 1, 2).unbind()] == [[12, 13, 14, 15]]
     assert rows.length(rows.cut(holes, 0, 0)) == 0
+
+
+def test_a_data_set_that_makes_batches_of_many_rows_is_split_by_rows() -> None:
+    whole = (torch.arange(5), torch.arange(5) * 2)
+    split = CollateAndSplit(lambda made: made, rows.to_tensors, 2, (0, 1), False)(whole)  # type: ignore[arg-type]
+    assert split.sizes == (3, 2)
+    assert [[plain(leaf) for leaf in part] for part in split.parts] == [[[0, 1, 2], [0, 2, 4]], [[3, 4], [6, 8]]]

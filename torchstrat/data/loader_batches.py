@@ -16,7 +16,7 @@ from torchstrat.data.draws import Index
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.marks import with_same_of
 from torchstrat.data.own_draws import COMMON, OwnDraws
-from torchstrat.data.readings import MARKS, CollateReading, copies
+from torchstrat.data.readings import MARKS, CollateReading, copies, require_aligned
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -53,6 +53,8 @@ class CollateAndSplit:
         self._reading = CollateReading(self.collate)
 
     def __call__(self, examples: list[Any]) -> SplitBatch:
+        if not isinstance(examples, list):
+            return self._split_made(self.convert(self.collate(examples)))
         sizes = equal_chunks(len(examples), self.num_replicas)
         kept = examples if self._reading.is_torchs else copies(examples)
         whole = self.convert(self.collate(examples))
@@ -62,6 +64,14 @@ class CollateAndSplit:
         parts = None if marked is None else self._cut(marked, sizes)
         if parts is None:
             parts = self._collate_shares(whole, sizes, kept)
+        return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
+
+    def _split_made(self, whole: nest.Nest) -> SplitBatch:
+        """Of a data set whose ``__getitems__`` makes a batch, instead of a list of examples: by its rows alone."""
+        sizes = equal_chunks(require_aligned(whole), self.num_replicas)
+        parts = rows.split_by_sizes(whole, sizes)
+        checksum = rows.checksum(whole) if self.compare else None
+        self.compare = False
         return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
 
     def _cut(self, whole: nest.Nest, sizes: tuple[int, ...]) -> list[nest.Nest] | None:
@@ -92,6 +102,8 @@ class CollateToCut:
         self._reading = CollateReading(collate)
 
     def __call__(self, examples: list[Any]) -> nest.Nest:
+        if not isinstance(examples, list):  # a batch already; see above
+            return self._collate(examples)
         kept = copies(examples)
         marked = self._reading.marked(rows.to_tensors(self._collate(examples)), kept)
         if marked is None:
