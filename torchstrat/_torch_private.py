@@ -356,3 +356,7 @@ def ignored_labels(node: Any) -> torch.Tensor | None:
     index: int = node._saved_ignore_index  # unsigned: -100 is 2**64 - 100
     labels: torch.Tensor = node._saved_target
     return labels == (index - 2**64 if index >= 2**63 else index)
+
+
+pinned: Callable[[Any], Any] = look_up("utils.data._utils.pin_memory.pin_memory")
+"""A copy of a nest of tensors in memory from which an accelerator copies by itself, as a `DataLoader` makes it."""

@@ -34,7 +34,7 @@ def children(value: Nest) -> list[tuple[Any, Nest]]:
     return list(value.items() if _is_mapping(type(value)) else enumerate(value))
 
 
-def _values(value: Nest) -> list[Nest]:
+def values_of(value: Nest) -> list[Nest]:
     """The children of one container without their keys."""
     return list(value.values() if _is_mapping(type(value)) else value)
 
@@ -42,39 +42,81 @@ def _values(value: Nest) -> list[Nest]:
 def rebuild(like: Nest, values: list[Nest]) -> Nest:
     """A container of the kind of ``like`` (same keys, same attributes, same class) holding ``values``.
 
+    Lists and tuples may become shorter or longer.
+
     Raises:
         WrongTypeError: its class cannot be copied, or its copy does not take other values.
     """
-    if type(like) is dict:
+    kind = type(like)
+    if kind is dict:
         return dict(zip(like, values, strict=True))
-    if _is_mapping(type(like)):
-        return _rebuild_mapping(like, values)
+    if kind is list:
+        return list(values)
+    if kind is tuple:
+        return tuple(values)
     if isinstance(like, tuple):
-        return like._make(values) if hasattr(like, "_make") else _rebuild_tuple(like, values)
-    return list(values)
-
-
-def _rebuild_mapping(like: Mapping[Any, Any], values: list[Nest]) -> Nest:
-    """By its own protocol, for its constructor may take anything: a copy, whose entries are replaced."""
+        return _rebuild_tuple(like, values)
     if not hasattr(like, "__setitem__"):  # it is read only, as a proxy of a dict is
         return dict(zip(like, values, strict=True))
     try:
-        made: Any = copy.copy(like)
-        for key, value in zip(like, values, strict=True):
-            made[key] = value
+        return _filled_copy(like, values)
     except Exception as error:
+        plain = "dict" if _is_mapping(kind) else "list"
         raise WrongTypeError(
-            f"a {type(like).__qualname__} cannot be handed to replicas: a copy of it does not take their values "
-            f"({type(error).__name__}: {error}). Pass a plain dict, or let its class have __copy__ and __setitem__."
+            f"a {kind.__qualname__} cannot be handed to replicas: a copy of it does not take their values "
+            f"({type(error).__name__}: {error}). Pass a plain {plain}, or let its class have __copy__ and __setitem__."
         ) from error
+
+
+def _filled_copy(like: Any, values: list[Nest]) -> Nest:
+    """By its own protocol, for its constructor may take anything: a copy, whose entries are replaced."""
+    keys = list(like) if _is_mapping(type(like)) else None
+    kept = values_of(like)
+    computed = _differ(values_of(like), kept)  # anew by each look: nobody can say whether a copy shares them
+    for copied in (copy.copy, _copy_of_its_own):
+        made: Any = copied(like)
+        _fill(made, keys, values)
+        if computed or not _differ(values_of(like), kept):
+            return made
+        _fill(like, keys, kept)  # the copy holds its entries in the same dict as the original
+    raise TypeError("it shares its entries with its copies")
+
+
+def _fill(container: Any, keys: list[Any] | None, values: list[Nest]) -> None:
+    """``keys``: of a mapping; None for a list, which may become shorter."""
+    if keys is None:
+        container[:] = values
+        return
+    for key, value in zip(keys, values, strict=True):
+        container[key] = value
+
+
+def _differ(first: list[Nest], second: list[Nest]) -> bool:
+    return len(first) != len(second) or any(one is not other for one, other in zip(first, second, strict=True))
+
+
+def _copy_of_its_own(like: Any) -> Any:
+    """A copy that shares none of the containers which hold its entries."""
+    made = copy.copy(like)
+    for name, value in vars(made).items():
+        if isinstance(value, dict | list):
+            object.__setattr__(made, name, copy.copy(value))
     return made
 
 
 def _rebuild_tuple(like: tuple[Any, ...], values: list[Nest]) -> Nest:
+    """As unpickling makes it: without its constructor, which may take anything, and with its attributes."""
+    kind = type(like)
     try:
-        return type(like)(values)
-    except TypeError:  # torch.Size, which holds numbers only
-        return tuple(values)
+        made = tuple.__new__(kind, values)
+    except TypeError:  # a class written in C, such as torch's results of several values, or torch.Size, of numbers only
+        try:
+            return kind(values)
+        except TypeError:
+            return tuple(values)
+    if attributes := getattr(like, "__dict__", None):
+        made.__dict__.update(attributes)
+    return made
 
 
 def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:
@@ -82,8 +124,8 @@ def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:
     if not is_nested(first):
         return fn(first, *others)
     if not others:
-        return rebuild(first, [map_structure(fn, child) for child in _values(first)])
-    columns = [_values(nest) for nest in (first, *others)]
+        return rebuild(first, [map_structure(fn, child) for child in values_of(first)])
+    columns = [values_of(nest) for nest in (first, *others)]
     return rebuild(first, [map_structure(fn, *row) for row in zip(*columns, strict=True)])
 
 
@@ -92,7 +134,7 @@ def leaves(value: Nest) -> Iterator[Any]:
     if not is_nested(value):
         yield value
         return
-    for child in _values(value):
+    for child in values_of(value):
         if is_nested(child):
             yield from leaves(child)
         else:

@@ -6,12 +6,14 @@ import collections
 import dataclasses
 import functools
 import itertools
+import random
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +23,7 @@ from torchstrat import nest
 from torchstrat.values import DistributedValues
 from torchstrat.variable.tensor_like import TensorLike
 
+GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 HELPER_TYPES = (Optimizer, LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 _ATOMS: tuple[type, ...] = (
     TensorLike,
@@ -72,7 +75,7 @@ class Reached:
     modules: list[nn.Module] = dataclasses.field(default_factory=list)
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     helpers: list[Any] = dataclasses.field(default_factory=list)
-    generators: list[torch.Generator] = dataclasses.field(default_factory=list)
+    generators: list[Any] = dataclasses.field(default_factory=list)
     plain: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """Tensors that are no leaves with a gradient."""
 
@@ -159,7 +162,7 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
     elif isinstance(value, HELPER_TYPES):
         reached.helpers.append(value)
         yield from (member for member in vars(value).values() if isinstance(member, (list, tuple, *HELPER_TYPES)))
-    elif isinstance(value, torch.Generator):
+    elif isinstance(value, GENERATOR_TYPES):
         reached.generators.append(value)
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         yield from itertools.islice(value, _MAX_MEMBERS)

@@ -231,7 +231,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return distribute_values(value_fn, self.num_replicas_in_sync, self._engine.local_replicas, self._wraps_values)
 
     _wraps_values = True
-    _per_replica_input: Literal["honoured", "ignored", "refused"] = "honoured"
+    _per_replica_input: Literal["honoured", "refused"] = "honoured"
     _variable_placement = VariablePlacement.MIRRORED
 
     def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:

@@ -24,6 +24,8 @@ class BatchInfo:
     rows: tuple[int, ...]
     run_empty: bool = False
     """`InputOptions(empty_replicas="run")`: call the step on replicas without rows, as TensorFlow does."""
+    dim: int = 0
+    """Along which this leaf has its rows."""
 
 
 class Weights(Protocol):

@@ -17,6 +17,7 @@ MODULES: Mapping[str, str] = {
     "state": "tests.matrix.state",
     "ps_state": "tests.matrix.ps_state",
     "round_trips": "tests.matrix.round_trips",
+    "batches": "tests.matrix.batches",
 }
 
 

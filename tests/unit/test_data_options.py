@@ -48,6 +48,7 @@ def test_a_policy_may_be_named(policy: Any) -> None:
         ("replication_mode", "PER_HOST"),
         ("per_replica_buffer_size", 0),
         ("empty_replicas", "drop"),
+        ("collate", "replica"),
     ],
 )
 def test_a_value_that_a_field_cannot_have(field: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 import random
@@ -53,6 +54,18 @@ class Rows(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.reads += 1
         return torch.tensor(index), torch.rand(())
+
+
+class OwnDraws(Rows):
+    """Draws from generators of its own, one of them within what it calls."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.noise = np.random.default_rng(1)
+        self.flip = functools.partial(random.Random.random, random.Random(2))
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index), torch.tensor(self.noise.random() + self.flip())
 
 
 def distributed(dataset: Any, replicas: int = 1, **options: Any) -> DistributedDataset:
@@ -222,6 +235,7 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "generator in a sampler": lambda **more: DataLoader(Rows(N), batch_size=4, sampler=WithGenerator(N), **more),
     "stateful sampler": lambda **more: DataLoader(Rows(N), batch_size=4, sampler=Stateful(N), **more),
     "batch sampler": lambda **more: DataLoader(Rows(N), batch_sampler=Growing(N), **more),
+    "generators in a data set": lambda **more: DataLoader(OwnDraws(N), batch_size=4, shuffle=True, **more),
     "bulk": lambda **more: DataLoader(
         Bulk(N), batch_size=None, sampler=BatchSampler(RandomSampler(range(N)), 4, False), **more
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from tests.unit.data_ranks import joined, layout_in_process, plain
 from torchstrat import data
 from torchstrat.data import ArrayDataset, AutoShardPolicy, InputOptions, TextLineDataset
-from torchstrat.data.sources import reads_files
+from torchstrat.data.sources import _warn_of_items, reads_files
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.values import PerReplica
 
@@ -95,10 +96,12 @@ def test_a_dataset_of_batches() -> None:
     assert read(MapOfBatches()) == [[[0], [1]], [[2], [3]], [[4], [5]]]
 
 
-def test_arrays_are_rows() -> None:
+def test_arrays_are_rows(caplog: pytest.LogCaptureFixture) -> None:
     assert read(torch.arange(6).reshape(2, 3)) == [[[0, 1], [2]], [[3, 4], [5]]]
     nested = distribute({"x": np.zeros((2, 4)), "y": torch.ones(2, 2)})
-    assert [{key: value.values[0].shape for key, value in batch.items()} for batch in nested] == [
+    found = list(nested)
+    assert "batch['x'] has 4, batch['y'] has 2. Each is split by itself" in caplog.text
+    assert [{key: value.values[0].shape for key, value in batch.items()} for batch in found] == [
         {"x": (2,), "y": (1,)}
     ] * 2
 
@@ -205,6 +208,65 @@ def test_what_is_no_dataset_is_refused_at_once(dataset: Any, error: type[Excepti
 def test_single_examples_need_a_loader() -> None:
     with pytest.raises(WrongTypeError, match="A dataset of single examples needs a DataLoader"):
         list(distribute(Squares()))
+
+
+class Items(Dataset[Any]):
+    """A map-style data set of these items."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        (torch.arange(4.0), torch.ones(1)),
+        {"x": torch.ones(3, 2), "y": torch.tensor(1)},
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
+        (torch.ones(3), "a label"),
+        (torch.ones(3), 1),
+        ["a", "b"],
+        None,
+    ],
+)
+def test_items_that_are_no_batches_are_refused(item: Any) -> None:
+    batches = iter(distribute(Items((torch.ones(4, 2), torch.ones(4)), item)))
+    assert [part.shape[0] for part in next(batches)[0].values] == [2, 2]
+    with pytest.raises(WrongTypeError, match=r"item 1 of Items is no batch of tensors with equally many rows.*DataLoad"):
+        next(batches)
+
+
+def test_what_is_not_split_may_be_anything() -> None:
+    assert next(iter(distribute(Items((1, "a")), 1))) == (1, "a")
+
+
+def test_that_items_are_taken_for_batches_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_items.cache_clear()
+    item = {"x": torch.ones(4, 2), "names": ["a", "b", "c", "d"]}
+    with caplog.at_level(logging.WARNING, "torchstrat.data"):
+        for _ in range(2):
+            [batch] = distribute(Items(item))
+    assert batch["names"].values == (["a", "b"], ["c", "d"])
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "each item of Items is taken for a global batch"
+    ]
+
+
+class NothingAsStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize("dataset", [Items(), NothingAsStream(), ArrayDataset(torch.ones(2)).take(0)])
+def test_the_spec_of_an_empty_loader(dataset: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="of the DataLoader is empty"):
+        _ = distribute(DataLoader(dataset, 2)).element_spec
 
 
 def test_a_distributed_dataset_is_not_distributed_again() -> None:

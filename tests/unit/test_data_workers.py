@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, default_collate
 
 from tests.unit.data_ranks import joined, on_ranks, plain
 from torchstrat import data
 from torchstrat.data import InputLayout, InputOptions
-from torchstrat.errors import CommunicationError, InvalidArgumentError
+from torchstrat.data.autoshard import _warn_of_whole_batches
+from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 
 Steps = list[tuple[list[Any], tuple[int, ...]]]
 
@@ -49,6 +50,22 @@ class Fetches(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.fetched.append(index)
         return torch.tensor(index)
+
+
+def _doubled(samples: list[Any]) -> Any:
+    return 2 * default_collate(samples)
+
+
+@pytest.mark.parametrize("collate", ["batch", "rows"])
+def test_reading_whole_batches_is_said_once(collate: str, caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_whole_batches.cache_clear()
+    loader = DataLoader(Fetches(), batch_size=4, collate_fn=_doubled)
+    with caplog.at_level(logging.WARNING, "torchstrat.data"):
+        for _ in range(2):
+            results, _ = read(loader, 2, collate=collate)
+    assert [joined(components(results, step)) for step in range(3)] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
+    assert len(caplog.records) == (collate == "batch")
+    assert all("the collate function _doubled may look at the whole batch" in one.message for one in caplog.records)
 
 
 class Backwards(Sampler[int]):
@@ -268,6 +285,48 @@ def test_hints() -> None:
     assert [joined((parts[0] for parts, _ in steps)) for steps in results] == [[0, 2, 4], [1, 3, 5]]
     results, _ = read(data.ArrayDataset(torch.arange(6)).batch(2), 2, auto_shard_policy="HINT")
     assert [joined((parts[0] for parts, _ in steps)) for steps in results] == [list(range(6))] * 2
+
+
+class Shards(Fetches):
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(len(rows))
+        self.rows = rows
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(self.rows[index])
+
+    def shard(self, shards: int, index: int) -> Shards:
+        return Shards(self.rows[index::shards])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("batch", [4, None])
+def test_a_map_style_dataset_in_a_loader_takes_the_hint(shuffle: bool, batch: int | None) -> None:
+    class Batches(Shards):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return super().__getitem__(index).reshape(1)
+
+        def shard(self, shards: int, index: int) -> Shards:
+            return Batches(self.rows[index::shards])
+
+    rows = list(range(8))
+    dataset = Shards(rows) if batch else Batches(rows)
+    results, _ = read(DataLoader(dataset, batch_size=batch, shuffle=shuffle), 2, auto_shard_policy="HINT")
+    found = [joined((parts[0] for parts, _ in steps)) for steps in results]
+    assert [sorted(part) for part in found] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"sampler": Backwards(), "batch_size": 2},
+        {"sampler": RandomSampler(range(8), replacement=True), "batch_size": 2},
+        {"batch_sampler": [[0, 1], [6, 7]]},
+    ],
+)
+def test_a_sampler_of_the_whole_does_not_go_with_a_hint(order: dict[str, Any]) -> None:
+    results, _ = read(DataLoader(Shards(list(range(8))), **order), 2, auto_shard_policy="HINT")
+    assert all(isinstance(error, UnsupportedError) and "indices of the whole" in str(error) for error in results)
 
 
 def test_a_dataset_with_a_shard_method_takes_the_hint() -> None:

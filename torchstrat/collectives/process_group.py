@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +39,21 @@ SUMMED_AS: dict[torch.dtype, torch.dtype] = {
     if dtype is not None
 }
 """Dtypes that gloo and NCCL cannot add up, and in which their sum is computed instead."""
+
+
+_leaves_garbage = False
+
+
+def _leave_garbage_to_the_parent() -> None:
+    """Let forked children, such as a DataLoader's workers, collect nothing that was there when they were forked.
+
+    One that collected a strategy which the parent had closed and dropped would crash: a group ends its threads, and
+    shared memory its mapping, and children have neither.
+    """
+    global _leaves_garbage
+    if not _leaves_garbage and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
+        _leaves_garbage = True
 
 
 class _Work:
@@ -99,6 +116,7 @@ class ProcessGroupCommunicator:
     # -- making groups ----------------------------------------------------------------------------------------------
 
     def _make_groups(self, *, host_only: bool) -> None:
+        _leave_garbage_to_the_parent()
         self._group = self._device_group = self._new_group("gloo")
         if self._family.default.peers is None:
             told = self.all_gather_object(Identity.own(), "the first meeting of all processes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -50,4 +51,17 @@ def shard(source: Source, policy: AutoShardPolicy, layout: InputLayout) -> Sourc
             "index. A map-style Dataset, or several files under AutoShardPolicy.FILE, are read once.",
             workers,
         )
+    if policy is AutoShardPolicy.DATA and worker == 0 and isinstance(source, LoaderSource) and source.reads_whole:
+        _warn_of_whole_batches(workers, source.batches_made_by)
     return source
+
+
+@functools.cache
+def _warn_of_whole_batches(workers: int, made_by: str) -> None:
+    logger.warning(
+        "each of the %d processes reads all rows of every global batch, because %s may look at the whole batch (to pad "
+        "it, say). If it does to each row the same whatever the others are, say so with InputOptions(collate="
+        '"rows"): then a process reads its own rows only.',
+        workers,
+        made_by,
+    )

@@ -55,6 +55,7 @@ def distribute_dataset(
     refuse_distributed(dataset)
     whole = make_source(dataset)
     policy = chosen_policy(dataset, whole, options)
+    whole.rows_alone = options.collate == "rows"
     source = shard(whole, policy, layout)
     if not layout.bare and layout.num_replicas > 1:
         source.check_splittable()
@@ -93,15 +94,17 @@ def _opener(
 
     def open_fixed_sizes(saved: Saved | None) -> Reading:
         worker, workers = layout.worker_index, layout.num_workers
+        is_cut = layout.num_replicas > 1
         if saved is None:
             source.agree(layout.peers)
-            streams, pipelines = {worker: source.open()}, workers
+            streams, pipelines = {worker: source.open_to_cut() if is_cut else source.open()}, workers
         else:
             pipelines = saved.pipelines
             numbers = range(worker, pipelines, workers)
+            parts = {number: _pipeline(whole, source, policy, number, pipelines, workers) for number in numbers}
             streams = {
-                number: _pipeline(whole, source, policy, number, pipelines, workers).open(saved.streams[number])
-                for number in numbers
+                number: (part.open_to_cut if is_cut else part.open)(saved.streams[number])
+                for number, part in parts.items()
             }
         standing = FixedSizes(streams, source.declared_batch, layout, saved)
         return Reading(standing.steps(), _nothing, standing, pipelines, agreed=False)
@@ -111,7 +114,8 @@ def _opener(
             source.agree(layout.peers)
         stream, prepare = source.open_equal_chunks(layout, ahead, None if saved is None else saved.streams[0])
         standing = StepPerItem({0: stream}, saved)
-        return Reading(stream.items, prepare, standing, 1, agreed=True, compared=source.compared)
+        compared = source.compared
+        return Reading(stream.items, prepare, standing, 1, agreed=True, compared=compared, here=stream.here)
 
     if layout.bare:
         return open_bare
@@ -162,7 +166,7 @@ def distribute_datasets_from_function(
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA has no meaning on a strategy with a single replica; leave it out."
         )
-    pipelines = len(layout.local_replicas) if per_replica and layout.per_replica_input == "honoured" else 1
+    pipelines = len(layout.local_replicas) if per_replica else 1
     made = [dataset_fn(input_context(layout)) for _ in range(pipelines)]
     for dataset in made:
         refuse_distributed(dataset)

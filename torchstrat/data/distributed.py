@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
 
 from torchstrat import nest
 from torchstrat.data import rows
 from torchstrat.data.agreement import StepAgreement, require_equal_data
 from torchstrat.data.layout import BatchPlacement, InputLayout
+from torchstrat.data.marks import Along, Same, unmarked
 from torchstrat.data.options import InputOptions
 from torchstrat.data.position import Saved, Terms
 from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
@@ -18,7 +21,7 @@ from torchstrat.data.progress import Progress, state_of
 from torchstrat.data.standing import Standing
 from torchstrat.data.streams import Step
 from torchstrat.errors import InvalidArgumentError, OutOfRangeError, WrongTypeError
-from torchstrat.values import BatchInfo, PerReplica
+from torchstrat.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy
@@ -40,6 +43,8 @@ class Reading:
     """Whether the steps hold the rows of all replicas, and are as many, in every process without asking."""
     compared: bool = False
     """Whether the processes compare their first batches."""
+    here: bool = False
+    """Whether the steps have to be taken in the caller's thread; see `Stream.here`."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ class DistributedIterator:
             self._placement = layout.placement
         self._fetches = fetch
         place = self._placement.place if fetch else _leave
-        ahead = _ahead(feed, options, fetch and self._placement.copies)
+        ahead = _ahead(feed, options, fetch and self._placement.copies, self._reading.here)
         steps = self._progress.following(self._reading.steps, self._reading.standing)
         self._prefetcher = Prefetcher(steps, place, options.per_replica_buffer_size, ahead)
 
@@ -298,21 +303,34 @@ class DistributedIterator:
 
     def _hand_out(self, step: Step) -> Any:
         if self._layout.bare:
-            return step.components[0]
+            return unmarked(step.components[0])
         info = BatchInfo(step.rows, self._run_empty)
         ids = self._layout.local_replicas
         join = self._layout.join if self._fetches else None
-        if join is not None:
-            return _zip(lambda values: join(values, ids, info), step.components)
-        return _zip(lambda values: PerReplica(values, replica_ids=ids, batch_info=info), step.components)
+
+        def wrap(values: tuple[Any, ...]) -> DistributedValues:
+            first = values[0]
+            if isinstance(first, torch.Tensor) and join is None:
+                return PerReplica(values, replica_ids=ids, batch_info=info)
+            plain = tuple(unmarked(value) for value in values)
+            if isinstance(first, Same):
+                return Mirrored(plain, replica_ids=ids, batch_info=info)
+            if isinstance(first, Along):
+                return PerReplica(plain, replica_ids=ids, batch_info=replace(info, dim=first.dim))
+            if join is not None:
+                return join(plain, ids, info)
+            return PerReplica(plain, replica_ids=ids, batch_info=info)
+
+        return _zip(wrap, step.components)
 
 
-def _ahead(feed: Feed, options: InputOptions, copies: bool) -> Ahead:
+def _ahead(feed: Feed, options: InputOptions, copies: bool, here: bool) -> Ahead:
     if feed.on_demand:
         return Ahead.NOTHING
-    if feed.has_workers or options.per_replica_buffer_size > 1:
+    buffered = options.per_replica_buffer_size > 1
+    if feed.has_workers or (buffered and not here):
         return Ahead.READ_AND_COPY
-    return Ahead.COPY if copies else Ahead.NOTHING
+    return Ahead.COPY if copies or buffered else Ahead.NOTHING
 
 
 def _leave(step: Step) -> tuple[Step, tuple[Any, ...]]:
@@ -320,13 +338,22 @@ def _leave(step: Step) -> tuple[Step, tuple[Any, ...]]:
 
 
 def _zip(wrap: Callable[[tuple[Any, ...]], Any], components: tuple[nest.Nest, ...]) -> nest.Nest:
-    """The structure of one replica's batch, with ``wrap(the replicas' values)`` for every leaf."""
+    """The structure of one replica's batch, with ``wrap(the replicas' values)`` for every leaf.
+
+    What the replicas do not have alike, such as lists of their own examples, is a leaf.
+    """
     if all(component is None for component in components):
         return None
     if any(not nest.is_nested(component) or not component or rows.is_row_list(component) for component in components):
         return wrap(components)
-    columns = zip(*([child for _, child in nest.children(component)] for component in components), strict=True)
-    return nest.rebuild(components[0], [_zip(wrap, column) for column in columns])
+    found = [nest.values_of(component) for component in components]
+    if not all(_is_alike(components[0], component) for component in components[1:]):
+        return wrap(components)
+    return nest.rebuild(components[0], [_zip(wrap, column) for column in zip(*found, strict=True)])
+
+
+def _is_alike(first: nest.Nest, other: nest.Nest) -> bool:
+    return len(first) == len(other) and (not isinstance(first, Mapping) or list(first) == list(other))
 
 
 def _require_outside_replicas(strategy: Strategy, call: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from torchstrat.data import spec
+from torchstrat.data.loader_batches import CollateAndSplit
 from torchstrat.data.pipeline import PathLike, Pipeline
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -112,7 +113,7 @@ class IterableLoader:
         place = resume.place
         if place.ended:
             return self._ended(resume)
-        if place.extra and self._by_turns and collate is not self._loader.collate_fn:
+        if place.extra and self._by_turns and isinstance(collate, CollateAndSplit):
             raise InvalidArgumentError(
                 "the data position lies within a batch, where it was saved under another auto_shard_policy: go on "
                 "under that policy until the pass has ended."

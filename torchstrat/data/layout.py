@@ -41,9 +41,9 @@ class InputLayout:
     """Hand out `PerReplica` even for one replica. False: with one replica, batches are handed out bare."""
     communicator: Communicator | None
     """The way to the other processes; None in a single process."""
-    per_replica_input: Literal["honoured", "ignored", "refused"] = "honoured"
-    """What `InputReplicationMode.PER_REPLICA` means to this strategy: a pipeline for each replica, the same as
-    PER_WORKER (central storage, whose replicas share one host), or nothing (one device)."""
+    per_replica_input: Literal["honoured", "refused"] = "honoured"
+    """What `InputReplicationMode.PER_REPLICA` means to this strategy: a pipeline for each replica, or nothing (one
+    device)."""
     placement: BatchPlacement | None = None
     """How batches get to the devices, where that is not a copy of each replica's to its own."""
     join: Callable[[tuple[Any, ...], tuple[int, ...], BatchInfo], PerReplica] | None = None

@@ -20,15 +20,24 @@ from torchstrat.data import rows, spec
 from torchstrat.data.draws import Counted, Draws, Index, Served, stateful_part
 from torchstrat.data.iterable_loader import IterableLoader, Opened, OwnFiles
 from torchstrat.data.layout import InputLayout
-from torchstrat.data.loader_batches import Collate, CollateAndSplit, served, share_of
-from torchstrat.data.order import IndexOrder, index_sampler, len_of, sampler_name, streams_of
+from torchstrat.data.loader_batches import Collate, CollateAndSplit, CollateToCut, Share, SplitBatch, served, share_of
+from torchstrat.data.order import (
+    IndexOrder,
+    index_sampler,
+    len_of,
+    refuse_indices_of_the_whole,
+    sampler_name,
+    streams_of,
+)
+from torchstrat.data.own_draws import Leaving, OwnDraws, draws_nothing, generators_of_data, treats_rows_alone
+from torchstrat.data.pass_draws import PassDraws, beginning_with
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import is_stateful, own_state, unmoved
 from torchstrat.data.sources import Source, files_of_worker, make_source, reads_files
 from torchstrat.data.streams import Step
-from torchstrat.errors import UnsupportedError
+from torchstrat.errors import InvalidArgumentError, UnsupportedError
 
 
 class LoaderSource(Source):
@@ -57,6 +66,7 @@ class LoaderSource(Source):
         self._given = _Requests()
         self._streams = streams_of(loader)
         self._settled_workers = False
+        self._generators: list[Any] | None = None
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         self._sequence = IterableLoader(
             loader,
@@ -68,8 +78,17 @@ class LoaderSource(Source):
             if resume is not None:
                 _refuse_out_of_order()
             return Stream(map(self._convert, iter(self.loader)), Place, _refuse_out_of_order)
-        batches = self._read(self.loader.collate_fn, resume)
+        return self._converted(self.loader.collate_fn, resume)
+
+    def _converted(self, collate: Collate, resume: Resume | None) -> Stream[nest.Nest]:
+        batches = self._read(collate, resume)
         return replace(batches, items=map(self._convert, batches.items))
+
+    def open_to_cut(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        collate = self.loader.collate_fn
+        if not self._auto_collated or collate is default_collate or not self.loader.in_order:
+            return self.open(resume)
+        return self._converted(CollateToCut(collate), resume)
 
     @property
     def compared(self) -> bool:
@@ -88,14 +107,8 @@ class LoaderSource(Source):
 
     def _open_and_split(self, layout: InputLayout, resume: Resume | None) -> Stream[Step]:
         """Every batch in full, collated and split where it is loaded."""
-        collate = CollateAndSplit(
-            self.loader.collate_fn, self._convert, layout.num_replicas, layout.local_replicas, layout.num_workers > 1
-        )
-        batches = self._read(collate, resume)
-        return replace(
-            batches,
-            items=(Step(batch.parts, batch.sizes, batch.checksum) for batch in batches.items),
-        )
+        batches = self._read(self._splitting(layout, compare=layout.num_workers > 1), resume)
+        return replace(batches, items=map(_step_of, batches.items))
 
     def _read(self, collate: Collate, resume: Resume | None) -> Stream[Any]:
         """Batches as ``collate`` makes them, in the loader's own order."""
@@ -107,8 +120,11 @@ class LoaderSource(Source):
             batches = iter(self._inner_loader(self.loader.generator, collate))
             draws, order = opened[-1]
             draws.begin()
+        owned = self._owned()
+        if resume is not None:
+            RandomStreams((), owned).put(resume.beginning.get("data", {}))
         served = Served(batches, order, draws.first_place)
-        return Stream(served, served.stand, draws.beginning)
+        return Stream(served, served.stand, beginning_with(draws.beginning, owned))
 
     def _open_by_index(
         self, layout: InputLayout, ahead: int, resume: Resume | None
@@ -116,20 +132,52 @@ class LoaderSource(Source):
         """Rank 0's order; of each batch only the rows of this process's replicas are fetched and collated."""
         assert layout.peers is not None
         loader, auto_collated = self.loader, self._auto_collated
-        order = IndexOrder(loader, layout.peers, ahead + loader.num_workers * (loader.prefetch_factor or 1), resume)
+        by_rows = not self.reads_whole
+        owned = self._owned()
+        draws = PassDraws(loader, owned, not by_rows, resume)
+        ahead += loader.num_workers * (loader.prefetch_factor or 1)
+        order = IndexOrder(loader, layout.peers, ahead, resume, draws.seeds)
         counted = Counted(iter(order), order.place_before, auto_collated, order.draws)
-        to_request, to_serve = itertools.tee(share_of(index, layout, auto_collated) for index in counted)
-        requests = (request for share in to_request for request in share.requests)
-        generator = loader.generator if layout.worker_index == 0 else torch.Generator()
-        inner = self._inner_loader(generator, loader.collate_fn)
-        self._given.draw = lambda: requests
+        to_request, to_serve = itertools.tee(share_of(index, layout, auto_collated, by_rows) for index in counted)
         with contextlib.nullcontext() if resume is None else spec.undisturbed_randomness():
-            _seed_workers(loader, inner, layout.worker_index)
+            own, generator = draws.begin(order, layout.worker_index)
+        collate = loader.collate_fn if by_rows or not auto_collated else self._splitting(layout, compare=False)
+        inner = self._inner_loader(generator, collate)
+        requests = _requests(to_request, draws.first, own)
+        self._given.draw = lambda: requests
         with self._opening(resume):
-            batches = map(self._convert, iter(inner))
+            batches = iter(inner) if own is None else Leaving(iter(inner), own)
             order.begin()
-        steps = Served(served(to_serve, batches, layout), counted, order.place_before())
-        return Stream(steps, steps.stand, order.beginning), order.prepare
+        if collate is loader.collate_fn:
+            items = served(to_serve, map(self._convert, batches), layout)
+        else:
+            items = map(_step_of, batches)
+        steps = Served(items, counted, order.place_before())
+        beginning = beginning_with(order.beginning, owned, draws.seeds)
+        return Stream(steps, steps.stand, beginning, here=draws.here), order.prepare
+
+    def _splitting(self, layout: InputLayout, compare: bool) -> CollateAndSplit:
+        replicas, local = layout.num_replicas, layout.local_replicas
+        return CollateAndSplit(self.loader.collate_fn, self._convert, replicas, local, compare)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether every process reads whole batches, though it could read its own rows by their indices."""
+        return not (self._iterable or self.rows_alone or treats_rows_alone(self.loader))
+
+    @property
+    def batches_made_by(self) -> str:
+        dataset, collate = self.loader.dataset, self.loader.collate_fn
+        if not self._auto_collated or collate is default_collate:
+            return f"the data set {type(dataset).__name__}, which is asked for many rows at once,"
+        return f"the collate function {getattr(collate, '__qualname__', type(collate).__qualname__)}"
+
+    def _owned(self) -> list[Any]:
+        """Generators from which the data set draws in this process; looked for once."""
+        if self._generators is None:
+            drawing = not self.has_workers and not draws_nothing(self.loader)
+            self._generators = generators_of_data(self.loader.dataset, self.loader.collate_fn) if drawing else []
+        return self._generators
 
     def _inner_loader(self, generator: torch.Generator | None, collate: Collate) -> DataLoader[Any]:
         """The user's loader, but for its order; kept where its workers are."""
@@ -137,6 +185,7 @@ class LoaderSource(Source):
             name = "batch_sampler" if self._auto_collated else "sampler"
             batching: dict[str, Any] = {name: self._given} | ({} if self._auto_collated else {"batch_size": None})
             self._inner = _like(self.loader, generator=generator, collate_fn=collate, **batching)
+        self._inner.generator = generator
         return self._inner
 
     @contextlib.contextmanager
@@ -167,13 +216,15 @@ class LoaderSource(Source):
             return self._sequence.between()
         stateful = stateful_part(index_sampler(self.loader))
         own = {} if stateful is None else {"own": own_state(stateful)}
-        return {"streams": self._streams.own_states(), "workers": self._inner is not None, **own}
+        found = {"streams": self._streams.own_states(), "workers": self._inner is not None, **own}
+        return found | {"data": RandomStreams((), self._owned()).own_states()}
 
     def settle(self, between: Mapping[str, Any]) -> None:
         if self._iterable:
             self._sequence.settle(between)
             return
         self._streams.put(between.get("streams", {}))
+        RandomStreams((), self._owned()).put(between.get("data", {}))
         if "own" in between and (stateful := stateful_part(index_sampler(self.loader))) is not None:
             stateful.load_state_dict(between["own"])
         self._settled_workers = self.exclusive and self._inner is None and between.get("workers", False)
@@ -187,9 +238,7 @@ class LoaderSource(Source):
         # Only torch's own collate function says that examples have one shape; any other may pad.
         found = spec.spec_of(batch, rows_fixed=False, trailing_fixed=self.loader.collate_fn is default_collate)
         count = self.declared_batch if self._drops else None
-        return nest.map_structure(
-            lambda leaf: spec.TensorSpec((count, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf, found
-        )
+        return nest.map_structure(lambda leaf: leaf.with_rows(count), found)
 
     def _example(self) -> Any:
         dataset = self.loader.dataset
@@ -197,11 +246,16 @@ class LoaderSource(Source):
             return 0
         if isinstance(dataset, TensorDataset):
             return tuple(tensor.new_zeros(tensor.shape[1:]) for tensor in dataset.tensors)
-        if isinstance(dataset, Pipeline):
-            return next(dataset.read(View()))
         if self._iterable:
             with unmoved(dataset if is_stateful(dataset) else None):
-                return next(iter(dataset))
+                elements = dataset.read(View()) if isinstance(dataset, Pipeline) else iter(dataset)
+                for element in elements:
+                    return element
+        if self._iterable or len_of(dataset) == 0:
+            raise InvalidArgumentError(
+                f"element_spec is not known: the {type(dataset).__name__} of the DataLoader is empty, and does not say "
+                "what its elements would be."
+            )
         lists = not self._auto_collated and isinstance(self.loader.sampler, BatchSampler)
         return dataset[[0] if lists else 0]
 
@@ -219,15 +273,28 @@ class LoaderSource(Source):
     def for_hint(self, worker: int, workers: int) -> Source:
         dataset = self.loader.dataset
         shard = getattr(dataset, "shard", None)
-        if not callable(shard) or not self._iterable:
+        if not callable(shard):
             return self
-        return self._with_dataset(Opened(make_source(dataset).for_hint(worker, workers)))
+        if self._iterable:
+            return self._with_dataset(Opened(make_source(dataset).for_hint(worker, workers)))
+        part = shard(workers, worker)
+        shuffles = refuse_indices_of_the_whole(self.loader)
+        return self._with_dataset(part, **({} if isinstance(part, IterableDataset) else {"shuffle": shuffles}))
 
-    def _with_dataset(self, dataset: IterableDataset[Any]) -> LoaderSource:
+    def _with_dataset(self, dataset: Any, **batching: Any) -> LoaderSource:
         loader = self.loader
-        batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        batching |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         other = _like(loader, dataset, generator=loader.generator, collate_fn=loader.collate_fn, **batching)
         return LoaderSource(other, strings_as_arrays=self._convert is rows.strings_to_arrays)
+
+
+def _step_of(batch: SplitBatch) -> Step:
+    return Step(batch.parts, batch.sizes, batch.checksum)
+
+
+def _requests(shares: Iterator[Share], first: int, draws: OwnDraws | None) -> Iterator[Index]:
+    for number, share in enumerate(shares, first):
+        yield from share.requested(number, draws)
 
 
 def _ordering(
@@ -284,16 +351,6 @@ def _like(loader: DataLoader[Any], dataset: Any = None, **changes: Any) -> DataL
         persistent_workers=loader.persistent_workers,
         **changes,
     )
-
-
-def _seed_workers(loader: DataLoader[Any], inner: DataLoader[Any], worker_index: int) -> None:
-    """Different random augmentation in every process, though all draw the same seed for their workers.
-
-    Every rank draws as torch would, so that random streams stay equal; ranks other than 0 add their number to it.
-    """
-    if worker_index > 0:
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-        inner.generator.manual_seed((seed + worker_index) % 2**63)
 
 
 def _length(loader: DataLoader[Any]) -> int:

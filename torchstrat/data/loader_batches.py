@@ -11,11 +11,15 @@ import numpy as np
 import torch
 
 from torchstrat import nest
-from torchstrat.data import rows
+from torchstrat.data import rows, spec
 from torchstrat.data.draws import Index
 from torchstrat.data.layout import InputLayout
+from torchstrat.data.marks import with_same_of
+from torchstrat.data.own_draws import COMMON, OwnDraws
+from torchstrat.data.readings import MARKS, CollateReading, copies, require_aligned
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import Step, equal_chunk_steps
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 Collate = Callable[[list[Any]], nest.Nest]
 
@@ -34,7 +38,8 @@ class CollateAndSplit:
 
     The whole batch is collated once and cut, as TensorFlow does. Where the result has not one row per example (packed
     ids with offsets, several crops per image, classes of one's own), cutting it would mix examples up: then each
-    replica's examples are collated by themselves, which is also what happens with one replica per process.
+    replica's examples are collated by themselves, which is also what happens with one replica per process. What is
+    marked as the same is the whole batch's.
     """
 
     collate: Collate
@@ -44,25 +49,70 @@ class CollateAndSplit:
     compare: bool
     """Add the checksum of the first batch that this copy of the object sees."""
 
+    def __post_init__(self) -> None:
+        self._reading = CollateReading(self.collate)
+
     def __call__(self, examples: list[Any]) -> SplitBatch:
+        if not isinstance(examples, list):
+            return self._split_made(self.convert(self.collate(examples)))
         sizes = equal_chunks(len(examples), self.num_replicas)
+        kept = examples if self._reading.is_torchs else copies(examples)
         whole = self.convert(self.collate(examples))
         checksum = rows.checksum(whole) if self.compare else None
         self.compare = False
-        if _row_per_example(whole, len(examples)):
-            parts = rows.split_by_sizes(whole, sizes)
-        else:
-            stops = list(itertools.accumulate(sizes))
-            shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-            parts = [self.convert(self.collate(share)) if share else rows.empty_like(whole) for share in shares]
+        marked = self._reading.marked(whole, kept)
+        parts = None if marked is None else self._cut(marked, sizes)
+        if parts is None:
+            parts = self._collate_shares(whole, sizes, kept)
         return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
 
+    def _split_made(self, whole: nest.Nest) -> SplitBatch:
+        """Of a data set whose ``__getitems__`` makes a batch, instead of a list of examples: by its rows alone."""
+        sizes = equal_chunks(require_aligned(whole), self.num_replicas)
+        parts = rows.split_by_sizes(whole, sizes)
+        checksum = rows.checksum(whole) if self.compare else None
+        self.compare = False
+        return SplitBatch(sizes, tuple(parts[replica] for replica in self.local_replicas), checksum)
 
-def _row_per_example(batch: nest.Nest, examples: int) -> bool:
-    try:
-        return rows.common_rows(batch) == examples
-    except (TypeError, ValueError):  # leaves without rows
-        return False
+    def _cut(self, whole: nest.Nest, sizes: tuple[int, ...]) -> list[nest.Nest] | None:
+        try:
+            return rows.split_by_sizes(whole, sizes)
+        except WrongTypeError:  # of a class that takes no other rows
+            return None
+
+    def _collate_shares(self, whole: nest.Nest, sizes: tuple[int, ...], examples: list[Any]) -> list[nest.Nest]:
+        stops = list(itertools.accumulate(sizes))
+        shares = [examples[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+        with spec.undisturbed_randomness():  # the draws of a batch have been made
+            return [
+                with_same_of(whole, self.convert(self.collate(share))) if share else rows.empty_like(whole)
+                for share in shares
+            ]
+
+
+class CollateToCut:
+    """Collates the examples of a global batch whose rows are cut later, to sizes that do not follow from the batch.
+
+    Raises:
+        InvalidArgumentError: there is not one row for each example.
+    """
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._reading = CollateReading(collate)
+
+    def __call__(self, examples: list[Any]) -> nest.Nest:
+        if not isinstance(examples, list):  # a batch already; see above
+            return self._collate(examples)
+        kept = copies(examples)
+        marked = self._reading.marked(rows.to_tensors(self._collate(examples)), kept)
+        if marked is None:
+            raise InvalidArgumentError(
+                f"the collate function made a batch of {len(examples)} examples that has not one row for each, and "
+                f"this sharding policy cuts batches to fixed sizes. Mark what it makes ({MARKS}), or use InputOptions("
+                "auto_shard_policy=AutoShardPolicy.DATA), which collates each replica's examples by themselves."
+            )
+        return marked
 
 
 class Share(NamedTuple):
@@ -73,16 +123,28 @@ class Share(NamedTuple):
     requests: tuple[Index, ...]
     """What to fetch: one request per local replica that has rows. With none, one row of another replica, to learn
     what an empty batch looks like."""
+    streams: tuple[int, ...]
+    """What is drawn for each of them is drawn from: its replica's stream, or that of all processes."""
+
+    def requested(self, number: int, draws: OwnDraws | None) -> Iterator[Index]:
+        """The requests of batch ``number``, each to be fetched before the next is asked for."""
+        for stream, request in zip(self.streams, self.requests, strict=True):
+            if draws is not None:
+                draws.enter(number, stream)
+            yield request
 
 
-def share_of(index: Index, layout: InputLayout, auto_collated: bool) -> Share:
-    """This process's share of the global batch of rows ``index``."""
-    if not auto_collated and not _lists_rows(index):
-        return Share(None, (index,))
+def share_of(index: Index, layout: InputLayout, auto_collated: bool, by_rows: bool) -> Share:
+    """This process's share of the global batch of rows ``index``; ``by_rows``: no row depends on the others."""
+    if not by_rows or (not auto_collated and not _lists_rows(index)):
+        return Share(None, (index,), (COMMON,))
     sizes = equal_chunks(len(index), layout.num_replicas)
     stops = list(itertools.accumulate(sizes))
-    own = tuple(index[stops[replica] - sizes[replica] : stops[replica]] for replica in layout.local_replicas)
-    return Share(sizes, tuple(request for request in own if len(request)) or (index[:1],))
+    present = tuple(replica for replica in layout.local_replicas if sizes[replica])
+    if not present:
+        return Share(sizes, (index[:1],), layout.local_replicas[:1])
+    own = tuple(index[stops[replica] - sizes[replica] : stops[replica]] for replica in present)
+    return Share(sizes, own, present)
 
 
 def _lists_rows(index: Index) -> bool:

@@ -46,6 +46,7 @@ class _Fields(NamedTuple):
     experimental_per_replica_buffer_size: int
     auto_shard_policy: AutoShardPolicy | None
     empty_replicas: Literal["skip", "run"]
+    collate: Literal["batch", "rows"]
 
 
 class InputOptions(_Fields):
@@ -63,6 +64,11 @@ class InputOptions(_Fields):
         auto_shard_policy: how processes share the data; None reads ``dataset.auto_shard_policy``, else AUTO.
         empty_replicas: what a replica does in a step in which it has no rows: ``"skip"`` the step (default), or
             ``"run"`` it with tensors of zero rows, as TensorFlow does.
+        collate: what the collate function of a `DataLoader`, or a data set that makes batches itself, looks at.
+            ``"batch"`` (default): perhaps at the whole batch, to pad it to its longest row, say. So each of several
+            processes reads all rows of each global batch, unless torch's own collate function stacks them.
+            ``"rows"``: your word that it does to each row the same whatever the others are; then a process reads its
+            own rows only.
 
     Raises:
         InvalidArgumentError: a value that the field cannot have.
@@ -79,6 +85,7 @@ class InputOptions(_Fields):
         experimental_per_replica_buffer_size: int | None = None,
         auto_shard_policy: AutoShardPolicy | str | None = None,
         empty_replicas: Literal["skip", "run"] = "skip",
+        collate: Literal["batch", "rows"] = "batch",
         *,
         fetch_to_device: bool | None = None,
         replication_mode: InputReplicationMode | str | None = None,
@@ -95,6 +102,8 @@ class InputOptions(_Fields):
             raise InvalidArgumentError(f"per_replica_buffer_size={size!r} must be an int of at least 1.")
         if empty_replicas not in ("skip", "run"):
             raise InvalidArgumentError(f'empty_replicas={empty_replicas!r} must be "skip" or "run".')
+        if collate not in ("batch", "rows"):
+            raise InvalidArgumentError(f'collate={collate!r} must be "batch" or "rows".')
         return super().__new__(
             cls,
             bool(fetch),
@@ -103,6 +112,7 @@ class InputOptions(_Fields):
             size,
             None if auto_shard_policy is None else parse_policy(auto_shard_policy),
             empty_replicas,
+            collate,
         )
 
     fetch_to_device = property(lambda self: self.experimental_fetch_to_device)

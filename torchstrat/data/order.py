@@ -27,6 +27,7 @@ from torch.utils.data import (
 
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.data.draws import Draws, Index
+from torchstrat.data.own_draws import Seeds
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
@@ -74,6 +75,22 @@ def refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
         sampler = getattr(sampler, "sampler", None)
 
 
+def refuse_indices_of_the_whole(loader: DataLoader[Any]) -> bool:
+    """Whether the loader shuffles. Raises `UnsupportedError` if its order is not one that part of the rows can have."""
+    sampler = index_sampler(loader)
+    own = _own_sampler(sampler)
+    plain = isinstance(own, SequentialSampler) or (
+        isinstance(own, RandomSampler) and not own.replacement and own._num_samples is None
+    )
+    if not plain or (loader.batch_sampler is not None and type(sampler) is not BatchSampler):
+        raise UnsupportedError(
+            f"under AutoShardPolicy.HINT each process reads the rows that the data set's shard() gives it, and the "
+            f"DataLoader has a sampler ({sampler_name(loader)}) that draws indices of the whole. Give the loader "
+            "batch_size and shuffle instead, or use AutoShardPolicy.DATA."
+        )
+    return isinstance(own, RandomSampler)
+
+
 class IndexOrder:
     """One epoch's order of a `DataLoader`, the same in every process. Collective: all ranks make one together.
 
@@ -82,13 +99,19 @@ class IndexOrder:
         communicator: the way to the others.
         ahead: how many batches beyond the current step this rank may ask for.
         resume: where to go on, equal on every rank; None: at the beginning.
+        seeds: of what this rank's data set draws in this pass, for `seeds`.
 
     Raises:
         InvalidArgumentError: the ranks' datasets have different lengths, or they are to go on at different places.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], communicator: Communicator, ahead: int, resume: Resume | None = None
+        self,
+        loader: DataLoader[Any],
+        communicator: Communicator,
+        ahead: int,
+        resume: Resume | None = None,
+        seeds: Seeds | None = None,
     ) -> None:
         self._communicator = communicator
         self._own = _own_sampler(index_sampler(loader))
@@ -96,7 +119,7 @@ class IndexOrder:
         self._first_place = Place() if resume is None else resume.place
         start = (self._first_place.rows, self._first_place.order, self._first_place.extra)
         said = communicator.all_gather_object(
-            (len_of(loader.dataset), self._fingerprint(sampler), ahead, start), "the length of a dataset"
+            (len_of(loader.dataset), self._fingerprint(sampler), ahead, seeds, start), "the length of a dataset"
         )
         lengths = [length for length, *_ in said]
         if len(set(lengths)) > 1:
@@ -111,7 +134,11 @@ class IndexOrder:
                 "has to load the same data position."
             )
         self._replay = self._own is not None and len({fingerprint for _, fingerprint, *_ in said}) == 1
-        self._ahead = max(ahead for _, _, ahead, _ in said)
+        self._ahead = max(ahead for _, _, ahead, *_ in said)
+        self.seeds = said[0][3]
+        """Rank 0's."""
+        self.alike = self._replay and all(other == self.seeds for _, _, _, other, _ in said)
+        """Whether all ranks' random streams stood at the same place, and the order moves all of them alike."""
         self.draws: Draws | None = None
         """On the ranks that draw, rank 0 among them."""
         if self._replay or communicator.rank == 0:

@@ -54,6 +54,8 @@ class Stream(Generic[T]):
     """The place after the item that was given out last. Called in the thread that takes the items."""
     beginning: Callable[[], dict[str, Any]] = dict
     """What `Resume` needs later."""
+    here: bool = False
+    """Whether items have to be taken in the caller's thread: the process's random streams are put aside meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 
 from torchstrat import nest
-from torchstrat.data import rows
+from torchstrat.data import containers, rows
 from torchstrat.data.streams import Step
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ class Placement:
             if device.type == "cuda":
                 current = torch.cuda.current_stream(device)
                 current.wait_event(next(remaining))
-                for leaf in nest.leaves(component):
+                for leaf in rows.all_leaves(component):
                     if _is_dense(leaf) and leaf.device == device:
                         # Its memory belongs to the copying stream: not to be reused while this stream reads it.
                         leaf.record_stream(current)
@@ -209,11 +209,18 @@ class Placement:
 def to_device(batch: nest.Nest, device: torch.device) -> nest.Nest:
     """``batch`` on ``device``; itself where all of it is there already.
 
-    Leaves of foreign classes (graphs, tokenizer output) are moved by their own ``to``; what has none stays.
+    Leaves of foreign classes (graphs, tokenizer output) are moved by their own ``to``; of those that have none,
+    dataclasses are made anew of what they hold, and others stay.
     """
 
     def move(leaf: Any) -> Any:
-        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+        if callable(getattr(leaf, "to", None)):
+            return leaf.to(device)
+        if nest.is_nested(leaf) or not containers.is_container(leaf):
+            return leaf
+        moved = [to_device(child, device) for child in containers.children(leaf)]
+        there = all(new is old for new, old in zip(moved, containers.children(leaf), strict=True))
+        return leaf if there else containers.rebuild(leaf, moved)
 
     return rows.map_leaves(move, batch)
 

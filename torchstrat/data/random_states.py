@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from torchstrat.reachable import GENERATOR_TYPES
+
 SHARED = ("torch", "python", "numpy")
 """The streams of a process that anybody may draw from."""
-
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class RandomStreams:
@@ -64,7 +64,7 @@ def generators_in(*owners: Any) -> list[Any]:
     found: dict[int, Any] = {}
     for owner in _with_samplers(owners):
         for value in getattr(owner, "__dict__", {}).values():
-            if isinstance(value, _KINDS):
+            if isinstance(value, GENERATOR_TYPES):
                 found.setdefault(id(value), value)
     return list(found.values())
 

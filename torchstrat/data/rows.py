@@ -1,12 +1,12 @@
 """Batches as rows: counting, cutting, joining and emptying whatever a data pipeline may hand out.
 
-A batch is a nest whose leaves have rows along dim 0:
+A batch is a nest whose leaves have rows along dim 0, or are marked (`torchstrat.data.marks`):
 
 * `torch.Tensor` of rank 1 or more: dense, jagged (``torch.nested``, layout ``jagged``) or sparse COO;
 * `numpy.ndarray` of objects: strings, which have no tensor type. Other arrays are made tensors by `to_tensors`;
 * a list or tuple without containers or tensors in it, one entry per row: what ``default_collate`` makes of strings.
 
-``None`` is no leaf; it is handed to every replica.
+``None`` is no leaf; it is handed to every replica. Dataclasses are opened too; see `torchstrat.data.containers`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from torchstrat import nest
+from torchstrat.data.containers import children, is_container, is_opaque, rebuild
+from torchstrat.data.marks import Along, Examples, Marked, Same
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
@@ -32,13 +33,18 @@ def to_tensors(batch: nest.Nest) -> nest.Nest:
 
 
 def map_leaves(fn: Callable[[Leaf], Any], value: nest.Nest) -> nest.Nest:
-    """`nest.map_structure` for batches: columns are leaves, and containers in which nothing changed stay the same."""
-    if not nest.is_nested(value) or is_row_list(value):
+    """`nest.map_structure` for batches: columns are leaves, and containers in which nothing changed stay the same.
+
+    What has no rows (a packed sequence, an object of a foreign class) is given to ``fn`` whole; marks stay.
+    """
+    if not nest.is_nested(value):
+        return value.map(lambda held: map_leaves(fn, held)) if isinstance(value, Marked) else fn(value)
+    if is_row_list(value) or is_opaque(value):
         return fn(value)
-    children = [child for _, child in nest.children(value)]
-    mapped = [map_leaves(fn, child) for child in children]
-    same = all(new is old for new, old in zip(mapped, children, strict=True))
-    return value if same else nest.rebuild(value, mapped)
+    found = children(value)
+    mapped = [map_leaves(fn, child) for child in found]
+    same = all(new is old for new, old in zip(mapped, found, strict=True))
+    return value if same else rebuild(value, mapped)
 
 
 def _to_tensor(leaf: Leaf) -> Leaf:
@@ -78,50 +84,70 @@ def is_row_list(value: Any) -> bool:
         isinstance(value, list | tuple)
         and not hasattr(value, "_fields")
         and len(value) > 0
-        and not any(is_array(item) or nest.is_nested(item) or item is None for item in value)
+        and not any(is_array(item) or is_container(item) or isinstance(item, Marked) or item is None for item in value)
     )
 
 
 def map_rows(fn: Callable[[Leaf], Any], batch: nest.Nest) -> nest.Nest:
-    """Apply ``fn`` to every leaf that has rows, and keep the structure and each None.
+    """Apply ``fn`` to every leaf that has rows, and keep the structure, each None and what is marked as the same.
 
     Raises:
         InvalidArgumentError: a tensor of rank 0, or a packed sequence, whose rows are not along dim 0.
-        WrongTypeError: a leaf that is no tensor, array or column of values.
+        WrongTypeError: a leaf that is no tensor, array or column of values, or a container that takes no other rows.
     """
-    if batch is None:
-        return None
-    if isinstance(batch, PackedSequence):
-        raise InvalidArgumentError(
-            "a batch holds a PackedSequence, whose rows are interleaved and cannot be split over replicas. "
-            "Hand out padded tensors and lengths, and call pack_padded_sequence in the training step."
-        )
+    if batch is None or isinstance(batch, Same):
+        return batch
+    if _has_rows(batch):
+        return fn(batch)
+    return rebuild(batch, [map_rows(fn, child) for child in children(batch)])
+
+
+def row_leaves(batch: nest.Nest) -> list[Leaf]:
+    """The leaves that have rows, in order; the errors of `map_rows`, but for containers."""
+    if batch is None or isinstance(batch, Same):
+        return []
+    if _has_rows(batch):
+        return [batch]
+    return [leaf for child in children(batch) for leaf in row_leaves(child)]
+
+
+def _has_rows(batch: nest.Nest) -> bool:
+    """Whether this is a leaf that can be cut; else it is a container."""
+    kind = type(batch)
+    if kind is torch.Tensor and batch.ndim:  # what is usual shall not wait for all the other questions
+        return True
+    if kind is dict or ((kind is tuple or kind is list) and batch and type(batch[0]) is torch.Tensor):
+        return False
     if is_array(batch):
         if batch.ndim == 0:
             raise InvalidArgumentError(
                 f"a batch holds a scalar ({batch!r}): every tensor needs a batch dimension to be split over replicas. "
-                "Batch the dataset first, for example DataLoader(dataset, batch_size=<global batch>)."
+                "Batch the dataset first, for example DataLoader(dataset, batch_size=<global batch>), or mark what "
+                "every replica gets: ts.data.same(value)."
             )
-        return fn(batch)
-    if is_row_list(batch):
-        return fn(batch)
-    if nest.is_nested(batch):
-        return nest.rebuild(batch, [map_rows(fn, child) for _, child in nest.children(batch)])
+        return True
+    if isinstance(batch, Marked) or is_row_list(batch):
+        return True
+    if is_opaque(batch):
+        raise InvalidArgumentError(
+            "a batch holds a PackedSequence, whose rows are interleaved and cannot be split over replicas. "
+            "Hand out padded tensors and lengths, and call pack_padded_sequence in the training step."
+        )
+    if is_container(batch):
+        return False
     raise WrongTypeError(
-        f"a batch holds {batch!r} of type {type(batch).__name__}, which cannot be split over replicas: batches are "
-        "tensors, arrays, or lists, tuples and dicts of them. A dataset of single examples needs a DataLoader."
+        f"a batch holds {batch!r:.200} of type {type(batch).__name__}, which cannot be split over replicas: batches "
+        "are tensors, arrays, or lists, tuples and dicts of them. A dataset of single examples needs a DataLoader; "
+        "what every replica gets is marked, ts.data.same(value), and so is a list of examples, ts.data.examples(list)."
     )
-
-
-def row_leaves(batch: nest.Nest) -> list[Leaf]:
-    """The leaves that have rows, in order; the errors of `map_rows`."""
-    found: list[Leaf] = []
-    map_rows(found.append, batch)
-    return found
 
 
 def length(leaf: Leaf) -> int:
     """Rows of one leaf."""
+    if isinstance(leaf, Along):
+        return int(leaf.value.shape[leaf.dim])
+    if isinstance(leaf, Examples):
+        return len(leaf.value)
     return leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf)
 
 
@@ -130,7 +156,7 @@ def count_rows(batch: nest.Nest) -> int:
     found = row_leaves(batch)
     if not found:
         raise WrongTypeError("a batch holds no tensor and no array, so there are no rows to give to replicas.")
-    return length(next((leaf for leaf in found if isinstance(leaf, torch.Tensor)), found[0]))
+    return length(next((leaf for leaf in found if isinstance(leaf, torch.Tensor | Along)), found[0]))
 
 
 def common_rows(batch: nest.Nest) -> int | None:
@@ -141,38 +167,76 @@ def common_rows(batch: nest.Nest) -> int | None:
 
 def cut(leaf: Leaf, start: int, stop: int) -> Leaf:
     """Rows ``start`` to ``stop`` of one leaf; dense tensors and arrays share memory with it."""
+    if isinstance(leaf, Along):
+        return leaf.holding(_cut_along(leaf.value, leaf.dim, start, stop))
+    if isinstance(leaf, Examples):
+        return leaf.holding(_cut_list(leaf.value, start, stop))
+    if isinstance(leaf, list | tuple):
+        return _cut_list(leaf, start, stop)
     if not isinstance(leaf, torch.Tensor):
         return leaf[start:stop]
     if leaf.is_nested:
-        return _cut_jagged(leaf, start, stop)
-    if leaf.layout is not torch.strided:
-        return leaf.index_select(0, torch.arange(start, stop, device=leaf.device))
-    return leaf[start:stop]
+        return _cut_nested(leaf, start, stop)
+    return _cut_along(leaf, 0, start, stop)
 
 
-def _cut_jagged(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    jagged: Any = leaf  # NestedTensor's methods are not in Tensor's stubs
-    offsets = jagged.offsets()
-    first, last = int(offsets[start]), int(offsets[stop])
-    longest = int(offsets.diff().max()) if leaf.size(0) else 0
+def _cut_list(values: Any, start: int, stop: int) -> Any:
+    """A list or tuple of its class with some of its entries."""
+    return nest.rebuild(values, list(values)[start:stop])
+
+
+def _cut_along(leaf: Any, dim: int, start: int, stop: int) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf[(slice(None),) * dim + (slice(start, stop),)]
+    if leaf.layout is torch.strided:
+        return leaf.narrow(dim, start, stop - start)
+    index = torch.arange(start, stop, device=leaf.device)
+    if leaf.layout is torch.sparse_coo:
+        return leaf.index_select(dim, index)
+    try:  # compressed rows, columns or blocks, which torch does not cut itself
+        blocks = tuple(leaf.values().shape[1:3]) if leaf.layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+        return leaf.to_sparse_coo().index_select(dim, index).to_sparse(layout=leaf.layout, blocksize=blocks)
+    except RuntimeError as error:
+        raise WrongTypeError(
+            f"a batch holds a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)}, which cannot be cut to "
+            f"rows {start} to {stop}: {error}. Hand out sparse COO tensors."
+        ) from error
+
+
+def _cut_nested(leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    nested: Any = leaf  # NestedTensor's methods are not in Tensor's stubs
+    if leaf.layout is torch.strided:
+        return torch.nested.nested_tensor(list(leaf.unbind())[start:stop], dtype=leaf.dtype, device=leaf.device)
+    offsets, lengths = nested.offsets(), nested.lengths()
+    longest = int((offsets.diff() if lengths is None else lengths).max()) if leaf.size(0) else 0
     # The bounds of the whole batch keep the ragged dimension defined when there are no rows.
-    return torch.nested.nested_tensor_from_jagged(
-        jagged.values()[first:last], offsets[start : stop + 1] - first, min_seqlen=0, max_seqlen=longest
-    )
+    bounds = {"min_seqlen": 0, "max_seqlen": longest, "jagged_dim": nested._ragged_idx}
+    if lengths is not None:  # it has holes: rows are where their offsets say
+        return torch.nested.nested_tensor_from_jagged(
+            nested.values(), offsets[start : stop + 1], lengths[start:stop], **bounds
+        )
+    first, last = int(offsets[start]), int(offsets[stop])
+    values = nested.values().narrow(nested._ragged_idx - 1, first, last - first)
+    return torch.nested.nested_tensor_from_jagged(values, offsets[start : stop + 1] - first, **bounds)
 
 
 def join(leaves: list[Leaf]) -> Leaf:
     """The rows of leaves of one kind, one after the other."""
-    if len(leaves) == 1:
-        return leaves[0]
     first = leaves[0]
-    if isinstance(first, np.ndarray):
-        return np.concatenate(leaves)
+    if len(leaves) == 1:
+        return first
+    if isinstance(first, Marked):
+        held = [leaf.value for leaf in leaves]
+        return first.holding(_join_along(held, first.dim) if isinstance(first, Along) else join(held))
     if isinstance(first, list | tuple):
-        return type(first)(row for leaf in leaves for row in leaf)
-    if first.is_nested:
-        return torch.nested.nested_tensor([row for leaf in leaves for row in leaf.unbind()], layout=torch.jagged)
-    return torch.cat(leaves)
+        return nest.rebuild(first, [row for leaf in leaves for row in leaf])
+    if isinstance(first, torch.Tensor) and first.is_nested:
+        return torch.nested.nested_tensor([row for leaf in leaves for row in leaf.unbind()], layout=first.layout)
+    return _join_along(leaves, 0)
+
+
+def _join_along(leaves: list[Any], dim: int) -> Any:
+    return np.concatenate(leaves, dim) if isinstance(leaves[0], np.ndarray) else torch.cat(leaves, dim)
 
 
 def cut_batch(batch: nest.Nest, start: int, stop: int) -> nest.Nest:
@@ -210,10 +274,17 @@ def empty_like(value: nest.Nest) -> nest.Nest:
 
     What has no rows (a number, an object) stays as it is: this also makes a stand-in for batches of foreign classes.
     """
+    if isinstance(value, Same):
+        return value
+    if isinstance(value, Along | Examples):
+        return cut(value, 0, 0)
     if is_row_list(value):
-        return type(value)()
-    if nest.is_nested(value) and not isinstance(value, PackedSequence):
-        return nest.rebuild(value, [empty_like(child) for _, child in nest.children(value)])
+        return _cut_list(value, 0, 0)
+    if is_container(value) and not is_opaque(value):
+        try:
+            return rebuild(value, [empty_like(child) for child in children(value)])
+        except WrongTypeError:
+            return value
     if is_array(value):
         return cut(value, 0, 0) if value.ndim else value.reshape(1)[:0]
     return value
@@ -222,20 +293,34 @@ def empty_like(value: nest.Nest) -> nest.Nest:
 def checksum(batch: nest.Nest) -> int:
     """A number that tells batches of different content apart: equal data give equal numbers in every process."""
     crc = 0
-    for leaf in nest.leaves(batch):
+    for leaf in all_leaves(batch):
         for part in _bytes_of(leaf):
             crc = zlib.crc32(part, crc)
     return crc
 
 
+def all_leaves(batch: nest.Nest) -> Iterator[Leaf]:
+    """Also those without rows, and those of marked values and dataclasses."""
+    if isinstance(batch, Marked):
+        yield from all_leaves(batch.value)
+    elif is_container(batch):
+        for child in children(batch):
+            yield from all_leaves(child)
+    else:
+        yield batch
+
+
 def _bytes_of(leaf: Leaf) -> Iterator[bytes]:
     if not isinstance(leaf, torch.Tensor):
+        kind: Any = type(leaf)
+        if kind.__repr__ is object.__repr__:  # which tells where it is in memory
+            leaf = kind.__qualname__
         yield repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode()
         return
     leaf = leaf.detach().cpu()
     if leaf.is_nested:
-        jagged: Any = leaf
-        leaf = torch.cat([jagged.values().flatten().double(), jagged.offsets().double()])
+        sizes = torch.tensor([size for row in leaf.unbind() for size in row.shape], dtype=torch.double)
+        leaf = torch.cat([*(row.flatten().double() for row in leaf.unbind()), sizes])
     leaf = leaf.to_dense().contiguous()
     yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
     yield leaf.reshape(-1).view(torch.uint8).numpy().tobytes()

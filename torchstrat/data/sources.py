@@ -6,7 +6,9 @@ its rows can be shared over processes by index; every other source is read in fu
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +20,18 @@ from torchstrat import nest
 from torchstrat._torch_private import iterates_as_torch_does
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.data import rows, spec
+from torchstrat.data.containers import children, is_container
 from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.layout import InputLayout
+from torchstrat.data.marks import Marked
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View, draw_seed
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.data.sequence import Sequentially, in_sequence, is_stateful, skip, skip_extra, unmoved
 from torchstrat.data.streams import Step, equal_chunk_steps
-from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError, WrongTypeError
+
+logger = logging.getLogger("torchstrat.data")
 
 
 class FileSource(Protocol):
@@ -57,8 +63,12 @@ class Source(ABC):
     """Whether data-loading worker processes run the user's code, so that a thread of ours may wait for them."""
     exclusive: bool = False
     """Whether opening it again ends an earlier reading (a `DataLoader` with persistent workers)."""
+    splits_each_by_itself: bool = False
+    """Whether leaves with different numbers of rows are split nevertheless, as by TensorFlow, whose data these are."""
     on_demand: bool = False
     """Whether an element may not be read before it is asked for, because reading it has effects."""
+    rows_alone: bool = False
+    """Whether the user said that no row of a batch depends on the others; see ``collate`` of `InputOptions`."""
 
     def agree(self, peers: Communicator | None) -> None:  # noqa: B027 - most sources choose nothing
         """Take over rank 0's random choices for the next `open`. Every process calls it right before that."""
@@ -71,6 +81,10 @@ class Source(ABC):
         Going on leaves the process's shared random streams where they were: they have been restored by whoever
         restored the position, or are not to be.
         """
+
+    def open_to_cut(self, resume: Resume | None = None) -> Stream[nest.Nest]:
+        """`open`, for batches whose rows are cut to fixed sizes."""
+        return self.open(resume)
 
     def settings(self) -> dict[str, Any]:
         """What must not change within a pass for its position to mean the same rows."""
@@ -102,7 +116,8 @@ class Source(ABC):
             Where there are several processes all call both, in the same order.
         """
         batches: Stream[Any] = self.open(resume)
-        return replace(batches, items=equal_chunk_steps(batches.items, layout)), lambda step: None
+        steps = equal_chunk_steps(batches.items, layout, each_by_itself=self.splits_each_by_itself)
+        return replace(batches, items=steps), lambda step: None
 
     @property
     def reads_files(self) -> bool:
@@ -134,6 +149,8 @@ _MIXED = -1
 
 class PipelineSource(Source):
     """`ArrayDataset`, `TextLineDataset` and what is made of them."""
+
+    splits_each_by_itself = True
 
     def __init__(self, pipeline: Pipeline, view: View | None = None) -> None:
         self._pipeline = pipeline
@@ -308,12 +325,27 @@ class MapSource(Source):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.cardinality = len(dataset)
+        self._split = False
+
+    def check_splittable(self) -> None:
+        self._split = True
+        _warn_of_items(type(self._dataset).__qualname__)
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         place = Place() if resume is None else resume.place
-        batches = (rows.to_tensors(self._dataset[index]) for index in range(place.batches, len(self._dataset)))
+        batches = map(self._batch, range(place.batches, len(self._dataset)))
         counted = Sequentially(skip_extra(batches, place), place)
         return Stream(counted, counted.stand)
+
+    def _batch(self, index: int) -> nest.Nest:
+        batch = rows.to_tensors(self._dataset[index])
+        if self._split and not _is_batch(batch):
+            raise WrongTypeError(
+                f"item {index} of {type(self._dataset).__qualname__} is no batch of tensors with equally many rows, "
+                "and each item of a map-style data set is taken for a global batch, to be split over the replicas. "
+                "A dataset of single examples needs a DataLoader(dataset, batch_size=<global batch>)."
+            )
+        return batch
 
     def settings(self) -> dict[str, Any]:
         return {"number of batches": len(self._dataset)}
@@ -327,6 +359,26 @@ class MapSource(Source):
     def for_hint(self, worker: int, workers: int) -> Source:
         shard = getattr(self._dataset, "shard", None)
         return make_source(shard(workers, worker)) if callable(shard) else self
+
+
+@functools.cache
+def _warn_of_items(name: str) -> None:
+    logger.warning(
+        "each item of %s is taken for a global batch, whose rows (dim 0) are split over the replicas. If items are "
+        "single examples, give a DataLoader(dataset, batch_size=<global batch>).",
+        name,
+    )
+
+
+def _is_batch(item: nest.Nest) -> bool:
+    """Whether an item can be a batch: strings may be in a list, numbers there are an example's as likely."""
+    try:
+        leaves = rows.row_leaves(item)
+    except TorchstratError:
+        return False
+    texts = (isinstance(row, str | bytes) for leaf in leaves if rows.is_row_list(leaf) for row in leaf)
+    tells = any(rows.is_array(leaf) or isinstance(leaf, Marked) for leaf in leaves)
+    return tells and all(texts) and rows.common_rows(item) is not None
 
 
 class ForeignFileSource(IterableSource):
@@ -409,9 +461,14 @@ def refuse_distributed(dataset: Any) -> None:
 
 
 def _holds_arrays(batch: Any) -> bool:
-    if nest.is_nested(batch) and not rows.is_row_list(batch):
-        return any(_holds_arrays(child) for _, child in nest.children(batch))
-    return rows.is_array(batch) or hasattr(batch, "dtype") or (rows.is_row_list(batch) and isinstance(batch[0], str))
+    if is_container(batch) and not rows.is_row_list(batch):
+        return any(_holds_arrays(child) for child in children(batch))
+    return (
+        isinstance(batch, Marked)
+        or rows.is_array(batch)
+        or hasattr(batch, "dtype")
+        or (rows.is_row_list(batch) and isinstance(batch[0], str))
+    )
 
 
 def _only_arrays(value: Any) -> bool:

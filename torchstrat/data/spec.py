@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from torchstrat import nest
 from torchstrat.data import rows
+from torchstrat.data.marks import Along, Examples, Same
 
 DType = Any  # torch.dtype, or numpy.dtype(object) for strings
 
@@ -23,10 +24,19 @@ class TensorSpec:
 
     shape: tuple[int | None, ...]
     dtype: DType
+    rows_dim: int | None = field(default=0, repr=False, compare=False)
+    """Where its rows are; None for what every replica gets whole."""
 
     @property
     def rank(self) -> int:
         return len(self.shape)
+
+    def with_rows(self, count: int | None) -> TensorSpec:
+        """Of a leaf with other rows; itself where it has none."""
+        dim = self.rows_dim
+        if dim is None or dim >= self.rank:
+            return self
+        return replace(self, shape=(*self.shape[:dim], count, *self.shape[dim + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,15 @@ def spec_of(element: nest.Nest, *, rows_fixed: bool, trailing_fixed: bool = True
     """
 
     def leaf_spec(leaf: Any) -> TensorSpec:
+        if isinstance(leaf, Same):
+            found = leaf_spec(leaf.value)
+            return replace(found, shape=found.shape if trailing_fixed else (None,) * found.rank, rows_dim=None)
+        if isinstance(leaf, Along):
+            sizes = leaf.value.shape if trailing_fixed else (None,) * leaf.value.ndim
+            found = TensorSpec(tuple(sizes), leaf.value.dtype, leaf.dim)
+            return found.with_rows(leaf.value.shape[leaf.dim] if rows_fixed else None)
+        if isinstance(leaf, Examples):
+            return TensorSpec((len(leaf.value) if rows_fixed else None,), np.dtype(object))
         if rows.is_row_list(leaf):
             return TensorSpec((len(leaf) if rows_fixed else None,), _python_dtype(leaf[0]))
         if not rows.is_array(leaf):
@@ -76,8 +95,9 @@ def per_replica(spec: nest.Nest, rows_of: Callable[[int | None], int | None], co
     """``spec`` of a global batch as the specs of ``count`` replicas; ``rows_of`` maps its rows to a replica's."""
 
     def spread(leaf: TensorSpec) -> PerReplicaSpec:
-        shape = (rows_of(leaf.shape[0]), *leaf.shape[1:]) if leaf.shape else ()
-        return PerReplicaSpec((TensorSpec(shape, leaf.dtype),) * count)
+        dim = leaf.rows_dim
+        own = leaf if dim is None or dim >= leaf.rank else leaf.with_rows(rows_of(leaf.shape[dim]))
+        return PerReplicaSpec((own,) * count)
 
     return nest.map_structure(spread, spec)
 

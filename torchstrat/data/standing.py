@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from torchstrat import nest
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.position import Place, Saved, Stream
-from torchstrat.data.streams import InferredBatch, Step, aligned_rows, fixed_size_steps
+from torchstrat.data.readings import require_aligned
+from torchstrat.data.streams import InferredBatch, Step, fixed_size_steps
 
 Places = Mapping[int, Place]
 """By the number of the stream."""
@@ -102,7 +103,7 @@ class FixedSizes:
     def _batches(self) -> Iterator[nest.Nest]:
         for number, stream in self.streams.items():
             for batch in stream.items:
-                self._read += aligned_rows(batch) if self._by_rows else 1
+                self._read += require_aligned(batch) if self._by_rows else 1
                 self._borders.append((self._read, number, stream.stand()))
                 yield batch
             self._borders.append((self._read, number, stream.stand()))

@@ -6,14 +6,21 @@ Everything here is an iterator over iterators: nothing runs before it is asked f
 from __future__ import annotations
 
 import itertools
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchstrat import nest
 from torchstrat.data import rows
+from torchstrat.data.containers import children, is_container, is_opaque
 from torchstrat.data.layout import InputLayout
+from torchstrat.data.marks import Marked, Same
+from torchstrat.data.readings import MARKS, differing, require_aligned, tell_of_lists
 from torchstrat.data.rebatch import batch_sizes_for_worker, equal_chunks
 from torchstrat.errors import InvalidArgumentError
+
+logger = logging.getLogger("torchstrat.data")
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,35 @@ class Step:
 
 
 def rows_or_one(element: nest.Nest) -> int:
-    """Rows of an element; an unbatched scalar counts as one."""
-    leaves = [leaf for leaf in nest.leaves(element) if rows.is_array(leaf)]
-    if leaves and all(leaf.ndim for leaf in leaves):
-        return rows.count_rows(element)
-    return 1
+    """Rows of an element that is not cut: of its first tensor; an unbatched scalar counts as one."""
+    counts = _counts(element)
+    return 1 if not counts or 0 in [dims for dims, _ in counts] else counts[0][1]
+
+
+def _counts(element: nest.Nest) -> list[tuple[int, int]]:
+    """Rank and rows of each tensor, array or mark in an element."""
+    if isinstance(element, Same):
+        return []
+    if isinstance(element, Marked):
+        return [(1, rows.length(element))]
+    if rows.is_array(element):
+        return [(element.ndim, rows.length(element) if element.ndim else 1)]
+    if is_opaque(element):
+        return [(1, int(element.batch_sizes[0]) if len(element.batch_sizes) else 0)]
+    if is_container(element) and not rows.is_row_list(element):
+        return [count for child in children(element) for count in _counts(child)]
+    return []
+
+
+def _tell_of_counts(element: nest.Nest) -> None:
+    counts = _counts(element)
+    found = sorted({count for _, count in counts})
+    if len(found) > 1 and all(dims for dims, _ in counts):
+        warnings.warn(
+            f"the tensors of a replica's batch have {found} rows, and its gradients are weighted by those of the "
+            f"first, {counts[0][1]}. If that is not so, mark them: {MARKS}.",
+            stacklevel=2,
+        )
 
 
 def bare_steps(elements: Iterator[nest.Nest]) -> Iterator[Step]:
@@ -41,18 +72,40 @@ def bare_steps(elements: Iterator[nest.Nest]) -> Iterator[Step]:
     return (Step((element,), (1,)) for element in elements)
 
 
-def equal_chunk_steps(batches: Iterator[nest.Nest], layout: InputLayout, compare: bool = True) -> Iterator[Step]:
+def equal_chunk_steps(
+    batches: Iterator[nest.Nest], layout: InputLayout, compare: bool = True, each_by_itself: bool = False
+) -> Iterator[Step]:
     """One step per global batch, split by the equal-chunk rule over the whole group.
 
-    ``compare``: give the first step a checksum, where there are other processes that should have read the same.
+    Args:
+        batches: global batches.
+        layout: the replicas.
+        compare: give the first step a checksum, where there are other processes that should have read the same.
+        each_by_itself: leaves with different numbers of rows are split, as TensorFlow does, each by its own.
+
+    Raises:
+        InvalidArgumentError: leaves have different numbers of rows, or none.
     """
     for index, batch in enumerate(batches):
         checksum = rows.checksum(batch) if compare and index == 0 and layout.num_workers > 1 else None
         if layout.num_replicas == 1:
             yield Step((batch,), (rows_or_one(batch),), checksum)
             continue
-        parts = rows.split_equally(batch, layout.num_replicas)
-        sizes = equal_chunks(rows.count_rows(batch), layout.num_replicas)
+        if index == 0:
+            tell_of_lists(batch)
+        count = rows.common_rows(batch) if each_by_itself else require_aligned(batch)
+        sizes = equal_chunks(rows.count_rows(batch) if count is None else count, layout.num_replicas)
+        if count is None:
+            parts = rows.split_equally(batch, layout.num_replicas)
+        else:
+            parts = rows.split_by_sizes(batch, sizes)
+        if index == 0 and count is None:
+            logger.warning(  # not of `warnings`: it is what TensorFlow does with such data, and what was asked for
+                "the leaves of a batch have different numbers of rows: %s. Each is split by itself, and gradients are "
+                "weighted by the first. If that is not so, mark them: %s.",
+                differing(batch),
+                MARKS,
+            )
         yield Step(tuple(parts[replica] for replica in layout.local_replicas), sizes, checksum)
 
 
@@ -106,7 +159,8 @@ def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remaind
     batch, start, stop = next(batches, None), 0, 0
     if batch is None:
         return
-    empty, stop = rows.empty_like(batch), aligned_rows(batch)
+    tell_of_lists(batch)
+    empty, stop = rows.empty_like(batch), require_aligned(batch)
     for size in itertools.cycle(sizes):
         parts: list[nest.Nest] = []
         missing = size
@@ -114,7 +168,7 @@ def _cut_stream(batches: Iterator[nest.Nest], sizes: Sequence[int], drop_remaind
             if start == stop:
                 if (batch := next(batches, None)) is None:
                     break
-                start, stop = 0, aligned_rows(batch)
+                start, stop = 0, require_aligned(batch)
             taken = min(missing, stop - start)
             if taken:
                 parts.append(rows.cut_batch(batch, start, start + taken))
@@ -134,7 +188,7 @@ def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout, inferred:
     """
     batch, following = next(batches, None), None
     while batch is not None:
-        count = aligned_rows(batch)
+        count = require_aligned(batch)
         if inferred.rows is None:
             inferred.rows = count
         if inferred.rows and count != inferred.rows:
@@ -152,18 +206,6 @@ def _cut_undeclared(batches: Iterator[nest.Nest], layout: InputLayout, inferred:
         batch, following = (following if following is not None else next(batches, None)), None
 
 
-def aligned_rows(batch: nest.Nest) -> int:
-    """Rows of a batch whose leaves all have the same number of them."""
-    count = rows.common_rows(batch)
-    if count is None:
-        lengths = sorted({rows.length(leaf) for leaf in rows.row_leaves(batch)})
-        raise InvalidArgumentError(
-            f"the tensors of a batch have {lengths} rows, which this sharding policy cannot cut to fixed sizes: all "
-            "need the same number. Use InputOptions(auto_shard_policy=AutoShardPolicy.DATA) to split each by itself."
-        )
-    return count
-
-
 def _grouped(parts: Iterator[nest.Nest], local: int) -> Iterator[Step]:
     """``local`` parts per step; an unfinished last step is filled up with empty batches."""
     while components := list(itertools.islice(parts, local)):
@@ -179,11 +221,15 @@ def element_steps(pipelines: Sequence[Iterator[nest.Nest]], layout: InputLayout)
     """
     local = len(layout.local_replicas)
     sources = pipelines if len(pipelines) == local else list(pipelines) * local
+    is_first = True
     while True:
         elements = [next(source, None) for source in sources]
         present = next((element for element in elements if element is not None), None)
         if present is None:
             return
+        if is_first and layout.num_replicas > 1:
+            _tell_of_counts(present)
+        is_first = False
         empty = rows.empty_like(present)
         yield Step(
             tuple(empty if element is None else element for element in elements),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchstrat import nest
+from torchstrat.data import unmarked
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.strategy import Strategy
 
@@ -101,6 +102,7 @@ def _device_of(model: nn.Module) -> torch.device | None:
 
 
 def _moved(batch: Any, place: torch.device | None) -> Any:
+    plain = unmarked(batch)
     if place is None:
-        return batch
-    return nest.map_structure(lambda leaf: leaf.to(place) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        return plain
+    return nest.map_structure(lambda leaf: leaf.to(place) if isinstance(leaf, torch.Tensor) else leaf, plain)

@@ -56,8 +56,6 @@ class CentralStorageStrategy(Strategy):
 
     _variable_placement = VariablePlacement.CENTRAL
 
-    _per_replica_input = "ignored"  # one host reads for all replicas of one variable
-
     def __init__(
         self,
         compute_devices: Sequence[Any] | None = None,

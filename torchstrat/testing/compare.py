@@ -30,7 +30,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from torchstrat import nest
+from torchstrat.data import rows, unmarked
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing import contract
 from torchstrat.testing.spawn import Workers
@@ -137,9 +137,7 @@ def compare(
     made = list(batches() if callable(batches) else batches)
     if not made:
         raise InvalidArgumentError("batches is empty; give at least one global batch.")
-    program = _Program(
-        build, step, [nest.map_structure(lambda leaf: _as(leaf, dtype), one) for one in made], dtype, seed
-    )
+    program = _Program(build, step, [rows.map_leaves(lambda leaf: _as(leaf, dtype), one) for one in made], dtype, seed)
     plain = _run(program, None)
     with _Launcher(program) as launcher:
         return Comparison(tuple(_find(program, plain, name, launcher, tolerance) for name in strategies))
@@ -195,7 +193,8 @@ def _run(program: _Program, strategy: Any, traced: int | None = None) -> _Record
     with dtype_and_seed(program.dtype, program.seed):
         with strategy.scope() if strategy is not None else nullcontext():
             built = program.build()
-        batches = program.batches if strategy is None else strategy.distribute_dataset(program.batches)
+        whole = [unmarked(batch) for batch in program.batches]
+        batches = whole if strategy is None else strategy.distribute_dataset(program.batches)
         for index, batch in enumerate(batches):
             step = _traced(program.step, recording.lines) if index == traced else program.step
             if strategy is None:
@@ -224,7 +223,9 @@ def _run_on_servers(program: _Program) -> _Recording:
         coordinator = ts.ClusterCoordinator(strategy)
         step = _bound(program.step, built)
         for batch in program.batches:
-            coordinator.schedule(lambda one: strategy.run(step, args=(one,)), args=(batch,)).get(_FUNCTION_SECONDS)
+            coordinator.schedule(lambda one: strategy.run(step, args=(one,)), args=(unmarked(batch),)).get(
+                _FUNCTION_SECONDS
+            )
             strategy.extended.pull()
             recording.steps.append(read(_watched(built)))
     return recording

@@ -13,7 +13,7 @@ from torchstrat import nest
 from torchstrat.errors import UnsupportedError
 from torchstrat.tpu.feeding import Feeder
 from torchstrat.tpu.lane_values import LaneValues
-from torchstrat.values import DistributedValues
+from torchstrat.values import DistributedValues, PerReplica
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class Inputs:
         if isinstance(leaf, LaneValues) and leaf.stacked.shape[0] == self._lanes:
             return Stacked(self._feeder.recut(leaf.stacked))
         parts = [leaf.component(replica) for replica in replicas]
+        if any(
+            nest.is_nested(part) for part in parts
+        ):  # lists of each replica's own examples, as many and of one shape
+            own_leaf = lambda *leaves: self._leaf(PerReplica(leaves, replica_ids=replicas), replicas)  # noqa: E731
+            return nest.map_structure(own_leaf, parts[0], *parts[1:])
         if not any(isinstance(part, torch.Tensor | np.ndarray | np.generic) for part in parts):
             if all(part is parts[0] or (type(part) is type(parts[0]) and part == parts[0]) for part in parts):
                 return parts[0]
@@ -101,6 +106,8 @@ def _to_tensor(part: Any) -> torch.Tensor:
 def _shape_of(part: Any) -> Any:
     if isinstance(part, torch.Tensor):
         return part.dtype, tuple(part.shape)
+    if nest.is_nested(part):
+        return type(part), tuple((key, _shape_of(child)) for key, child in nest.children(part))
     return tuple(part.shape) if isinstance(part, np.ndarray) else None
 
 
@@ -117,13 +124,18 @@ def global_inputs(
         parts = [leaf.component(replica) for replica in active]
         if all(part is parts[0] for part in parts):
             return feeder.share(parts[0]) if isinstance(parts[0], torch.Tensor) else parts[0]
+        if all(isinstance(part, list | tuple) for part in parts):  # each replica's own examples
+            whole = nest.rebuild(parts[0], [one for part in parts for one in part])
+            return nest.map_structure(lambda one: feeder.share(one) if isinstance(one, torch.Tensor) else one, whole)
         tensors = [_to_tensor(part) for part in parts]
         if any(tensor.ndim == 0 for tensor in tensors):
             raise UnsupportedError(
                 "with global_view=True a step sees the replicas' batches as one, and single numbers that differ "
                 "between replicas are no batch; pass a tensor with one row for each."
             )
-        return feeder.rows(torch.cat([tensor.cpu() for tensor in tensors]))
+        dim = 0 if leaf.batch_info is None else leaf.batch_info.dim
+        joined = torch.cat([tensor.cpu() for tensor in tensors], dim)
+        return feeder.share(joined) if dim else feeder.rows(joined)
 
     joined: tuple[Any, Any] = nest.map_structure(join, (list(args), kwargs))
     return joined

@@ -73,6 +73,12 @@ DIFFERS: dict[str, Difference] = {
         {"steps": [_step(0), _step(2)], "end": "StopIteration"},
         distribute_dataset,
     ),
+    "input_options/distribute_datasets_from_function/011": returns(
+        2,
+        "PER_REPLICA makes a pipeline for each replica on central storage too; TensorFlow ignores it.",
+        {"steps": [{"per_replica": [_row(index), _row(index)]} for index in range(4)], "end": "StopIteration"},
+        from_function,
+    ),
 }
 NO_COUNTERPART: dict[str, str] = {
     "input_options/component_devices/001": "torch tells no virtual CPUs apart: every host tensor is on 'cpu'",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from torchstrat.data.marks import unmarked
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.leases.order import RowNumbers
 from torchstrat.parameter_server.worker.run import current_worker_index
@@ -49,8 +50,8 @@ class Reader:
         """The rows as a batch, read and collated as a `DataLoader` does."""
         indices = rows.tolist()
         if getattr(self._dataset, "__getitems__", None) is not None:
-            return self._collate(self._dataset.__getitems__(indices))
-        return self._collate([self._dataset[index] for index in indices])
+            return unmarked(self._collate(self._dataset.__getitems__(indices)))
+        return unmarked(self._collate([self._dataset[index] for index in indices]))
 
 
 def read_batch(reader: Reader, rows: bytes) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchstrat.data.marks import unmarked
 from torchstrat.errors import ClosureInputError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.parameter_server.worker import phases
 
@@ -34,12 +35,12 @@ class WorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        return unmarked(next(self._batches))
 
     def get_next(self) -> Any:
         """The next batch; raises `OutOfRangeError` after the last."""
         try:
-            return next(self._batches)
+            return unmarked(next(self._batches))
         except StopIteration:
             raise OutOfRangeError("the per-worker dataset has no more batches on this worker.") from None
 

@@ -1,0 +1,175 @@
+"""What a program says about the leaves of its batches, where they have no row per example along dim 0.
+
+The marks are on the values, where a collate function (or whatever makes the batch) knows what they mean: they travel
+with them through data-loading workers and pinned memory, and follow no structure that would have to be told twice. The
+step, and a loop over a distributed dataset, get the values without them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from torchstrat import nest
+from torchstrat._torch_private import pinned
+from torchstrat.data import containers
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
+
+MarkedT = TypeVar("MarkedT", bound="Marked")
+
+
+class Marked:
+    """A leaf of a batch and what is said about its rows. Made by `same`, `examples` and `axis`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def holding(self: MarkedT, value: Any) -> MarkedT:
+        """Another value, of which the same is said."""
+        made = copy.copy(self)
+        made.value = value
+        return made
+
+    def map(self, fn: Callable[[Any], Any]) -> Marked:
+        """With ``fn`` of what it holds; itself where that changes nothing."""
+        made = fn(self.value)
+        return self if made is self.value else self.holding(made)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r:.100})"
+
+    def pin_memory(self) -> Marked:
+        """What a `DataLoader` with ``pin_memory=True`` calls."""
+        return self.holding(pinned(self.value))
+
+
+class Same(Marked):
+    """Without rows: every replica gets all of it."""
+
+
+class Examples(Marked):
+    """A list with an example per row."""
+
+    def map(self, fn: Callable[[Any], Any]) -> Marked:
+        made = [fn(one) for one in self.value]
+        alike = all(new is old for new, old in zip(made, self.value, strict=True))
+        return self if alike else self.holding(nest.rebuild(self.value, made))
+
+
+class Along(Marked):
+    """A tensor or an array whose rows are along ``dim``."""
+
+    def __init__(self, value: Any, dim: int) -> None:
+        super().__init__(value)
+        self.dim = dim
+
+
+def same(value: nest.Nest) -> nest.Nest:
+    """Mark what every replica gets whole: a mask over positions, class weights, a number, a configuration.
+
+    For the batches of `Strategy.distribute_dataset`, whose leaves are otherwise split on dim 0::
+
+        def collate(rows):
+            x = pad_sequence(rows, batch_first=True)
+            return {"x": x, "mask": ts.data.same(causal_mask(x.size(1))), "epoch": ts.data.same(3)}
+
+    The step gets the plain value. In lists, tuples and dicts each leaf is marked.
+    """
+    return nest.map_structure(lambda leaf: Same(_unmarked(leaf, "same")), value)
+
+
+def examples(value: Sequence[Any]) -> Examples:
+    """Mark a list as one that has an entry for each example: images of different sizes, targets of detection.
+
+    For the batches of `Strategy.distribute_dataset`: each replica gets a list of its own rows' entries, which may be
+    anything. Without the mark a list holds columns, each a tensor whose rows are along dim 0::
+
+        def collate(rows):
+            images, targets = zip(*rows)
+            return ts.data.examples(images), ts.data.examples(targets)
+
+    Raises:
+        WrongTypeError: no list and no tuple.
+    """
+    if not isinstance(value, list | tuple):
+        raise WrongTypeError(f"ts.data.examples needs a list with an entry for each row; got {type(value).__name__}.")
+    for leaf in nest.leaves(value):
+        _unmarked(leaf, "examples")
+    return Examples(value)
+
+
+def axis(value: nest.Nest, dim: int) -> nest.Nest:
+    """Mark tensors whose rows are along ``dim``: 1 for time-first batches, as recurrent layers take them.
+
+    For the batches of `Strategy.distribute_dataset`, whose leaves are otherwise split on dim 0::
+
+        def collate(rows):
+            return ts.data.axis(pad_sequence(rows), 1)      # (steps, rows)
+
+    The step gets plain tensors, cut along ``dim``. In lists, tuples and dicts each tensor is marked.
+
+    Args:
+        value: a dense or sparse COO tensor, a NumPy array, or a nest of them.
+        dim: which of its dimensions has a row per example; negative ones count from the end.
+
+    Raises:
+        WrongTypeError: something else in it.
+        InvalidArgumentError: a tensor without this dimension.
+    """
+
+    def mark(leaf: Any) -> Along:
+        leaf = _unmarked(leaf, "axis")
+        if not isinstance(leaf, torch.Tensor | np.ndarray):
+            raise WrongTypeError(f"ts.data.axis needs tensors or arrays; got {leaf!r:.60}, a {type(leaf).__name__}.")
+        if not can_mark(leaf):
+            raise WrongTypeError("ts.data.axis needs dense or sparse COO tensors; the rows of others are along dim 0.")
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise InvalidArgumentError(f"ts.data.axis(…, {dim}) got a tensor of shape {tuple(leaf.shape)}.")
+        return Along(leaf, dim % leaf.ndim)
+
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise WrongTypeError(f"ts.data.axis(value, dim) needs an int as dim; got {dim!r:.60}.")
+    return nest.map_structure(mark, value)
+
+
+def can_mark(leaf: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether it can be cut along any of its dimensions."""
+    if not isinstance(leaf, torch.Tensor):
+        return True
+    return not leaf.is_nested and leaf.layout in (torch.strided, torch.sparse_coo)
+
+
+def unmarked(batch: nest.Nest) -> nest.Nest:
+    """A batch without marks, as its step gets it: for a loop in plain PyTorch over the same loader."""
+    if isinstance(batch, Marked):
+        return batch.value
+    if not containers.is_container(batch):
+        return batch
+    values = containers.children(batch)
+    made = [unmarked(value) for value in values]
+    return batch if all(new is old for new, old in zip(made, values, strict=True)) else containers.rebuild(batch, made)
+
+
+def with_same_of(whole: nest.Nest, part: nest.Nest) -> nest.Nest:
+    """``part``, with what ``whole`` has marked as the same in its place."""
+    if isinstance(whole, Same) and isinstance(part, Same):
+        return whole
+    if not containers.is_container(whole) or type(whole) is not type(part):
+        return part
+    ours, theirs = containers.children(part), containers.children(whole)
+    if len(ours) != len(theirs):
+        return part
+    made = [with_same_of(one, other) for one, other in zip(theirs, ours, strict=True)]
+    return part if all(new is old for new, old in zip(made, ours, strict=True)) else containers.rebuild(part, made)
+
+
+def _unmarked(leaf: Any, mark: str) -> Any:
+    if isinstance(leaf, Marked):
+        raise WrongTypeError(
+            f"ts.data.{mark} got a value that is marked already, as {type(leaf).__name__}: mark it once."
+        )
+    return leaf

@@ -1,0 +1,199 @@
+"""Random draws of a data set and its collate function, where several processes or pipelines read different rows.
+
+Processes are seeded alike, so that what they draw in common (weights, the order of rows) is common. Rows that are read
+by different ones need different draws all the same. So each batch is read under seeds of its own, decided by those of
+the pass, the number of the batch and the stream: a replica's or a pipeline's. The process's own streams are put back
+after it, and so stay equal on all ranks whatever a data set draws. Nothing of this has to be saved but the seeds of the
+pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
+
+from torchstrat.data.process_streams import NUMPYS, PYTHONS, NumpyStream, PythonStream
+from torchstrat.data.random_states import RandomStreams
+from torchstrat.reachable import Start
+
+T = TypeVar("T")
+Seeds = tuple[int, int]
+"""For the process's streams, and for generators that belong to the data set."""
+
+COMMON = -1
+"""The stream of what every process reads alike."""
+
+
+class OwnDraws:
+    """Puts the streams of one batch in place of the process's.
+
+    Args:
+        seeds: of the pass.
+        owned: generators that belong to the data set or the collate function.
+    """
+
+    def __init__(self, seeds: Seeds, owned: Sequence[Any]) -> None:
+        self._seeds, self._owned, self._streams = seeds, owned, RandomStreams((), owned)
+        self._outside: tuple[torch.Tensor, Any, Any, dict[str, Any]] | None = None
+        # What they remember of these streams is for one thread.
+        self._python, self._numpy = PythonStream(), NumpyStream()
+
+    def enter(self, number: int, stream: int) -> None:
+        """Before batch ``number`` of the pass is read for ``stream``."""
+        if self._outside is None:
+            owned = self._streams.own_states()
+            self._outside = (torch.default_generator.get_state(), self._python.state(), self._numpy.state(), owned)
+        words = _digest(self._seeds[0], number, stream)
+        torch.default_generator.manual_seed(words[0])
+        random.seed(words[1])
+        self._numpy.seed(words[2])
+        for position, generator in enumerate(self._owned):
+            _seed(generator, _digest(self._seeds[1], number, stream, position)[0])
+
+    def leave(self) -> None:
+        """After it, however reading it ended. Idempotent."""
+        outside, self._outside = self._outside, None
+        if outside is not None:
+            torch.default_generator.set_state(outside[0])
+            self._python.put(outside[1])
+            self._numpy.put(outside[2])
+            self._streams.put(outside[3])
+
+
+class Leaving(Iterator[T]):
+    """``items``, each of which may have been made after an `OwnDraws.enter`. No generator: an error does not end it."""
+
+    def __init__(self, items: Iterator[T], draws: OwnDraws) -> None:
+        self._items, self._draws = items, draws
+
+    def __next__(self) -> T:
+        try:
+            return next(self._items)
+        finally:
+            self._draws.leave()
+
+
+def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[Any]) -> Seeds:
+    """Decided by where the process's streams and those of the data set stand, which stay there.
+
+    ``generator``: what a loader draws from once for every pass, so that every pass has other seeds.
+    """
+    shared = (_seen_of(generator), _seen_of(None), random.getstate(), np.random.get_state(legacy=False))
+    streams = RandomStreams((), owned)
+    states = streams.own_states()
+    seeds = _number(*shared), _number(*map(_next_of, owned))
+    streams.put(states)
+    return seeds
+
+
+def leave_for_next_pass(owned: Sequence[Any]) -> None:
+    """Move the data set's generators, which the pass leaves where they are: the next one has other seeds."""
+    for generator in owned:
+        _next_of(generator)
+
+
+def stream_seed(seed: int, *path: int) -> int:
+    """A seed made of another and of numbers; those of other numbers are unrelated."""
+    return _digest(seed, *path)[0]
+
+
+def generators_of_data(dataset: Any, collate: Any) -> list[Any]:
+    """Generators of torch, NumPy and Python that reading a row or collating a batch can reach."""
+    parts = parts_of(dataset)
+    methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values() if callable(one)]
+    found = Start(collate, [*parts, *methods]).walk().generators
+    process = (torch.default_generator, PYTHONS, NUMPYS)
+    return [one for one in found if not any(one is other for other in process)]
+
+
+def draws_nothing(loader: DataLoader[Any]) -> bool:
+    """Whether reading a batch is known to run no code but torch's and Python's own, which draws nothing."""
+    return loader.collate_fn is default_collate and all(type(part) in _KNOWN for part in parts_of(loader.dataset))
+
+
+_KNOWN = (TensorDataset, list, tuple, range)
+
+
+def treats_rows_alone(loader: DataLoader[Any]) -> bool:
+    """Whether a row of a batch is known not to depend on the batch's other rows.
+
+    A data set that is asked for several rows at once (``__getitems__``, as of Hugging Face's) may pad them to the
+    longest, in a transform that it was given; without one it does not.
+    """
+    parts = parts_of(loader.dataset)
+    if loader.batch_sampler is None:
+        return all(type(part) in _KNOWN for part in parts)
+    return loader.collate_fn is default_collate and all(map(_reads_rows_alone, parts))
+
+
+def _reads_rows_alone(dataset: Any) -> bool:
+    if not hasattr(dataset, "__getitems__"):
+        return True
+    form = getattr(dataset, "format", None)
+    return isinstance(form, dict) and form.get("type", "custom") != "custom"
+
+
+def parts_of(dataset: Any) -> list[Any]:
+    """What torch's own data sets are made of: `Subset`, which ``random_split`` makes, and `ConcatDataset`."""
+    if type(dataset) is Subset:
+        return parts_of(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return [part for one in dataset.datasets for part in parts_of(one)]
+    return [dataset]
+
+
+def _seen_of(generator: torch.Generator | None) -> int:
+    # Its next number, and not its state: that has bits which no draw sees, and which runs of a strategy change.
+    clone = torch.Generator()
+    clone.set_state((torch.default_generator if generator is None else generator).get_state())
+    return _next_of(clone)
+
+
+def _next_of(generator: Any) -> int:
+    if isinstance(generator, torch.Generator):
+        drawn = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
+        return int(drawn.item())
+    if isinstance(generator, random.Random):
+        return generator.getrandbits(63)
+    return int.from_bytes(generator.bytes(7), "little")
+
+
+def _number(*parts: Any) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(str(_plain(part)).encode())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _plain(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {name: _plain(value) for name, value in part.items()}
+    return part.tolist() if isinstance(part, np.ndarray | torch.Tensor) else part
+
+
+def _digest(*numbers: int) -> tuple[int, int, int]:
+    text = "/".join(map(str, numbers)).encode()
+    digest = hashlib.blake2b(text, digest_size=20).digest()
+    return (
+        int.from_bytes(digest[:8], "little") >> 1,
+        int.from_bytes(digest[8:16], "little"),
+        int.from_bytes(digest[16:], "little"),
+    )
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(np.random.RandomState(seed % 2**32).get_state(legacy=False))
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    else:
+        generator.seed(seed)
