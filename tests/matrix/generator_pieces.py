@@ -40,6 +40,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("graph", "over", "what the first run leaves hangs in a graph that is gone"),
     ("by hand", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with torch.autograd.grad"),
     ("by hand", "accumulates", "torch.autograd.grad accumulates nothing, so such hooks are not called"),
+    ("by hand", "own update", "the documents say so: what the first replica did with its own gradients counts"),
     ("by hand", "over", "it assigns gradients, and accumulates none"),
     ("shared memory", "in place", "PyTorch itself does to such gradients twice what it does in place"),
     ("shared memory", "accumulates twice", "PyTorch itself adds to such gradients twice"),
@@ -297,7 +298,7 @@ UPDATES: Mapping[str, Piece] = {
     "by hand": _piece(
         "{edits}\nwith torch.no_grad():\n    for p in model.parameters():\n        if p.grad is not None:\n"
         "            p.add_(p.grad, alpha=-0.1)\n            p.grad = None",
-        "no step, no closure",
+        "no step, no closure, own update",
     ),
     "in hooks": _piece(
         "",
