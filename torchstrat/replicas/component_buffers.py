@@ -18,7 +18,18 @@ from torchstrat.variables import BufferSlot
 class _BufferState:
     """One entry of a module's buffers: the tensor found there, per replica its data or what replaced it."""
 
-    __slots__ = ("central", "count", "data", "is_shared", "made_by", "original", "replaced", "slot", "training", "versions")
+    __slots__ = (
+        "central",
+        "count",
+        "data",
+        "is_shared",
+        "made_by",
+        "original",
+        "replaced",
+        "slot",
+        "training",
+        "versions",
+    )
 
     def __init__(self, slot: BufferSlot, original: torch.Tensor | None, made_by: int | None = None) -> None:
         self.slot = slot
