@@ -37,9 +37,12 @@ _OVER: Mapping[str, Piece] = {
 }
 """How two runs make one update, if they do."""
 
-_ROWS = (8, 6, 7, 9, 5, 4, 3, 2, 1)
-_TWO_FOR_EACH = (8, 6, 9, 12)
-"""Of which each of up to three replicas has two or more."""
+_ROWS = (
+    *((8, 8), (6, 9, 7), (8, 5, 7, 3), (4, 2, 3), (9, 1, 7), (1, 8, 2), (3, 3), (7, 4, 9, 8), (2, 1, 5, 6), (5, 8)),
+    *((8, 1, 8, 1), (1, 1), (9, 5, 1, 2, 8), (8, 9, 6, 8)),
+)
+_TWO_FOR_EACH = ((8, 8), (6, 9, 12), (8, 6, 6, 9), (12, 8), (9, 8, 6))
+"""Rows of each global batch. In the second, each of up to three replicas has two or more."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Program:
 
 
 _PLAIN = ("none", "nothing", "one", "", (), "step", "mean", "linear", "after")
+"""Of what is not worth a word."""
 
 
 @st.composite
@@ -82,8 +86,7 @@ def programs(draw: st.DrawFn) -> Program:
         if slot not in of:
             of[slot] = choose(table)
     over = choose(_OVER)
-    sizes = _TWO_FOR_EACH if traits & {"two rows", "parts of a batch"} else _ROWS
-    rows = tuple(draw(st.lists(st.sampled_from(sizes), min_size=2, max_size=5)))
+    rows = draw(st.sampled_from(_TWO_FOR_EACH if traits & {"two rows", "parts of a batch"} else _ROWS))
     return Program(of, blocks, over, rows + rows[-1:] * (len(rows) % 2 if over else 0), frozenset(traits))
 
 

@@ -52,6 +52,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("changes in backward", "over", "hooks that step accumulate nothing"),
     ("changes in backward", "used twice", "a hook that steps changes what the rest of the pass needs"),
     ("parts of a batch", "whole batch", "parts of a replica's rows are not the parts of the global batch"),
+    ("parts of a batch", "each pass", "such a hook does to the gradient of a part what is not the same for the sum"),
     ("closure", "over", "a closure zeroes and computes afresh"),
     ("closure", "zeroed before", "a closure zeroes and computes afresh"),
     ("no step", "over", "the update belongs to the pass"),
@@ -240,16 +241,16 @@ HOOKS: Mapping[str, Piece] = {
     "none": _piece(),
     "tensor hooks that scale": _piece(build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g * 0.5)"),
     "tensor hooks that clamp": _piece(
-        traits="dense only, once differentiable",
+        traits="dense only, once differentiable, each pass",
         build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g.clamp(-0.05, 0.05))",
     ),
     "hooks that clip": _piece(
-        traits="accumulates, in place, dense only, changes in backward, hooked",
+        traits="accumulates, in place, dense only, changes in backward, each pass",
         build="def clip(p):\n    nn.utils.clip_grad_norm_([p], 0.05)\nfor p in model.parameters():\n"
         "    p.requires_grad and p.register_post_accumulate_grad_hook(clip)",
     ),
     "hooks that edit": _piece(
-        traits="accumulates, in place, dense only, changes in backward, hooked",
+        traits="accumulates, in place, dense only, changes in backward, each pass",
         build="def edit(p):\n    p.grad.mul_(0.5).add_(p.detach(), alpha=0.01)\nfor p in model.parameters():\n"
         "    p.requires_grad and p.register_post_accumulate_grad_hook(edit)",
     ),
@@ -302,7 +303,7 @@ UPDATES: Mapping[str, Piece] = {
     ),
     "in hooks": _piece(
         "",
-        "no step, accumulates, changes in backward, frees, no closure",
+        "no step, accumulates, changes in backward, frees, no closure, each pass",
         build="def hook(p):\n    steppers[p].step()\n    steppers[p].zero_grad()\n"
         "steppers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters() if p.requires_grad}\n"
         "for p in steppers:\n    p.register_post_accumulate_grad_hook(hook)",

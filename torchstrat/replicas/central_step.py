@@ -229,8 +229,7 @@ class CentralStep:
                 self._gradients.catch_up(tensors)
                 self._components.install_central()
                 before = self._gradients.central()
-            begins = not driver
-            if begins:
+            if not driver:
                 self._components.begin_closure_step(optimizer)
                 driver.append(ClosureDriver(optimizer, args, kwargs, self._driver_threads))
                 self._drivers.append(driver[0])
@@ -241,8 +240,8 @@ class CentralStep:
                     self._components.end_closure_step(optimizer)
                 self._components.spread_central()
                 self._gradients.spread_central(before)
-                if not begins:  # what the closures have made is used, and what they assign from now on is new
-                    self._gradients.after_step(tensors)
+                # What the closures assign from now on is new, and not made of what is there.
+                self._gradients.after_step(tensors)
             return dict.fromkeys(losses, (evaluate, driver[0].value))
 
         loss: Any = _NOTHING

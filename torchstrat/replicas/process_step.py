@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Container
 from typing import Any
@@ -291,9 +290,8 @@ class ProcessStep:
         self, optimizer: Optimizer, closure: Callable[[], Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]
     ) -> Any:
         """The closure's loss is averaged, so every rank decides alike; under central storage the owner leads."""
-        evaluations = itertools.count()
         if not self._central:
-            return with_closure(optimizer, lambda: self._evaluate(closure, tensors, next(evaluations)), args, kwargs)
+            return with_closure(optimizer, lambda: self._evaluate(closure, tensors), args, kwargs)
         what = f"{self._call_name(optimizer)} with a closure"
 
         elsewhere = self._elsewhere(tensors, alone=True)
@@ -304,7 +302,7 @@ class ProcessStep:
                 self._storage.follow()
                 self._storage.parameters.stepped(tensors)
             with torch.enable_grad():
-                loss = self._evaluate(closure, tensors, next(evaluations))
+                loss = self._evaluate(closure, tensors)
             if self._storage is not None:
                 self._level_edits(self._storage, what)
                 if self._owns:
@@ -337,14 +335,10 @@ class ProcessStep:
                 evaluate()
         return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
 
-    def _evaluate(self, closure: Callable[[], Any], tensors: list[torch.Tensor], earlier: int) -> Any:
-        """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are.
-
-        ``earlier``: how many evaluations this step has made before.
-        """
+    def _evaluate(self, closure: Callable[[], Any], tensors: list[torch.Tensor]) -> Any:
+        """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
         records = self._gradients.records
-        if earlier:
-            records.after_step(tensors)  # the step has used what the last one has left; what is assigned now is new
+        records.after_step(tensors)  # what is assigned from now on is new, and not made of what is there
         loss = closure()
         has_left_over = not records.are_as_combined(tensors) and bool(records.left_over(tensors))
         loss, is_left_over = self._mean_loss(loss, has_left_over)
