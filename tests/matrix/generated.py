@@ -31,9 +31,6 @@ class Place:
     """A context around it, which ``cluster`` is the name of."""
 
 
-_SUMMED = ", gradient_reduce_op=REDUCE_OP"
-
-
 def _mirrored(arguments: str) -> str:
     return f"ts.MirroredStrategy({arguments}gradient_reduce_op=REDUCE_OP)"
 
@@ -42,7 +39,6 @@ def _central(arguments: str) -> str:
     return f"ts.CentralStorageStrategy({arguments}gradient_reduce_op=REDUCE_OP)"
 
 
-_ON_SERVERS = "ts.ParameterServerStrategy(cluster.resolver, {partitioner}rows_only=False)"
 PLACES: Mapping[str, Place] = {
     "one_device": Place('ts.OneDeviceStrategy("cpu")'),
     "mirrored x2": Place(_mirrored('["cpu:0", "cpu:1"], ')),
@@ -67,7 +63,7 @@ PLACES: Mapping[str, Place] = {
     ),
 }
 
-_FOOTER = '''
+_FOOTER = """
 
 if __name__ == "__main__":  # {launch}
     import torchstrat.testing.fake_cluster
@@ -80,7 +76,7 @@ if __name__ == "__main__":  # {launch}
         strategy.close()
     for name, number in wanted.items():
         print(name, "differs by", float((seen[name] - number).abs().max()))
-'''
+"""
 
 
 def standalone(source: str, place: str) -> str:
@@ -144,9 +140,9 @@ def here(source: str, place: str, cluster: Any = None) -> Numbers | str:
         try:
             return names["train"](strategy)  # type: ignore[no-any-return]
         except TorchstratError as error:
-            return f"{type(error).__name__}: {error}"
+            return f"refused: {type(error).__name__}: {error}"
         except Exception:
-            return "failed\n" + traceback.format_exc()
+            return "failed: " + traceback.format_exc()
         finally:
             strategy.close()
 
@@ -163,11 +159,15 @@ class Runner:
     def __enter__(self) -> Runner:
         from torchstrat.testing import LocalCluster
 
-        self._workers.start()
+        self.start()
         self._stack.callback(self._workers.close)
         if self._with_cluster:
             self._cluster = self._stack.enter_context(LocalCluster(workers=2, ps=2))
         return self
+
+    def start(self) -> None:
+        """Start the processes that are not running: the first ones, and those of a run that has failed."""
+        self._workers.start()
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -181,14 +181,14 @@ class Runner:
 
 
 def complaint(source: str, place: str, run: Callable[[str, str], list[Numbers | str]], wanted: Numbers) -> str:
-    """What is wrong with the program in that place, "" if nothing is; a refusal begins with the error's name."""
+    """What is wrong with the program in that place: "refused: …", "failed: …", "differs …", or "" if nothing is."""
     for rank, seen in enumerate(run(source, place)):
         if isinstance(seen, str):
             return seen
         try:
             assert_close(seen, wanted)
         except AssertionError as error:
-            return f"process {rank}: {error}"
+            return f"differs, process {rank}: {error}"
     return ""
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.matrix import generator_pieces as pieces
 from tests.matrix.generator_pieces import Piece, fits
 
-__all__ = ["Program", "programs"]
+__all__ = ["Program", "drawn", "programs"]
 
 _TABLES: Mapping[str, Mapping[str, Piece]] = {
     "stem": pieces.STEMS,
@@ -90,12 +90,20 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(of, blocks, over, rows + rows[-1:] * (len(rows) % 2 if over else 0), frozenset(traits))
 
 
+def drawn(blocks: tuple[str, ...] = ("linear",), over: str = "", rows: tuple[int, ...] = (8, 8), **of: str) -> Program:
+    """The program of these pieces, as if it had been drawn; the first of its table where none is named."""
+    chosen = {slot: next(iter(table)) for slot, table in _TABLES.items()} | of
+    found = [_TABLES[slot][name] for slot, name in chosen.items()]
+    found += [pieces.BLOCKS[name] for name in blocks] + [_OVER[over]]
+    return Program(chosen, blocks, over, rows, frozenset(trait for piece in found for trait in piece.traits))
+
+
 # -- text --------------------------------------------------------------------------------------------------------------
 
 _QUIET = {"no_sync": 1, "no_sync nested": 2}
 
 _OWN_HEAD = "import collections\nfrom typing import Any\n\nfrom torch.optim import SGD, Optimizer\n\n"
-_HEAD = '''\
+_HEAD = """\
 import copy
 from contextlib import nullcontext
 from functools import partial
@@ -106,7 +114,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
-'''
+"""
 
 _LOOP = '''\
 def batches():
@@ -158,7 +166,8 @@ def numbers(program):
 def _source(program: Program) -> str:
     of = {slot: table[program.of[slot]] for slot, table in _TABLES.items()}
     blocks = [
-        Piece(*(part.replace("{i}", str(i)) for part in pieces.BLOCKS[name][:3])) for i, name in enumerate(program.blocks)
+        Piece(*(part.replace("{i}", str(i)) for part in pieces.BLOCKS[name][:3]))
+        for i, name in enumerate(program.blocks)
     ]
     own = pieces.CLASSES.get(program.of["optimizer"], "")
     parts = [

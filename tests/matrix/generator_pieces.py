@@ -48,11 +48,17 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("flat", "sparse", "a buffer is dense"),
     ("flat", "over", "it begins with a new buffer, and accumulates nothing"),
     ("flat", "changes in backward", "a freed gradient is no view of the buffer any more"),
-    ("changes in backward", "accumulates twice", "the second pass is of other weights in part, where graphs are shared"),
+    (
+        "changes in backward",
+        "accumulates twice",
+        "the second pass is of other weights in part, where graphs are shared",
+    ),
     ("changes in backward", "over", "hooks that step accumulate nothing"),
     ("changes in backward", "used twice", "a hook that steps changes what the rest of the pass needs"),
     ("parts of a batch", "whole batch", "parts of a replica's rows are not the parts of the global batch"),
     ("parts of a batch", "each pass", "such a hook does to the gradient of a part what is not the same for the sum"),
+    ("parts of a batch", "counter", "a part sees another count than the same rows elsewhere"),
+    ("two groups", "one optimizer", "LBFGS has no groups"),
     ("closure", "over", "a closure zeroes and computes afresh"),
     ("closure", "zeroed before", "a closure zeroes and computes afresh"),
     ("no step", "over", "the update belongs to the pass"),
@@ -101,7 +107,9 @@ STEMS: Mapping[str, Piece] = {
         init='self.stem = nn.EmbeddingBag(12, 6, mode="mean", sparse=True)',
     ),
     "convolution": _piece(
-        "h = self.stem(x.view(-1, 1, 2, 3)).flatten(1)[:, :6]", "not sparse", init="self.stem = nn.Conv2d(1, 2, 2, padding=1)"
+        "h = self.stem(x.view(-1, 1, 2, 3)).flatten(1)[:, :6]",
+        "not sparse",
+        init="self.stem = nn.Conv2d(1, 2, 2, padding=1)",
     ),
 }
 
@@ -181,7 +189,8 @@ LOSSES: Mapping[str, Piece] = {
     "labels": _piece("return F.cross_entropy(out, y.argmax(dim=1))"),
     "targets": _piece("return F.binary_cross_entropy_with_logits(out, y.sigmoid())"),
     "penalty": _piece(
-        "return F.huber_loss(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())", "used twice, dense only"
+        "return F.huber_loss(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())",
+        "used twice, dense only",
     ),
     "ignored labels": _piece(
         "labels = y.argmax(dim=1)\n"
@@ -239,7 +248,9 @@ BACKWARDS: Mapping[str, Piece] = {
 
 HOOKS: Mapping[str, Piece] = {
     "none": _piece(),
-    "tensor hooks that scale": _piece(build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g * 0.5)"),
+    "tensor hooks that scale": _piece(
+        build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g * 0.5)"
+    ),
     "tensor hooks that clamp": _piece(
         traits="dense only, once differentiable, each pass",
         build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g.clamp(-0.05, 0.05))",
@@ -327,7 +338,9 @@ _DENSE = {
 }
 OPTIMIZERS: Mapping[str, Piece] = {
     "SGD": _piece("torch.optim.SGD({p}, lr={rate})"),
-    "SGD, momentum": _piece("torch.optim.SGD({p}, lr={rate}, momentum=0.9, nesterov=True, weight_decay=0.01)", "dense only"),
+    "SGD, momentum": _piece(
+        "torch.optim.SGD({p}, lr={rate}, momentum=0.9, nesterov=True, weight_decay=0.01)", "dense only"
+    ),
     **{name: _piece(text, "dense only") for name, text in _DENSE.items()},
     "LBFGS": _piece("torch.optim.LBFGS({p}, lr=0.1, max_iter=3)", "dense only, one optimizer, with closure"),
     "Lookahead": _piece("Lookahead(torch.optim.SGD({p}, lr={rate}))", "wrapper, no closure for it"),
@@ -343,7 +356,7 @@ CLASSES = {
 
 GROUPS: Mapping[str, Piece] = {
     "one": _piece("optimizers = [{whole}]"),
-    "two rates": _piece('optimizers = [{groups}]', "two groups"),
+    "two rates": _piece("optimizers = [{groups}]", "two groups"),
     "two optimizers": _piece("optimizers = [{first}, {second}]", "many optimizers"),
     "frozen left out": _piece("optimizers = [{trained}]"),
 }
@@ -358,31 +371,31 @@ ZEROS: Mapping[str, Piece] = {
 SCHEDULES: Mapping[str, Piece] = {
     "none": _piece(),
     "in the step": _piece(
-        "program[\"scheduler\"].step()",
+        'program["scheduler"].step()',
         "needs a step, scheduled in step",
-        build="program[\"scheduler\"] = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)",
+        build='program["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)',
     ),
     "between": _piece(
-        "program[\"scheduler\"].step()",
+        'program["scheduler"].step()',
         "needs a step, scheduled between",
-        build="program[\"scheduler\"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 5)",
+        build='program["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 5)',
     ),
     "lambda, between": _piece(
-        "program[\"scheduler\"].step()",
+        'program["scheduler"].step()',
         "needs a step, scheduled between",
-        build="program[\"scheduler\"] = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda n: 1 / (1 + n))",
+        build='program["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda n: 1 / (1 + n))',
     ),
 }
 
 AFTER: Mapping[str, Piece] = {
     "nothing": _piece(),
     "average": _piece(
-        "program[\"average\"].update_parameters(model)",
-        build="program[\"average\"] = torch.optim.swa_utils.AveragedModel(model)",
+        'program["average"].update_parameters(model)',
+        build='program["average"] = torch.optim.swa_utils.AveragedModel(model)',
     ),
     "average by hand": _piece(
-        "with torch.no_grad():\n    for a, p in zip(program[\"average\"].parameters(), model.parameters()):\n        a.lerp_(p, 0.1)",
-        build="program[\"average\"] = copy.deepcopy(model).requires_grad_(False)",
+        'with torch.no_grad():\n    for a, p in zip(program["average"].parameters(), model.parameters()):\n        a.lerp_(p, 0.1)',
+        build='program["average"] = copy.deepcopy(model).requires_grad_(False)',
     ),
     "weights clamped": _piece("with torch.no_grad():\n    model.head.weight.clamp_(-0.3, 0.3)"),
     "weights decayed": _piece("with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.99)"),
@@ -394,10 +407,12 @@ BETWEEN: Mapping[str, Piece] = {
         "model.eval()\nwith torch.no_grad():\n    model(torch.ones(2, 6))\nmodel.train()", "train(), evaluates"
     ),
     "average": _piece(
-        "with torch.no_grad():\n    for a, p in zip(program[\"tracked\"].parameters(), model.parameters()):\n        a.lerp_(p, 0.1)",
-        build="program[\"tracked\"] = copy.deepcopy(model).requires_grad_(False)",
+        'with torch.no_grad():\n    for a, p in zip(program["tracked"].parameters(), model.parameters()):\n        a.lerp_(p, 0.1)',
+        build='program["tracked"] = copy.deepcopy(model).requires_grad_(False)',
     ),
     "weights edited": _piece("with torch.no_grad():\n    model.head.weight.mul_(0.9)"),
-    "load state": _piece("if index == 1:\n    model.load_state_dict({name: v * 1 for name, v in model.state_dict().items()})"),
-    "rate set": _piece("for optimizer in optimizers:\n    optimizer.param_groups[0][\"lr\"] *= 0.9", "needs a step"),
+    "load state": _piece(
+        "if index == 1:\n    model.load_state_dict({name: v * 1 for name, v in model.state_dict().items()})"
+    ),
+    "rate set": _piece('for optimizer in optimizers:\n    optimizer.param_groups[0]["lr"] *= 0.9', "needs a step"),
 }
