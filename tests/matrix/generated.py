@@ -15,6 +15,7 @@ import torch
 from tests.matrix.table import assert_close
 from torchstrat.errors import TorchstratError
 from torchstrat.testing import Workers
+from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.training import dtype_and_seed
 
 Numbers = dict[str, torch.Tensor]
@@ -54,9 +55,7 @@ PLACES: Mapping[str, Place] = {
     "two logical devices": Place(
         "ts.MirroredStrategy(logical_devices_per_replica=2, gradient_reduce_op=REDUCE_OP, sharding_rules=RULES)", 2
     ),
-    "servers in memory": Place(
-        "cluster.strategy(None, rows_only=False)", needs="ts.testing.fake_cluster.FakeCluster(workers=1, ps=2)"
-    ),
+    "servers in memory": Place("cluster.strategy(None, rows_only=False)", needs="FakeCluster(workers=1, ps=2)"),
     "servers in processes": Place(
         "ts.ParameterServerStrategy(cluster.resolver, rows_only=False)",
         needs="ts.testing.LocalCluster(workers=2, ps=2)",
@@ -66,7 +65,7 @@ PLACES: Mapping[str, Place] = {
 _FOOTER = """
 
 if __name__ == "__main__":  # {launch}
-    import torchstrat.testing.fake_cluster
+    from torchstrat.testing.fake_cluster import FakeCluster
 
     torch.set_default_dtype(torch.float64)
     wanted = train()
@@ -129,13 +128,12 @@ def _loaded(source: str) -> dict[str, Any]:
 
 def here(source: str, place: str, cluster: Any = None) -> Numbers | str:
     """What the program comes to in that place, in this process of it; the text of an error of ours that refuses it."""
-    import torchstrat.testing.fake_cluster
 
     where = PLACES[place]
     names = _loaded(source)
     with dtype_and_seed(torch.float64, 0), quiet(), contextlib.ExitStack() as stack:
         if where.needs and cluster is None:
-            cluster = stack.enter_context(eval(where.needs, names))
+            cluster = stack.enter_context(eval(where.needs, names | {"FakeCluster": FakeCluster}))
         strategy = eval(where.strategy, names | {"cluster": cluster})
         try:
             return names["train"](strategy)  # type: ignore[no-any-return]

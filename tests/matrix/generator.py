@@ -189,7 +189,7 @@ def _constants(program: Program) -> str:
     return "\n".join(
         [
             f"ROWS = {program.rows}",
-            f"QUIET = {_QUIET.get(program.over, 0)}  # how many blocks of no_sync are around a run that only accumulates",
+            f"QUIET = {_QUIET.get(program.over, 0)}  # blocks of no_sync around a run that only accumulates",
             f"REDUCE_OP = {'sum' if 'summed' in program.traits else 'mean'!r}",
             f"RULES = {rules!r}  # over logical devices",
         ]

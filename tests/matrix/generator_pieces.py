@@ -1,7 +1,7 @@
 """What programs are drawn from: pieces of source text, by what they are a piece of.
 
-A line of a table here is a piece; its traits say what it cannot go with (`APART`). Simple ones come first: what fails is
-shrunk towards them.
+A line of a table here is a piece; its traits say what it cannot go with (`APART`). Simple ones come first, for what
+fails is shrunk towards them.
 """
 
 from __future__ import annotations
@@ -294,16 +294,16 @@ EDITS: Mapping[str, Piece] = {
     ),
 }
 
-_COMPUTE = "loss = compute()\n"
+_ZERO = "    for optimizer in optimizers:\n        optimizer.zero_grad()\n"
 UPDATES: Mapping[str, Piece] = {
     "step": _piece("{edits}\nfor optimizer in optimizers:\n    optimizer.step()", "needs a step, no closure"),
     "closure": _piece(
-        "def evaluate():\n    for optimizer in optimizers:\n        optimizer.zero_grad()\n    loss = compute()\n{indented_edits}\n"
+        f"def evaluate():\n{_ZERO}    loss = compute()\n{{indented_edits}}\n"
         "    return loss\nfor optimizer in optimizers:\n    optimizer.step(evaluate)",
         "closure, needs a step",
     ),
     "closure that returns None": _piece(
-        "def evaluate():\n    for optimizer in optimizers:\n        optimizer.zero_grad()\n    compute()\n{indented_edits}\n"
+        f"def evaluate():\n{_ZERO}    compute()\n{{indented_edits}}\n"
         "for optimizer in optimizers:\n    optimizer.step(evaluate)",
         "closure, needs a step, no closure",
     ),
@@ -387,6 +387,10 @@ SCHEDULES: Mapping[str, Piece] = {
     ),
 }
 
+_LERP = """\
+with torch.no_grad():
+    for a, p in zip(program["{copy}"].parameters(), model.parameters()):
+        a.lerp_(p, 0.1)"""
 AFTER: Mapping[str, Piece] = {
     "nothing": _piece(),
     "average": _piece(
@@ -394,7 +398,7 @@ AFTER: Mapping[str, Piece] = {
         build='program["average"] = torch.optim.swa_utils.AveragedModel(model)',
     ),
     "average by hand": _piece(
-        'with torch.no_grad():\n    for a, p in zip(program["average"].parameters(), model.parameters()):\n        a.lerp_(p, 0.1)',
+        _LERP.replace("{copy}", "average"),
         build='program["average"] = copy.deepcopy(model).requires_grad_(False)',
     ),
     "weights clamped": _piece("with torch.no_grad():\n    model.head.weight.clamp_(-0.3, 0.3)"),
@@ -407,7 +411,7 @@ BETWEEN: Mapping[str, Piece] = {
         "model.eval()\nwith torch.no_grad():\n    model(torch.ones(2, 6))\nmodel.train()", "train(), evaluates"
     ),
     "average": _piece(
-        'with torch.no_grad():\n    for a, p in zip(program["tracked"].parameters(), model.parameters()):\n        a.lerp_(p, 0.1)',
+        _LERP.replace("{copy}", "tracked"),
         build='program["tracked"] = copy.deepcopy(model).requires_grad_(False)',
     ),
     "weights edited": _piece("with torch.no_grad():\n    model.head.weight.mul_(0.9)"),

@@ -49,7 +49,10 @@ FILTERS = (
         "what is combined already is scaled once more when another backward pass follows, if a replica without rows "
         "has gradients from under no_sync (gradient_exchange.py)",
         lambda program, place: (
-            place in IN_PROCESS and {"quiet", "accumulates twice"} <= program.traits and _has_idle(program, place)
+            place in IN_PROCESS
+            and "quiet" in program.traits
+            and bool({"accumulates twice", "reentrant"} & program.traits)  # a reentrant checkpoint is a pass of its own
+            and _has_idle(program, place)
         ),
         drawn(backward="several", over="no_sync", rows=(8, 1)),
         "mirrored x2",
