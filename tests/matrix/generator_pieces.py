@@ -37,6 +37,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("graph", "sparse", "PyTorch has no second derivative of sparse gradients"),
     ("graph", "once differentiable", "PyTorch refuses it: these have no second derivative"),
     ("graph", "in place", "PyTorch refuses it: what is changed in place is needed for the second pass"),
+    ("graph", "summed", "each replica adds the whole penalty to the sum: the program divides it or means another"),
     ("graph", "over", "what the first run leaves hangs in a graph that is gone"),
     ("by hand", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with torch.autograd.grad"),
     ("by hand", "accumulates", "torch.autograd.grad accumulates nothing, so such hooks are not called"),
@@ -286,7 +287,7 @@ EDITS: Mapping[str, Piece] = {
     ),
     "decay": _piece(
         "for p in model.parameters():\n    if p.grad is not None:\n        p.grad = p.grad + 0.01 * p.detach()",
-        "dense only, edits, frees",
+        "dense only, edits, frees, replaces",
     ),
     "centre": _piece(
         "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.sub_(p.grad.mean())",

@@ -46,12 +46,12 @@ IN_PROCESS = ("mirrored x2", "mirrored x3", "central_storage x2", "central_stora
 FILTERS = (
     Filter(
         "B19",
-        "what is combined already is scaled once more when another backward pass follows, if a replica without rows "
-        "has gradients from under no_sync (gradient_exchange.py)",
+        "what is combined already is scaled once more when another backward pass or p.grad = p.grad + … follows, if a "
+        "replica without rows has gradients from under no_sync (gradient_exchange.py)",
         lambda program, place: (
             place in IN_PROCESS
             and "quiet" in program.traits
-            and bool({"accumulates twice", "reentrant"} & program.traits)  # a reentrant checkpoint is a pass of its own
+            and bool({"accumulates twice", "reentrant", "replaces"} & program.traits)  # a reentrant checkpoint is a pass of its own
             and _has_idle(program, place)
         ),
         drawn(backward="several", over="no_sync", rows=(8, 1)),
@@ -71,18 +71,6 @@ FILTERS = (
     ),
     Filter(
         "B55",
-        "of a pass with create_graph a tensor hook gives the combined gradient on, and the pass after it adds a sum "
-        "that was combined to one that was",
-        lambda program, place: (
-            place not in ("one_device", *MAY_REFUSE)
-            and {"summed", "graph"} <= program.traits
-            and "tensor hooks" in program.of["hook"]
-        ),
-        drawn(loss="sum", backward="create_graph", hook="tensor hooks that scale"),
-        "mirrored x2",
-    ),
-    Filter(
-        "B56",
         "gradients of parameters that are cut over logical devices have lost their graph when a pass with "
         "create_graph=True has ended, and nobody refuses it",
         lambda program, place: place == LOGICAL and "graph" in program.traits,
