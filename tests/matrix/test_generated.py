@@ -51,7 +51,8 @@ FILTERS = (
         lambda program, place: (
             place in IN_PROCESS
             and "quiet" in program.traits
-            and bool({"accumulates twice", "reentrant", "replaces"} & program.traits)  # a reentrant checkpoint is a pass of its own
+            # A reentrant checkpoint is a pass of its own.
+            and bool({"accumulates twice", "reentrant", "replaces"} & program.traits)
             and _has_idle(program, place)
         ),
         drawn(backward="several", over="no_sync", rows=(8, 1)),
