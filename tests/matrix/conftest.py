@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.matrix.generated import Runner
 from tests.matrix.places import Launcher
 
-_shared: list[Launcher] = []
+_shared: list[Launcher | Runner] = []
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,14 @@ def launcher() -> Iterator[Launcher]:
         _shared.append(launcher)
         yield launcher
         _shared.remove(launcher)
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[Runner]:
+    with Runner() as runner:
+        _shared.append(runner)
+        yield runner
+        _shared.remove(runner)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -240,6 +240,8 @@ class CentralStep:
                     self._components.end_closure_step(optimizer)
                 self._components.spread_central()
                 self._gradients.spread_central(before)
+                # What the closures assign from now on is new, and not made of what is there.
+                self._gradients.after_step(tensors)
             return dict.fromkeys(losses, (evaluate, driver[0].value))
 
         loss: Any = _NOTHING

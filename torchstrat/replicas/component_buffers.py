@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchstrat._torch_private import set_version_counters
 from torchstrat.reduction import VariableAggregation
 from torchstrat.replicas.buffer_rules import BufferRules, counts_rows
 from torchstrat.variables import BufferSlot
@@ -17,7 +18,18 @@ from torchstrat.variables import BufferSlot
 class _BufferState:
     """One entry of a module's buffers: the tensor found there, per replica its data or what replaced it."""
 
-    __slots__ = ("central", "count", "data", "is_shared", "made_by", "original", "replaced", "slot", "training")
+    __slots__ = (
+        "central",
+        "count",
+        "data",
+        "is_shared",
+        "made_by",
+        "original",
+        "replaced",
+        "slot",
+        "training",
+        "versions",
+    )
 
     def __init__(self, slot: BufferSlot, original: torch.Tensor | None, made_by: int | None = None) -> None:
         self.slot = slot
@@ -29,12 +41,14 @@ class _BufferState:
         self.is_shared = made_by is None
         self.data: dict[int, torch.Tensor] = {}
         self.replaced: dict[int, torch.Tensor | None] = {}
+        self.versions: dict[int, int] = {}
 
     def give_each(self, replicas: Iterable[int], devices: dict[int, torch.device]) -> None:
         """A copy of the central value to every replica: a failed run must leave the module's buffer as it was."""
         if self.original is not None:
             for replica in replicas:
                 self.data[replica] = copy_to(self.original.data, devices[replica])
+                self.versions[replica] = _version_of(self.original)
 
     def park(self, replica: int) -> None:
         current = self.slot.tensor
@@ -44,11 +58,24 @@ class _BufferState:
             self.replaced.pop(replica, None)
         if self.original is not None:
             self.data[replica] = self.original.data
+            self.versions[replica] = _version_of(self.original)
 
     def install(self, replica: int) -> None:
         if self.original is not None:
             self.original.data = self.data[replica]
+            self._count(self.versions[replica])
         self.put(self.replaced.get(replica, self.original))
+
+    def level(self) -> None:
+        """All edits are over: to whatever looks from now on the buffer was edited as often as by any replica."""
+        if self.original is not None:
+            self.versions = dict.fromkeys(self.versions, max(self.versions.values()))
+            self._count(max(self.versions.values()))
+
+    def _count(self, version: int) -> None:
+        # What one replica edits in place must not look to another's backward as if its own had been edited.
+        if self.original is not None and _version_of(self.original) != version:
+            set_version_counters([self.original], [version])
 
     def put(self, value: torch.Tensor | None) -> None:
         if self.slot.tensor is not value:
@@ -123,6 +150,8 @@ class ComponentBuffers:
         rounding. Replicas of weight 0 have no say in means: a batch without rows makes nan of a running mean.
         ``rows``: of the replicas.
         """
+        for state in self.states:
+            state.level()
         if self._rules:
             self._own.keep(self.states, self._replicas)
         counted = [replica for replica, weight in zip(self._replicas, weights, strict=True) if weight] or self._replicas
@@ -198,6 +227,10 @@ class ComponentBuffers:
             if state.original is not None and state.central is not None:
                 state.original.data = state.central
         self.states, self._replicas, self._modules = [], [], set()
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -337,8 +337,9 @@ class ProcessStep:
 
     def _evaluate(self, closure: Callable[[], Any], tensors: list[torch.Tensor]) -> Any:
         """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
-        loss = closure()
         records = self._gradients.records
+        records.after_step(tensors)  # what is assigned from now on is new, and not made of what is there
+        loss = closure()
         has_left_over = not records.are_as_combined(tensors) and bool(records.left_over(tensors))
         loss, is_left_over = self._mean_loss(loss, has_left_over)
         if is_left_over:

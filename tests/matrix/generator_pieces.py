@@ -1,0 +1,423 @@
+"""What programs are drawn from: pieces of source text, by what they are a piece of.
+
+A line of a table here is a piece; its traits say what it cannot go with (`APART`). Simple ones come first, for what
+fails is shrunk towards them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from tests.matrix import gradient_updates
+
+
+class Piece(NamedTuple):
+    """Lines of a program; ``{i}`` in them is the block's number."""
+
+    text: str = ""
+    """Of the place that the table is about: a line of ``forward``, of the step, of what follows a run."""
+    init: str = ""
+    """Lines of the model's ``__init__``."""
+    build: str = ""
+    """Lines of ``build`` behind the model."""
+    traits: frozenset[str] = frozenset()
+
+
+def _piece(text: str = "", traits: str = "", *, init: str = "", build: str = "") -> Piece:
+    return Piece(text, init, build, frozenset(filter(None, traits.split(", "))))
+
+
+APART: tuple[tuple[str, str, str], ...] = (
+    ("sparse", "dense only", "PyTorch refuses it: not for sparse gradients"),
+    ("sparse only", "not sparse", "SparseAdam steps nothing else"),
+    ("graph", "changes in backward", "PyTorch refuses it: the second pass needs the values that the first has changed"),
+    ("graph", "reentrant", "PyTorch refuses it: reentrant checkpoints cannot be differentiated twice"),
+    ("graph", "sparse", "PyTorch has no second derivative of sparse gradients"),
+    ("graph", "once differentiable", "PyTorch refuses it: these have no second derivative"),
+    ("graph", "in place", "PyTorch refuses it: what is changed in place is needed for the second pass"),
+    ("graph", "summed", "each replica adds the whole penalty to the sum: the program divides it or means another"),
+    ("graph", "over", "what the first run leaves hangs in a graph that is gone"),
+    ("by hand", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with torch.autograd.grad"),
+    ("by hand", "accumulates", "torch.autograd.grad accumulates nothing, so such hooks are not called"),
+    ("by hand", "own update", "the documents say so: what the first replica did with its own gradients counts"),
+    ("by hand", "over", "it assigns gradients, and accumulates none"),
+    ("shared memory", "in place", "PyTorch itself does to such gradients twice what it does in place"),
+    ("shared memory", "accumulates twice", "PyTorch itself adds to such gradients twice"),
+    ("flat", "frees", "a freed gradient is no view of the buffer any more"),
+    ("flat", "sparse", "a buffer is dense"),
+    ("flat", "over", "it begins with a new buffer, and accumulates nothing"),
+    ("flat", "changes in backward", "a freed gradient is no view of the buffer any more"),
+    (
+        "changes in backward",
+        "accumulates twice",
+        "the second pass is of other weights in part, where graphs are shared",
+    ),
+    ("changes in backward", "over", "hooks that step accumulate nothing"),
+    ("changes in backward", "used twice", "a hook that steps changes what the rest of the pass needs"),
+    ("parts of a batch", "whole batch", "parts of a replica's rows are not the parts of the global batch"),
+    ("parts of a batch", "each pass", "such a hook does to the gradient of a part what is not the same for the sum"),
+    ("parts of a batch", "counter", "a part sees another count than the same rows elsewhere"),
+    ("two groups", "one optimizer", "LBFGS has no groups"),
+    ("closure", "over", "a closure zeroes and computes afresh"),
+    ("closure", "zeroed before", "a closure zeroes and computes afresh"),
+    ("no step", "over", "the update belongs to the pass"),
+    ("no step", "needs a step", "nothing steps"),
+    ("no step", "edits", "the update comes before"),
+    ("train()", "frozen norm", "train() would thaw it"),
+    ("evaluates", "counter", "evaluation counts as well, on the caller's model alone"),
+    ("one optimizer", "many optimizers", "it wants all parameters"),
+    ("with closure", "no closure", "LBFGS steps with a closure alone"),
+    ("no closure for it", "closure", "its step takes no closure that is called once"),
+)
+"""Trait, trait, and why no program has both."""
+
+
+def fits(piece: Piece, traits: Iterable[str]) -> bool:
+    """Whether the piece can be in a program that has these traits."""
+    have = set(traits)
+    return not any(
+        (one in have and other in piece.traits) or (other in have and one in piece.traits) for one, other, _ in APART
+    )
+
+
+STEMS: Mapping[str, Piece] = {
+    "linear": _piece("h = self.stem(x)", "not sparse", init="self.stem = nn.Linear(6, 6)"),
+    "embedding": _piece(
+        "h = self.stem(x.abs().mul(10).long() % 12).mean(dim=1)", "not sparse", init="self.stem = nn.Embedding(12, 6)"
+    ),
+    "sparse embedding": _piece(
+        "h = self.stem(x.abs().mul(10).long() % 12).mean(dim=1)",
+        "sparse",
+        init="self.stem = nn.Embedding(12, 6, sparse=True)",
+    ),
+    "padded embedding": _piece(
+        "h = self.stem(x.abs().mul(10).long() % 12).sum(dim=1)",
+        "not sparse",
+        init="self.stem = nn.Embedding(12, 6, padding_idx=3)",
+    ),
+    "bag": _piece(
+        "h = self.stem(x.abs().mul(10).long() % 12)",
+        "not sparse, once differentiable",
+        init='self.stem = nn.EmbeddingBag(12, 6, mode="sum")',
+    ),
+    "sparse bag": _piece(
+        "h = self.stem(x.abs().mul(10).long() % 12)",
+        "sparse",
+        init='self.stem = nn.EmbeddingBag(12, 6, mode="mean", sparse=True)',
+    ),
+    "convolution": _piece(
+        "h = self.stem(x.view(-1, 1, 2, 3)).flatten(1)[:, :6]",
+        "not sparse",
+        init="self.stem = nn.Conv2d(1, 2, 2, padding=1)",
+    ),
+}
+
+BLOCKS: Mapping[str, Piece] = {
+    "linear": _piece("h = torch.tanh(self.b{i}(h))", init="self.b{i} = nn.Linear(6, 6)"),
+    "residual": _piece("h = h + F.gelu(self.b{i}(h))", init="self.b{i} = nn.Linear(6, 6)"),
+    "layer norm": _piece("h = self.b{i}(h)", init="self.b{i} = nn.LayerNorm(6)"),
+    "group norm": _piece("h = self.b{i}(h)", init="self.b{i} = nn.GroupNorm(2, 6)"),
+    "frozen batch norm": _piece(
+        "h = self.b{i}(h)",
+        "frozen norm",
+        init="self.b{i} = nn.BatchNorm1d(6)\nnn.init.uniform_(self.b{i}.running_var, 0.5, 2.0)",
+        build="model.b{i}.eval()",
+    ),
+    "converted batch norm": _piece(
+        "h = self.b{i}(h)",
+        "whole batch, two rows, once differentiable, evaluates",
+        init="self.b{i} = nn.BatchNorm1d(6)",
+        build="ts.convert_sync_batchnorm(model)",
+    ),
+    "dropout 0": _piece("h = self.b{i}(h)", init="self.b{i} = nn.Dropout(0.0)"),
+    "convolution": _piece(
+        "h = self.b{i}(h.unsqueeze(1)).mean(dim=1)", init="self.b{i} = nn.Conv1d(1, 2, 3, padding=1)"
+    ),
+    "tied": _piece(
+        "h = self.c{i}(torch.tanh(self.b{i}(h)))",
+        "used twice",
+        init="self.b{i}, self.c{i} = nn.Linear(6, 6), nn.Linear(6, 6)\nself.c{i}.weight = self.b{i}.weight",
+    ),
+    "used twice": _piece(
+        "h = torch.tanh(self.b{i}(torch.tanh(self.b{i}(h))))", "used twice", init="self.b{i} = nn.Linear(6, 6)"
+    ),
+    "sum of two": _piece(
+        "h = h * (1 + self.p{i} + self.q{i})",
+        "shared memory",
+        init="self.p{i}, self.q{i} = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))",
+    ),
+    "frozen": _piece("h = torch.tanh(self.b{i}(h))", init="self.b{i} = nn.Linear(6, 6).requires_grad_(False)"),
+    "checkpointed": _piece(
+        "h = h + checkpoint(self.b{i}, h, use_reentrant=False)",
+        init="self.b{i} = nn.Sequential(nn.Linear(6, 6), nn.Tanh())",
+    ),
+    "checkpointed, reentrant": _piece(
+        "h = h + checkpoint(self.b{i}, h, use_reentrant=True)",
+        "reentrant",
+        init="self.b{i} = nn.Sequential(nn.Linear(6, 6), nn.Tanh())",
+    ),
+    "attention": _piece(
+        "h = h + self.b{i}(*[h.view(-1, 3, 2)] * 3, need_weights=False)[0].flatten(1)",
+        "once differentiable",
+        init="self.b{i} = nn.MultiheadAttention(2, 1, batch_first=True)",
+    ),
+    "recurrent": _piece(
+        "h = h + self.b{i}(h.view(-1, 3, 2))[0].flatten(1)",
+        "once differentiable, used twice",
+        init="self.b{i} = nn.GRU(2, 2, batch_first=True)",
+    ),
+    "weight norm": _piece(
+        "h = torch.tanh(self.b{i}(h))",
+        "once differentiable",
+        init="self.b{i} = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))",
+    ),
+    "every other step": _piece(
+        "if self.index % 2:\n    h = h + self.b{i}(h)",
+        "unused, evaluates",
+        init="self.index, self.b{i} = 0, nn.Linear(6, 6)",
+    ),
+    "counter": _piece(
+        "self.calls{i} += 1\nh = h / self.calls{i}",
+        "counter",
+        init='self.register_buffer("calls{i}", torch.zeros((), dtype=torch.int64))',
+    ),
+}
+
+LOSSES: Mapping[str, Piece] = {
+    "mean": _piece("return (out - y).square().mean()"),
+    "labels": _piece("return F.cross_entropy(out, y.argmax(dim=1))"),
+    "targets": _piece("return F.binary_cross_entropy_with_logits(out, y.sigmoid())"),
+    "penalty": _piece(
+        "return F.huber_loss(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())",
+        "used twice, dense only",
+    ),
+    "ignored labels": _piece(
+        "labels = y.argmax(dim=1)\n"
+        'total = F.cross_entropy(out, labels, ignore_index=0, reduction="sum")\n'
+        "return ts.global_mean(total, (labels != 0).sum())",
+        "whole batch",
+    ),
+    "contrast": _piece(
+        "u, v = ts.get_replica_context().all_gather((F.normalize(out), F.normalize(y)), axis=0)\n"
+        "return F.cross_entropy(u @ v.T, torch.arange(len(u)))",
+        "whole batch, once differentiable",
+    ),
+    "sum": _piece("return 0.05 * (out - y).square().sum()", "summed, whole batch"),
+}
+
+BACKWARDS: Mapping[str, Piece] = {
+    "one": _piece("loss = loss_of(x, y)\nloss.backward()"),
+    "several": _piece(
+        "loss = loss_of(x, y)\n(loss / 2).backward()\n(loss_of(-x, y) / 3).backward()", "accumulates twice"
+    ),
+    "retained": _piece(
+        "loss = loss_of(x, y)\nloss.backward(retain_graph=True)\n(loss / 4).backward()",
+        "accumulates twice, retains",
+    ),
+    "parts": _piece(
+        "for rows in torch.arange(len(x)).chunk(2):\n"
+        "    loss = loss_of(x[rows], y[rows]) * len(rows) / len(x)\n"
+        "    loss.backward()",
+        "accumulates twice, parts of a batch, rows for all",
+    ),
+    "create_graph": _piece(
+        "loss = loss_of(x, y)\n"
+        "loss.backward(create_graph=True)\n"
+        "(0.1 * sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)).backward()",
+        "accumulates twice, graph",
+    ),
+    "autograd.grad": _piece(
+        "loss = loss_of(x, y)\n"
+        "parameters = [p for p in model.parameters() if p.requires_grad]\n"
+        "gradients = torch.autograd.grad(loss, parameters, allow_unused=True)\n"
+        "for p, gradient in zip(parameters, gradients):\n"
+        "    p.grad = gradient",
+        "by hand",
+    ),
+    "flat buffer": _piece(
+        "parameters = [p for p in model.parameters() if p.requires_grad]\n"
+        "flat = torch.zeros(sum(p.numel() for p in parameters))\n"
+        "for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):\n"
+        "    p.grad = part.view_as(p)\n"
+        "loss = loss_of(x, y)\n"
+        "loss.backward()",
+        "flat",
+    ),
+}
+
+HOOKS: Mapping[str, Piece] = {
+    "none": _piece(),
+    "tensor hooks that scale": _piece(
+        build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g * 0.5)"
+    ),
+    "tensor hooks that clamp": _piece(
+        traits="dense only, once differentiable, each pass",
+        build="for p in model.parameters():\n    p.requires_grad and p.register_hook(lambda g: g.clamp(-0.05, 0.05))",
+    ),
+    "hooks that clip": _piece(
+        traits="accumulates, in place, dense only, changes in backward, each pass",
+        build="def clip(p):\n    nn.utils.clip_grad_norm_([p], 0.05)\nfor p in model.parameters():\n"
+        "    p.requires_grad and p.register_post_accumulate_grad_hook(clip)",
+    ),
+    "hooks that edit": _piece(
+        traits="accumulates, in place, dense only, changes in backward, each pass",
+        build="def edit(p):\n    p.grad.mul_(0.5).add_(p.detach(), alpha=0.01)\nfor p in model.parameters():\n"
+        "    p.requires_grad and p.register_post_accumulate_grad_hook(edit)",
+    ),
+    "a hook that frees": _piece(
+        traits="accumulates, frees",
+        build='model.head.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))',
+    ),
+    "module hooks": _piece(
+        traits="once differentiable",
+        build="model.head.register_full_backward_hook(lambda m, inputs, outputs: tuple(i * 0.5 for i in inputs))\n"
+        "model.head.register_full_backward_pre_hook(lambda m, outputs: tuple(o * 0.7 for o in outputs))",
+    ),
+    "forward hook": _piece(build="model.head.register_forward_hook(lambda m, inputs, output: output * 0.9)"),
+}
+
+EDITS: Mapping[str, Piece] = {
+    "none": _piece(),
+    "clip by norm": _piece("nn.utils.clip_grad_norm_(model.parameters(), 0.1)", "dense only, in place, edits"),
+    "clip by value": _piece("nn.utils.clip_grad_value_(model.parameters(), 0.02)", "dense only, in place, edits"),
+    "scale": _piece(
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.mul_(0.5)", "in place, edits"
+    ),
+    "decay": _piece(
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad = p.grad + 0.01 * p.detach()",
+        "dense only, edits, frees, replaces",
+    ),
+    "centre": _piece(
+        "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.sub_(p.grad.mean())",
+        "dense only, in place, edits",
+    ),
+}
+
+_ZERO = "    for optimizer in optimizers:\n        optimizer.zero_grad()\n"
+UPDATES: Mapping[str, Piece] = {
+    "step": _piece("{edits}\nfor optimizer in optimizers:\n    optimizer.step()", "needs a step, no closure"),
+    "closure": _piece(
+        f"def evaluate():\n{_ZERO}    loss = compute()\n{{indented_edits}}\n"
+        "    return loss\nfor optimizer in optimizers:\n    optimizer.step(evaluate)",
+        "closure, needs a step",
+    ),
+    "closure that returns None": _piece(
+        f"def evaluate():\n{_ZERO}    compute()\n{{indented_edits}}\n"
+        "for optimizer in optimizers:\n    optimizer.step(evaluate)",
+        "closure, needs a step, no closure",
+    ),
+    "by hand": _piece(
+        "{edits}\nwith torch.no_grad():\n    for p in model.parameters():\n        if p.grad is not None:\n"
+        "            p.add_(p.grad, alpha=-0.1)\n            p.grad = None",
+        "no step, no closure, own update",
+    ),
+    "in hooks": _piece(
+        "",
+        "no step, accumulates, changes in backward, frees, no closure, each pass",
+        build="def hook(p):\n    steppers[p].step()\n    steppers[p].zero_grad()\n"
+        "steppers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters() if p.requires_grad}\n"
+        "for p in steppers:\n    p.register_post_accumulate_grad_hook(hook)",
+    ),
+}
+
+_DENSE = {
+    "Adam": "torch.optim.Adam({p}, lr={rate})",
+    "AdamW": "torch.optim.AdamW({p}, lr={rate}, amsgrad=True)",
+    "AdamW, fused": "torch.optim.AdamW({p}, lr={rate}, fused=True)",
+    "Adam, foreach": "torch.optim.Adam({p}, lr={rate}, foreach=True, weight_decay=0.1)",
+    "Adagrad": "torch.optim.Adagrad({p}, lr={rate}, initial_accumulator_value=0.1)",
+    "RMSprop": "torch.optim.RMSprop({p}, lr={rate}, momentum=0.5, centered=True, eps=1e-3)",
+    "Adadelta": "torch.optim.Adadelta({p}, lr=0.5)",
+    "Adamax": "torch.optim.Adamax({p}, lr={rate})",
+    "NAdam": "torch.optim.NAdam({p}, lr={rate})",
+    "RAdam": "torch.optim.RAdam({p}, lr={rate})",
+    "ASGD": "torch.optim.ASGD({p}, lr={rate})",
+    "Adafactor": "torch.optim.Adafactor({p}, lr={rate})",
+    "Ftrl": "ts.Ftrl({p}, lr={rate}, l1=0.001, l2=0.1, initial_accumulator_value=0.1)",
+}
+OPTIMIZERS: Mapping[str, Piece] = {
+    "SGD": _piece("torch.optim.SGD({p}, lr={rate})"),
+    "SGD, momentum": _piece(
+        "torch.optim.SGD({p}, lr={rate}, momentum=0.9, nesterov=True, weight_decay=0.01)", "dense only"
+    ),
+    **{name: _piece(text, "dense only") for name, text in _DENSE.items()},
+    "LBFGS": _piece("torch.optim.LBFGS({p}, lr=0.1, max_iter=3)", "dense only, one optimizer, with closure"),
+    "Lookahead": _piece("Lookahead(torch.optim.SGD({p}, lr={rate}))", "wrapper, no closure for it"),
+    "Decaying": _piece("Decaying({p}, lr={rate})", "wrapper"),
+    "SharpnessAware": _piece(
+        "SharpnessAware({p}, torch.optim.SGD, lr={rate})",
+        "dense only, one optimizer, with closure, wrapper, ascends, no closure for it",
+    ),
+}
+CLASSES = {
+    name: inspect.getsource(getattr(gradient_updates, name)) for name in ("Lookahead", "Decaying", "SharpnessAware")
+}
+
+GROUPS: Mapping[str, Piece] = {
+    "one": _piece("optimizers = [{whole}]"),
+    "two rates": _piece("optimizers = [{groups}]", "two groups"),
+    "two optimizers": _piece("optimizers = [{first}, {second}]", "many optimizers"),
+    "frozen left out": _piece("optimizers = [{trained}]"),
+}
+
+ZEROS: Mapping[str, Piece] = {
+    "after": _piece("optimizer.zero_grad()"),
+    "before": _piece("optimizer.zero_grad()", "zeroed before"),
+    "in place": _piece("optimizer.zero_grad(set_to_none=False)", "in place, zeroed in place"),
+    "model.zero_grad": _piece("model.zero_grad()"),
+}
+
+SCHEDULES: Mapping[str, Piece] = {
+    "none": _piece(),
+    "in the step": _piece(
+        'program["scheduler"].step()',
+        "needs a step, scheduled in step",
+        build='program["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)',
+    ),
+    "between": _piece(
+        'program["scheduler"].step()',
+        "needs a step, scheduled between",
+        build='program["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 5)',
+    ),
+    "lambda, between": _piece(
+        'program["scheduler"].step()',
+        "needs a step, scheduled between",
+        build='program["scheduler"] = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda n: 1 / (1 + n))',
+    ),
+}
+
+_LERP = """\
+with torch.no_grad():
+    for a, p in zip(program["{copy}"].parameters(), model.parameters()):
+        a.lerp_(p, 0.1)"""
+AFTER: Mapping[str, Piece] = {
+    "nothing": _piece(),
+    "average": _piece(
+        'program["average"].update_parameters(model)',
+        build='program["average"] = torch.optim.swa_utils.AveragedModel(model)',
+    ),
+    "average by hand": _piece(
+        _LERP.replace("{copy}", "average"),
+        build='program["average"] = copy.deepcopy(model).requires_grad_(False)',
+    ),
+    "weights clamped": _piece("with torch.no_grad():\n    model.head.weight.clamp_(-0.3, 0.3)"),
+    "weights decayed": _piece("with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.99)"),
+}
+
+BETWEEN: Mapping[str, Piece] = {
+    "nothing": _piece(),
+    "evaluate": _piece(
+        "model.eval()\nwith torch.no_grad():\n    model(torch.ones(2, 6))\nmodel.train()", "train(), evaluates"
+    ),
+    "average": _piece(
+        _LERP.replace("{copy}", "tracked"),
+        build='program["tracked"] = copy.deepcopy(model).requires_grad_(False)',
+    ),
+    "weights edited": _piece("with torch.no_grad():\n    model.head.weight.mul_(0.9)"),
+    "load state": _piece(
+        "if index == 1:\n    model.load_state_dict({name: v * 1 for name, v in model.state_dict().items()})"
+    ),
+    "rate set": _piece('for optimizer in optimizers:\n    optimizer.param_groups[0]["lr"] *= 0.9', "needs a step"),
+}
