@@ -28,6 +28,16 @@ DEV = [
     "hypothesis>=6.100",  # generated histories for the state machine that schedules functions
 ]
 
+PROGRAMS = [
+    "transformers>=5.0",  # the language models, speech and images that most people train
+    "timm>=1.0",  # images, with optimizers, schedules and moving averages of its own
+    "diffusers>=0.35",  # noise schedules and nets that are conditioned
+    "peft>=0.17",  # adapters: most parameters are frozen, and modules are wrapped
+    "torch_geometric>=2.6",  # graphs: batches that are no rows of one tensor
+    "pytorch_optimizer>=3.8",  # fifteen optimizers as other people write them
+    "schedulefree>=1.4",  # optimizers with two sets of weights
+]
+
 setup(
     name="torchstrat",
     version="0.1.0",
@@ -50,6 +60,7 @@ setup(
         "experiments": EXPERIMENTS,  # scripts/train.py and scripts/demo
         "tpu": TPU,  # TPUStrategy
         "dev": DEV,  # scripts/test and scripts/check
+        "programs": PROGRAMS,  # scripts/soak programs
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -26,8 +26,8 @@ def main() -> int:
     if pytest_arguments[:1] == ["faults"]:
         pytest_arguments[:1] = ["tests/faults"]
         options.busy = max(options.busy, 1)
-    if pytest_arguments[:1] == ["matrix"]:  # every cell of every table, and every planted fault, once
-        pytest_arguments[:1] = ["tests/matrix"]
+    if pytest_arguments[:1] in (["matrix"], ["programs"]):  # all of them, once
+        pytest_arguments[:1] = [f"tests/{pytest_arguments[0]}"]
         options.rounds = 1
     with busy_cores(options.busy):
         return soak(options.rounds, pytest_arguments or DEFAULT_TESTS)

@@ -32,6 +32,7 @@ DEADLINE_SECONDS = {
     "unit": 60,  # a unit test takes a quarter of a second; the rest is `import torch` on a busy machine
     "conformance": 120,
     "matrix": 240,
+    "programs": 300,  # the first program of a library waits for three processes to import it
     "multiprocess": 240,
     "faults": 240,
     "launch": 420,

@@ -244,12 +244,17 @@ def inner_loop_of_meta_learning() -> Any:
     net = _mlp(6, 3)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 
-    def step(batch: Any) -> None:
-        x, y = batch
+    def adapted_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Of one row: after a step of its own."""
+
+        def loss_of(weights: Any, x: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(torch.func.functional_call(net, weights, (x,)), y)
+
         weights = dict(net.named_parameters())
-        loss = F.mse_loss(torch.func.functional_call(net, weights, (x,)), y)
-        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-        moved = {name: w - 0.1 * ts.get_replica_context().all_reduce("mean", g) for (name, w), g in zip(weights.items(), slopes, strict=True)}
-        train(optimizer, F.mse_loss(torch.func.functional_call(net, moved, (-x,)), y))
+        slopes = torch.func.grad(loss_of)(weights, x)
+        return loss_of({name: w - 0.1 * slopes[name] for name, w in weights.items()}, -x)
+
+    def step(batch: Any) -> None:
+        train(optimizer, torch.func.vmap(adapted_loss)(*batch).mean())
 
     return {"net": net, "optimizer": optimizer}, step

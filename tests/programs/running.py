@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.matrix.generated import PLACES, move_by_one_ulp, quiet
+from tests.matrix.generated import PLACES, quiet
 from tests.matrix.table import assert_close
 from tests.programs import table
 from tests.programs.table import Program
@@ -42,14 +42,12 @@ def _numbers(parts: dict[str, Any]) -> Numbers:
 
 
 def train(program: Program, strategy: Any = None, moved_by: int | None = None) -> Numbers:
-    """What it comes to, plainly or under a strategy; ``moved_by``: a seed, to move every weight by one ulp first."""
+    """What it comes to, plainly or under a strategy; ``moved_by``: a seed, to move weights by an ulp of float32."""
     with strategy.scope() if strategy else contextlib.nullcontext():
         torch.manual_seed(3)
         parts, step, *afterwards = program.build()
     if moved_by is not None:
-        for part in parts.values():
-            if isinstance(part, nn.Module):
-                move_by_one_ulp(part, moved_by)
+        _move(parts, moved_by)
     on_servers = isinstance(strategy, ts.ParameterServerStrategy)
     coordinator = ts.ClusterCoordinator(strategy) if on_servers else None
     made = strategy.distribute_dataset(program.batches()) if strategy and not on_servers else program.batches()
@@ -67,6 +65,13 @@ def train(program: Program, strategy: Any = None, moved_by: int | None = None) -
     if on_servers:
         strategy.extended.pull()
     return _numbers(parts)
+
+
+def _move(parts: dict[str, Any], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in (p for part in parts.values() if isinstance(part, nn.Module) for p in part.parameters()):
+            p.mul_(1 + (torch.randint(0, 2, p.shape, generator=draw) * 2 - 1) * 2.0**-23)
 
 
 def _nothing(_: object) -> None:
@@ -108,6 +113,9 @@ class Runner:
         self._workers.start()
         self._stack.callback(self._workers.close)
         self._cluster = self._stack.enter_context(LocalCluster(workers=2, ps=2))
+        ts.ParameterServerStrategy(
+            self._cluster.resolver
+        ).close()  # starts its processes, which no test is to have left
         return self
 
     def start(self) -> None:

@@ -34,7 +34,7 @@ class Program:
     needs: tuple[str, ...] = ()
     """Libraries."""
     by_ulp: str = ""
-    """Why it is compared by what one ulp of its weights moves, and not to 1e-10."""
+    """Why it is compared by what an ulp of float32 in its weights moves, and not to 1e-10."""
     rules: Mapping[str, tuple[Any, ...]] | None = None
     """How it is cut over logical devices; else it is whole on each."""
 

@@ -15,7 +15,11 @@ from tests.programs.running import Runner, complaint, missing, plain
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # of libraries, when they are imported
 
 PROGRAMS = table.load()
-KNOWN: Mapping[tuple[str, str], str] = {}
+_WRITES = "what the coordinator writes to variables through .data is gone after the next pull"
+KNOWN: Mapping[tuple[str, str], str] = {
+    ("denoising_with_moving_average", "servers in memory"): _WRITES,
+    ("denoising_with_moving_average", "servers in processes"): _WRITES,
+}
 """Program, place → why it is known to be wrong there."""
 _shared: list[Runner] = []
 

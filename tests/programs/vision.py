@@ -109,8 +109,12 @@ def timms_lion_and_adaptive_clipping() -> Any:
 
 
 _UNET: dict[str, Any] = {
-    **{"sample_size": 8, "in_channels": 2, "out_channels": 2, "layers_per_block": 1, "norm_num_groups": 2},
-    **{"block_out_channels": (4, 8)},
+    "sample_size": 8,
+    "in_channels": 2,
+    "out_channels": 2,
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+    "block_out_channels": (4, 8),
 }
 
 
