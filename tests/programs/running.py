@@ -113,9 +113,10 @@ class Runner:
         self._workers.start()
         self._stack.callback(self._workers.close)
         self._cluster = self._stack.enter_context(LocalCluster(workers=2, ps=2))
-        ts.ParameterServerStrategy(
-            self._cluster.resolver
-        ).close()  # starts its processes, which no test is to have left
+        # Its processes start when there is something to do, and no test is to have left them.
+        strategy = ts.ParameterServerStrategy(self._cluster.resolver)
+        ts.ClusterCoordinator(strategy).schedule(_nothing, args=(None,)).get(_SECONDS)
+        strategy.close()
         return self
 
     def start(self) -> None:
