@@ -70,14 +70,6 @@ FILTERS = (
         drawn(loss="sum", backward="autograd.grad", hook="tensor hooks that scale"),
         "mirrored x2",
     ),
-    Filter(
-        "B55",
-        "gradients of parameters that are cut over logical devices have lost their graph when a pass with "
-        "create_graph=True has ended, and nobody refuses it",
-        lambda program, place: place == LOGICAL and "graph" in program.traits,
-        drawn(backward="create_graph"),
-        LOGICAL,
-    ),
 )
 
 ONCE_WRONG = {

@@ -215,6 +215,12 @@ def _gradient(tensor: CutTensor) -> torch.Tensor | None:
         gradient = tensor._variable.grad
     if gradient is None:
         return None
+    if gradient.requires_grad:
+        raise refused(
+            "Tensor.grad",
+            "has the graph of backward(create_graph=True), which gets lost; leave parameters whole whose gradients a "
+            "step differentiates (no sharding rule, no annotation)",
+        )
     found = cut_tensor(gradient.detach(), tensor._cut, tensor._devices)
     found._is_gradient = True
     return found
