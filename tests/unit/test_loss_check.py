@@ -15,10 +15,10 @@ import torchstrat as ts
 pytestmark = pytest.mark.unit
 CLASSES = 5
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_backward = torch.autograd.backward
 
 
 def warned(loss_of: Loss, shape: tuple[int, ...] = (8,), central: bool = False, **options: str) -> list[str]:
+    backward = torch.autograd.backward
     make = ts.CentralStorageStrategy if central else ts.MirroredStrategy
     strategy = make(["cpu:0", "cpu:1"], **options)  # type: ignore[arg-type]
     with strategy.scope():
@@ -35,7 +35,7 @@ def warned(loss_of: Loss, shape: tuple[int, ...] = (8,), central: bool = False, 
         strategy.run(lambda: None)
         for part in strategy.distribute_dataset([batch, batch]):
             strategy.run(step, args=part)
-            assert torch.autograd.backward is _backward
+            assert torch.autograd.backward is backward
     strategy.close()
     assert all(one.filename == __file__ for one in caught)
     return [str(one.message) for one in caught]
@@ -122,8 +122,8 @@ def test_a_strategy_that_adds_gradients_up_takes_sums() -> None:
 
 
 def test_a_step_that_fails_leaves_nothing_behind() -> None:
-    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    backward, strategy = torch.autograd.backward, ts.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(KeyError):
         strategy.run({}.__getitem__, args=("x",))
-    assert torch.autograd.backward is _backward
+    assert torch.autograd.backward is backward
     strategy.close()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
 
@@ -34,8 +35,9 @@ class PlainAttributes:
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._sent: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._set: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+        # By identity: a variable in shards is a module, and compares as its values do.
+        self._sent: MutableMapping[nn.Module, dict[str, Any]] = WeakIdKeyDictionary()
+        self._set: MutableMapping[nn.Module, dict[str, Any]] = WeakIdKeyDictionary()
         self._has_warned = False
 
     def mark(self, module: nn.Module) -> Any:
