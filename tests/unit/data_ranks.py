@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.collectives.words import Words
 from torchstrat.data import InputLayout
 
 TIMEOUT = timedelta(seconds=30)
@@ -38,6 +40,7 @@ class InMemoryGroup:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT.total_seconds())
         self.calls: list[list[str]] = [[] for _ in range(size)]
         self.failures: list[str] = []
+        self.words: defaultdict[int, dict[str, str]] = defaultdict(dict)
 
     def exchange(self, rank: int, value: Any, what: str) -> list[Any]:
         self.slots[rank] = (value, what)
@@ -55,6 +58,7 @@ class InMemoryCommunicator:
     def __init__(self, group: InMemoryGroup, rank: int) -> None:
         self._group, self.rank = group, rank
         self.size, self.timeout = group.size, TIMEOUT
+        self._things = 0
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         return self._group.exchange(self.rank, value, what)
@@ -65,8 +69,38 @@ class InMemoryCommunicator:
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         return self._group.exchange(self.rank, value, what)[source]
 
-    def report_failure(self, message: str) -> None:
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._group.failures.append(message)
+
+    def words(self) -> Words:
+        self._things += 1
+        return Words(_Store(self._group.words[self._things]), self.rank, self.size, self._visit, list)
+
+    @staticmethod
+    def _visit(call: Callable[[], Any], otherwise: Any, seconds: float = 0) -> Any:
+        return call()
+
+
+class _Store:
+    """As much of torch's as `Words` takes."""
+
+    def __init__(self, words: dict[str, str]) -> None:
+        self._words = words
+
+    def set(self, name: str, word: str) -> None:
+        self._words[name] = word
+
+    def check(self, names: list[str]) -> bool:
+        return all(name in self._words for name in names)
+
+    def get(self, name: str) -> bytes:
+        return self._words[name].encode()
+
+    def add(self, name: str, count: int) -> int:
+        return 0
+
+    def delete_key(self, name: str) -> None:
+        raise AssertionError("nobody counts here")
 
 
 def on_ranks(workers: int, work: Callable[[InputLayout], Any], local: int = 1) -> tuple[list[Any], InMemoryGroup]:

@@ -238,9 +238,7 @@ class Items(Dataset[Any]):
 def test_items_that_are_no_batches_are_refused(item: Any) -> None:
     batches = iter(distribute(Items((torch.ones(4, 2), torch.ones(4)), item)))
     assert [part.shape[0] for part in next(batches)[0].values] == [2, 2]
-    with pytest.raises(
-        WrongTypeError, match=r"item 1 of Items is no batch of tensors with equally many rows.*DataLoad"
-    ):
+    with pytest.raises(WrongTypeError, match=r"item 1 of Items is no batch of tensors with equally many.*DataLoader"):
         next(batches)
 
 

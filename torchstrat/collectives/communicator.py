@@ -18,6 +18,7 @@ import torch
 if TYPE_CHECKING:
     from torchstrat.collectives.shared_memory.common_memory import Kind, Place
     from torchstrat.collectives.shared_memory.in_place_sum import Piece
+    from torchstrat.collectives.words import Words
 
 
 class Work(Protocol):
@@ -73,8 +74,15 @@ class Communicator(Protocol):
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""
 
-    def report_failure(self, message: str) -> None:
-        """Tell the other ranks, without waiting for them, why this one stopped taking part."""
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        """Tell the other ranks, without waiting for them, why this one stopped taking part.
+
+        ``leaves``: ranks that wait for this one are told at once, where they share memory, instead of when they have
+        waited long enough.
+        """
+
+    def words(self) -> Words:
+        """What all ranks will say about one thing. Every rank asks for it, for the same things in the same order."""
 
     def forget_failure(self) -> None:
         """Take back what `report_failure` said: this rank takes part again."""

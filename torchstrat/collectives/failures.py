@@ -30,23 +30,34 @@ class FailureBoard:
         """Whether the store has been found not to answer."""
         self._wrote = False
         self._is_left_alone = False
+        self.leaving: Callable[[bool], None] | None = None
+        """Called with True when this rank will not come any more, and with False when it comes all the same."""
 
     def leave_alone(self) -> None:
         """Ask the store nothing any more: another thread has its connection, and waits."""
         self._is_left_alone = True
 
-    def post(self, message: str) -> None:
-        """Tell the others, without waiting for them, why this rank stopped taking part. The first reason counts."""
-        if self._wrote:
-            return
+    def post(self, message: str, *, leaves: bool = False) -> None:
+        """Tell the others, without waiting for them, why this rank stopped taking part. The first reason counts.
+
+        ``leaves``: those that wait for it are not to wait any longer.
+        """
+        if not self._wrote:
+            self._write(message)
+        if leaves and self.leaving is not None:  # now that the reason can be read
+            self.leaving(True)
+
+    def _write(self, message: str) -> None:
         self._wrote = True
-        self._visit(lambda: self._store.set(self._key(self._rank), message), None)
+        self.visit(lambda: self._store.set(self._key(self._rank), message), None)
 
     def clear(self) -> None:
         """Take this rank's note back: it takes part again. Costs nothing where there is none."""
         if self._wrote:
             self._wrote = False
-            self._visit(lambda: self._store.delete_key(self._key(self._rank)), None)
+            if self.leaving is not None:
+                self.leaving(False)
+            self.visit(lambda: self._store.delete_key(self._key(self._rank)), None)
 
     def read(self, ranks: Sequence[int], seconds: float = PATIENCE_SECONDS) -> dict[int, str]:
         """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one."""
@@ -62,14 +73,15 @@ class FailureBoard:
                         missing.remove(rank)
                 time.sleep(0.05)
 
-        self._visit(collect, None, 2 * seconds)
+        self.visit(collect, None, 2 * seconds)
         return dict(said)
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"failures/{rank}"
 
-    def _visit(self, call: Callable[[], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+    def visit(self, call: Callable[[], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+        """What ``call`` makes of the store, if that answers in time."""
         if self.is_gone or self._is_left_alone:
             return otherwise
         results: list[T] = []

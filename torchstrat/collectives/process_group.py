@@ -21,6 +21,7 @@ from torchstrat.collectives.default_group import DefaultGroup
 from torchstrat.collectives.failures import PATIENCE_SECONDS, FailureBoard
 from torchstrat.collectives.peers import Identity, Peers, StartLostError
 from torchstrat.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
+from torchstrat.collectives.words import Words
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 
 T = TypeVar("T")
@@ -74,10 +75,11 @@ class Done:
 class _Family:
     """What the communicators derived from one another share."""
 
-    def __init__(self, board: FailureBoard, default: DefaultGroup) -> None:
+    def __init__(self, board: FailureBoard, default: DefaultGroup, store: Any) -> None:
         self.board = board
         self.default = default
         self.failure: CommunicationError | None = None
+        self.store, self.words = store, itertools.count()
         self.abandoned: list[Any] = []  # groups of channels that nobody refers to any more
         self.closed = False
 
@@ -105,7 +107,7 @@ class ProcessGroupCommunicator:
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
         default = DefaultGroup.join(self, plan, backend, timeout, is_passing=is_passing)
         store = dist.PrefixStore(f"torchstrat/{next(_generations)}", default.store)
-        self._family = _Family(FailureBoard(store, plan.rank), default)
+        self._family = _Family(FailureBoard(store, plan.rank), default, store)
         self._subgroups: dict[tuple[int, ...], ProcessGroupCommunicator] = {}
         try:
             self._make_groups(host_only=False)
@@ -267,8 +269,22 @@ class ProcessGroupCommunicator:
         if self._family.failure is None:
             self._family.failure = CommunicationError(f"{what} was interrupted by {type(interruption).__name__}")
 
-    def report_failure(self, message: str) -> None:
-        self._family.board.post(message)
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        self._family.board.post(message, leaves=leaves)
+
+    def call_when_leaving(self, call: Callable[[bool], None] | None) -> None:
+        """``call(True)`` when this rank has reported that it leaves, ``call(False)`` when it comes all the same."""
+        self._family.board.leaving = call
+
+    def words(self) -> Words:
+        family = self._family
+        store = dist.PrefixStore(f"words/{next(family.words)}", family.store)
+        peers, ranks = family.default.peers, self.ranks
+
+        def ended() -> list[int]:
+            return [] if peers is None else [ranks.index(rank) for rank in peers.ended(ranks)]
+
+        return Words(store, self.rank, self.size, family.board.visit, ended)
 
     def forget_failure(self) -> None:
         self._family.board.clear()

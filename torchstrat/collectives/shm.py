@@ -24,6 +24,7 @@ from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece
 from torchstrat.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.collectives.shared_memory.staged_sum import StagedSum
+from torchstrat.collectives.words import Words
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class SharedMemoryCommunicator:
         except BaseException:
             self._neighbours.close()
             raise
+        sockets.call_when_leaving(self._blocks.lockstep.leave)
         on_host = InPlaceSum(self._blocks, self._meet)
         self._in_place_sum = on_host if copies is None else StagedSum(on_host, copies, self.rank)
 
@@ -213,8 +215,11 @@ class SharedMemoryCommunicator:
     def split(self) -> Communicator:
         return self._sockets.split()
 
-    def report_failure(self, message: str) -> None:
-        self._sockets.report_failure(message)
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        self._sockets.report_failure(message, leaves=leaves)
+
+    def words(self) -> Words:
+        return self._sockets.words()
 
     def forget_failure(self) -> None:
         self._sockets.forget_failure()
@@ -222,6 +227,7 @@ class SharedMemoryCommunicator:
     def close(self) -> None:
         if self._copies is not None:
             self._copies.close()
+        self._sockets.call_when_leaving(None)
         self._blocks.lockstep.leave()
         self._sockets.close()
         self._neighbours.close()

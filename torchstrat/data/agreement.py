@@ -71,6 +71,35 @@ class StepAgreement:
         return Step(components, sizes)
 
 
+class PassEnd:
+    """How a pass that needs no agreement about its steps ended for each process. Every process makes one per pass.
+
+    One that fails says so, and does not wait; who left its loop early has nothing against the pass.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._seconds = communicator.timeout.total_seconds()
+        self._rank = communicator.rank
+        self._words = communicator.words()
+
+    def left(self) -> None:
+        self._words.tell("")
+
+    def failed(self, error: BaseException) -> None:
+        self._words.tell(f"{type(error).__name__}: {error}"[:1000])
+
+    def reached(self) -> None:
+        """This process has come to its end. Raises `CommunicationError` where another one did not."""
+        self.left()
+        words = self._words.of_all(self._seconds)
+        for rank, word in sorted(words.items()):
+            if word and rank != self._rank:
+                raise CommunicationError(
+                    f"rank {rank} could not read its rows of a batch: {word}. What this rank has read is less than the "
+                    "pass: the rows of the other replicas in that batch and after it are missing."
+                )
+
+
 def require_equal_data(communicator: Communicator, first: Step | None, cardinality: int) -> None:
     """Every process reads the whole dataset and keeps its own rows: then all must read the same.
 

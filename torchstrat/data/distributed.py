@@ -11,7 +11,7 @@ import torch
 
 from torchstrat import nest
 from torchstrat.data import rows
-from torchstrat.data.agreement import StepAgreement, require_equal_data
+from torchstrat.data.agreement import PassEnd, StepAgreement, require_equal_data
 from torchstrat.data.layout import BatchPlacement, InputLayout
 from torchstrat.data.marks import Along, Same, unmarked
 from torchstrat.data.options import InputOptions
@@ -20,7 +20,7 @@ from torchstrat.data.prefetch import Ahead, Placement, Prefetcher
 from torchstrat.data.progress import Progress, state_of
 from torchstrat.data.standing import Standing
 from torchstrat.data.streams import Step
-from torchstrat.errors import InvalidArgumentError, OutOfRangeError, WrongTypeError
+from torchstrat.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
 from torchstrat.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ class DistributedIterator:
     Reading ahead stops, and its thread ends, at the end of the data, on an error, on `close`, and when the iterator is
     garbage collected, so a loop may simply be left. After an error, such as of a row that cannot be read, every further
     call raises it again: the rows behind it are not at hand, and a loop that goes on shall not take that for the end.
+    The other processes are told which rank failed, and why: in the call in which they wait for it, at the latest at
+    their end of the pass, where all have a word for each other.
     """
 
     def __init__(
@@ -211,8 +213,12 @@ class DistributedIterator:
         self._reading = feed.open(going_on)
         self._progress = Progress(self._reading.standing, self._reading.pipelines)
         self._agreement: StepAgreement | None = None
+        self._end: PassEnd | None = None
         if layout.peers is not None and not self._reading.agreed:
             self._agreement = StepAgreement(layout.peers, len(layout.local_replicas))
+        elif layout.peers is not None:
+            self._end = PassEnd(layout.peers)
+            weakref.finalize(self, self._end.left).atexit = False
         fetch = options.fetch_to_device
         self._placement: BatchPlacement = Placement(layout.devices if fetch else ())
         if fetch and layout.placement is not None:
@@ -261,6 +267,8 @@ class DistributedIterator:
         """Stop reading ahead; the iterator is at its end then. Idempotent."""
         self._ended = True
         self._prefetcher.close()
+        if self._end is not None:
+            self._end.left()
 
     def _take(self, call: str) -> Step | None:
         _require_outside_replicas(self._strategy, call)
@@ -271,10 +279,7 @@ class DistributedIterator:
         try:
             step = self._advance()
         except BaseException as error:
-            self._error = error if isinstance(error, Exception) else None
-            self.close()
-            if self._layout.peers is not None:
-                self._layout.peers.report_failure(f"its input failed in {call}: {type(error).__name__}: {error}")
+            self._fail(error, call)
             raise
         if step is None:
             self._progress.ended = True
@@ -284,14 +289,25 @@ class DistributedIterator:
             self._position += 1
         return step
 
+    def _fail(self, error: BaseException, call: str) -> None:
+        self._error = error if isinstance(error, Exception) else None
+        if self._end is not None:
+            self._end.failed(error)
+        self.close()
+        if self._layout.peers is not None and not isinstance(error, CommunicationError):  # of that the others know
+            self._layout.peers.report_failure(
+                f"its input failed in {call}: {type(error).__name__}: {error}", leaves=True
+            )
+
     def _advance(self) -> Step | None:
         self._reading.prepare(self._position)
         if self._agreement is not None:
             return self._agreement.next(self._pull)
-        if self._position > 0 or not self._reading.compared or self._layout.peers is None:
-            return self._pull()
         step = self._pull()
-        require_equal_data(self._layout.peers, step, self._feed.cardinality)
+        if self._position == 0 and self._reading.compared and self._layout.peers is not None:
+            require_equal_data(self._layout.peers, step, self._feed.cardinality)
+        if step is None and self._end is not None:
+            self._end.reached()
         return step
 
     def _pull(self) -> Step | None:

@@ -10,6 +10,7 @@ import torch
 
 from torchstrat.collectives.process_group import Done
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
+from torchstrat.collectives.words import Words
 
 
 class Alone:
@@ -46,7 +47,10 @@ class Alone:
 
     def barrier(self, what: str) -> None: ...
 
-    def report_failure(self, message: str) -> None: ...
+    def report_failure(self, message: str, *, leaves: bool = False) -> None: ...
+
+    def words(self) -> Words:
+        raise NotImplementedError("a rank that is alone has nobody to tell")
 
     def forget_failure(self) -> None: ...
 

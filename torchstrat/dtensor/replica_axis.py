@@ -10,6 +10,7 @@ import torch
 
 from torchstrat.collectives.communicator import Communicator, SumsInPlace, Work
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
+from torchstrat.collectives.words import Words
 
 
 class FirstOfReplica:
@@ -58,8 +59,11 @@ class FirstOfReplica:
     def barrier(self, what: str) -> None:
         self._everyone.barrier(what)
 
-    def report_failure(self, message: str) -> None:
-        self._everyone.report_failure(message)
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        self._everyone.report_failure(message, leaves=leaves)
+
+    def words(self) -> Words:
+        return self._everyone.words()
 
     def forget_failure(self) -> None:
         self._everyone.forget_failure()
@@ -119,8 +123,11 @@ class OwnColumn:
     def barrier(self, what: str) -> None:
         self._column.barrier(what)
 
-    def report_failure(self, message: str) -> None:
-        self._everyone.report_failure(message)
+    def report_failure(self, message: str, *, leaves: bool = False) -> None:
+        self._everyone.report_failure(message, leaves=leaves)
+
+    def words(self) -> Words:
+        return self._everyone.words()
 
     def forget_failure(self) -> None:
         self._everyone.forget_failure()

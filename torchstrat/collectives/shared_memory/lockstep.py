@@ -97,6 +97,6 @@ class Lockstep:
             poll.register(descriptor, select.POLLIN)
         return {ranks[descriptor] for descriptor, _ in poll.poll(0)}
 
-    def leave(self) -> None:
-        """Tell the others not to wait for this rank any more."""
-        self._words[self._mine + _CLOSED] = 1
+    def leave(self, gone: bool = True) -> None:
+        """Tell the others not to wait for this rank any more, or that it comes all the same."""
+        self._words[self._mine + _CLOSED] = int(gone)
