@@ -43,6 +43,7 @@ SUMMED_AS: dict[torch.dtype, torch.dtype] = {
 
 
 _leaves_garbage = False
+_collected_before: list[bool] = []  # whether it was on, for each fork that is going on
 
 
 def _leave_garbage_to_the_parent() -> None:
@@ -52,9 +53,26 @@ def _leave_garbage_to_the_parent() -> None:
     shared memory its mapping, and children have neither.
     """
     global _leaves_garbage
-    if not _leaves_garbage and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=gc.freeze)
-        _leaves_garbage = True
+    if _leaves_garbage or not hasattr(os, "register_at_fork"):
+        return
+    _leaves_garbage = True
+    os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_freeze_in_child)
+
+
+def _stop_collecting() -> None:
+    # Other hooks run between the fork and the child's freeze, and might start a collection.
+    _collected_before.append(gc.isenabled())
+    gc.disable()
+
+
+def _collect_again() -> None:
+    if _collected_before.pop():
+        gc.enable()
+
+
+def _freeze_in_child() -> None:
+    gc.freeze()
+    _collect_again()
 
 
 class _Work:
