@@ -200,7 +200,7 @@ def before_step(hook: Callable[..., Any]) -> Callable[..., Any]:
                 _paused.setdefault((threading.get_ident(), id(optimizer)), compiling)
         return instead
 
-    vars(before).update(_torchdynamo_disable=True)
+    before._torchdynamo_disable = True  # type: ignore[attr-defined]
     return before
 
 
@@ -216,7 +216,7 @@ def after_step(hook: Callable[..., None]) -> Callable[..., None]:
                 compiling = _paused.pop((threading.get_ident(), id(optimizer)), compiling)
             _set_eval_frame(compiling)
 
-    vars(after).update(_torchdynamo_disable=True)
+    after._torchdynamo_disable = True  # type: ignore[attr-defined]
     return after
 
 

@@ -220,7 +220,7 @@ def shares(op: ReduceOp, weights: Sequence[float]) -> list[float]:
     """The factor of each replica's gradient in the combined one. With no weight at all every factor is 0."""
     if op is ReduceOp.SUM:
         return [1.0] * len(weights)
-    if all(weight == weights[0] for weight in weights):
+    if weights.count(weights[0]) == len(weights):
         return [1.0 / len(weights)] * len(weights)
     total = sum(weights)
     return [weight / total for weight in weights]

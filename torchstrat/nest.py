@@ -131,18 +131,24 @@ def map_structure(fn: Callable[..., Any], first: Nest, *others: Nest) -> Nest:
 
 def leaves(value: Nest) -> Iterator[Any]:
     """The leaves of a nest, depth first, dicts in insertion order."""
-    if not is_nested(value):
-        yield value
-        return
-    for child in values_of(value):
-        if is_nested(child):
-            yield from leaves(child)
-        else:
-            yield child
+    return iter(flatten(value))
 
 
 def flatten(value: Nest) -> list[Any]:
-    return list(leaves(value))
+    """The same as a list."""
+    if not is_nested(value):
+        return [value]
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(container: Nest, found: list[Any]) -> None:
+    for child in values_of(container):
+        if _is_container(type(child)):
+            _collect(child, found)
+        else:
+            found.append(child)
 
 
 def unflatten(like: Nest, values: list[Any]) -> Nest:

@@ -80,9 +80,10 @@ def kind_of_class(cls: type[Optimizer]) -> Kind:
 
 
 def kind_of(optimizer: Optimizer) -> Kind:
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return UNKNOWN  # its step is part of a graph of the user's
-    return kind_of_class(type(optimizer))
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return UNKNOWN  # its step is part of a graph of the user's
+    return _KINDS.get(type(optimizer), UNKNOWN)
 
 
 def tier_of(optimizer: Optimizer) -> Tier:

@@ -91,7 +91,11 @@ class Start:
         self._objects = [one for one in itertools.chain(_from_callable(fn), arguments) if not _is_atom(type(one))]
         self._ids = [id(one) for one in self._objects if not _is_data(one)]
         self._references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
-        self.is_closed = all(_is_whole(type(one)) or _is_library_function(one) for one in self._objects)
+        self.is_closed = True
+        for one in self._objects:
+            if not _is_whole(type(one)) and not _is_library_function(one):
+                self.is_closed = False
+                break
 
     def is_same(self, earlier: Start) -> bool:
         """Whether it starts from the very same objects as one that has forgotten its objects."""

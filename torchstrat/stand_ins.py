@@ -50,13 +50,13 @@ def make_stand_in(optimizer: Optimizer, made: dict[int, Any] | None = None) -> O
             made[id(optimizer.state)] = collections.defaultdict(dict)
         else:
             made[id(optimizer.param_groups)] = [{**group, "params": []} for group in optimizer.param_groups]
-    replaced = made.get if _wraps_none(optimizer) else lambda _, value: _in_place_of(value, made)
+    replaced = made.get if _wraps_none(type(optimizer)) else lambda _, value: _in_place_of(value, made)
     vars(stand_in).update({name: replaced(id(value), value) for name, value in attributes.items()})
     return stand_in
 
 
-def _wraps_none(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
+# Of classes: every step asks.
+_wraps_none: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch.optim."))
 
 
 def _in_place_of(value: Any, made: dict[int, Any]) -> Any:
@@ -74,7 +74,7 @@ def _in_place_of(value: Any, made: dict[int, Any]) -> Any:
 def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """What a step of ``optimizer`` may change: its own parameters, and those of optimizers that it wraps."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if _wraps_none(optimizer):
+    if _wraps_none(type(optimizer)):
         return tensors
     known = {id(tensor) for tensor in tensors}
     for inner in _wrapped_by(optimizer, {id(optimizer)}):

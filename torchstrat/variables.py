@@ -94,6 +94,8 @@ class WeakOrdered:
         return id(value) in self._references
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._references:
+            return iter(())
         return iter([value for each in list(self._references.values()) if (value := each()) is not None])
 
 

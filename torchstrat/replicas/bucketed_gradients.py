@@ -84,12 +84,12 @@ class BucketedGradients:
             self._summing = communicator if isinstance(communicator, SumsInPlace) else None
         self._weight = weight
         self._works_by_parts = self.needs_early_hooks
-        self._scaled = self._op is ReduceOp.MEAN and (self.no_sync or self.pending)
+        self._scaled = self._op is ReduceOp.MEAN and (self._no_sync or self.pending)
         self._pass = 0
         self._ready: dict[int, None] | None = None
         self._end_of_pass: Callable[[], object] = _nothing  # a weak reference to what is called then
         self._factors: list[float] | None = None
-        self._turns = HookTurns[int]()
+        self._turns: HookTurns[int] = HookTurns()
         self._came_combined: set[int] = set()  # whose incoming gradient is combined
         self.use(roster)
         self._active = True
@@ -130,7 +130,7 @@ class BucketedGradients:
     @property
     def needs_early_hooks(self) -> bool:
         """Whether `before_accumulation` has to be called."""
-        return self._op is ReduceOp.SUM or self.no_sync or self.pending or self._owners is not None
+        return self._op is ReduceOp.SUM or self._no_sync > 0 or self.pending or self._owners is not None
 
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class BucketedGradients:
             return
         state = self.records.current(tensor)
         state.accumulated, state.combined = True, None
-        if self.no_sync and not is_watched:
+        if self._no_sync and not is_watched:
             return
         ready = self._ready_in_pass()
         index = self._index.get(id(tensor))
@@ -246,7 +246,7 @@ class BucketedGradients:
         self._contributed: set[int] = set()
         self._again: set[int] = set()
         self._factor_after = 1.0  # of what all ranks bring
-        if self._op is ReduceOp.MEAN and all(share == self._shares[0] for share in self._shares):
+        if self._op is ReduceOp.MEAN and shares.count(shares[0]) == len(shares):
             self._factor_after = self._shares[0]
         if self._scaled:
             self._factor_after = 1.0 / self._everyone
@@ -291,7 +291,7 @@ class BucketedGradients:
             self._combine_with_graphs()
             if self._is_watched:
                 self._meet_at(None)
-            if self.no_sync:  # only what hooks look at is combined
+            if self._no_sync:  # only what hooks look at is combined
                 self._ready = None
                 return
             if self._summing is not None:
@@ -341,7 +341,7 @@ class BucketedGradients:
         if all_equal([row[1:] for row in rows]):
             dense = [index for index, kind in enumerate(kinds) if kind == _DENSE]
             sparse = [index for index, kind in enumerate(kinds) if kind == _SPARSE_TOO]
-            if add_up is not None and all(share == self._factor_after for share in self._shares):
+            if add_up is not None and self._shares.count(self._factor_after) == len(self._shares):
                 add_up(self._factor_after)
                 for index in dense:
                     self.records.note_combined(self._tensors[index])
@@ -352,7 +352,8 @@ class BucketedGradients:
             ready = {self._index[id(tensor)]: None for tensor in self.known(found)}
             some_dense, some_sparse, _ = _kinds(self._exchange_places(ready))
             dense, sparse = sorted(some_dense), sorted(some_sparse - some_dense)
-        self._combine_dense(dense, ready)
+        if dense:
+            self._combine_dense(dense, ready)
         self._combine_sparse(sparse, ready)
         self._pass += 1
         self.pending = False
@@ -446,7 +447,7 @@ class BucketedGradients:
         self, communicator: SumsInPlace, members: list[tuple[int, torch.Tensor]], after: float
     ) -> list[tuple[int, torch.Tensor]]:
         """Leave gradients with their owners; those that have none, and are still to be combined, are returned."""
-        if self._owners is None or self.no_sync or self.pending or self._for_hooks:
+        if self._owners is None or self._no_sync or self.pending or self._for_hooks:
             return members
         everywhere = []
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Owned]]] = {}

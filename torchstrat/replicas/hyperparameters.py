@@ -19,7 +19,16 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.replicas.agreement import fingerprint
 
 _PLAIN = (bool, int, float, complex, str, type(None))
-_digests: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], float]] = weakref.WeakKeyDictionary()
+
+
+class _Digest(NamedTuple):
+    values: list[Any]
+    number: float
+    tensors: list[torch.Tensor]
+    """Those among the values, which may be edited in place and are not in the number."""
+
+
+_digests: weakref.WeakKeyDictionary[Optimizer, _Digest] = weakref.WeakKeyDictionary()
 
 
 class Difference(NamedTuple):
@@ -33,13 +42,21 @@ def digest(optimizer: Optimizer) -> float:
     """A number that is equal on ranks whose groups are. Every step asks, and hardly any has changed them."""
     values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
     known = _digests.get(optimizer)
-    if known is not None and len(known[0]) == len(values) and all(map(operator.is_, known[0], values)):
-        found = known[1]
-    else:
-        found = float(zlib.crc32(repr([value for value in values if _is_plain(value)]).encode()))
-        _digests[optimizer] = values, found
-    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_cpu]
-    return found + sum(fingerprint(tensors)) if tensors else found
+    if known is None or len(known.values) != len(values) or not all(map(operator.is_, known.values, values)):
+        known = _digest_of(values)
+        if not any(map(_may_change, values)):
+            _digests[optimizer] = known
+    return known.number + sum(fingerprint(known.tensors)) if known.tensors else known.number
+
+
+def _digest_of(values: list[Any]) -> _Digest:
+    number = float(zlib.crc32(repr([value for value in values if _is_plain(value)]).encode()))
+    return _Digest(values, number, [one for one in values if isinstance(one, torch.Tensor) and one.is_cpu])
+
+
+def _may_change(value: Any) -> bool:
+    """Whether it may become another plain value and stay the same object, as ``group["betas"][0] = 0.8`` makes it."""
+    return isinstance(value, list) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
 def _is_plain(value: Any) -> bool:

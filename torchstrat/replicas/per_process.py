@@ -101,6 +101,7 @@ class PerProcessReplica:
         self._is_closed = False
         self._communicator = communicator  # of the replicas that take part in the current run
         self._device = device
+        self._torch_device = torch_device(device)
         self._central = central
         self._communication = communication
         self.registry = VariableRegistry()
@@ -116,7 +117,7 @@ class PerProcessReplica:
         self._edits = ParameterEdits(self.registry.modules)
         self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
-        self._streams = ReplicaStreams([torch_device(device)], first_replica=communicator.rank)
+        self._streams = ReplicaStreams([self._torch_device], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, communicator.size)
@@ -157,7 +158,7 @@ class PerProcessReplica:
         return InputLayout(
             num_replicas=self.num_replicas,
             local_replicas=self.local_replicas,
-            devices=(torch_device(self._device),),
+            devices=(self._torch_device,),
             num_workers=self.num_replicas,
             worker_index=self._world.rank,
             always_wrap=True,
@@ -375,7 +376,7 @@ class PerProcessReplica:
             self._rosters,
             self._gradients,
             self._owner_steps.keeping_state,
-            torch_device(self._device),
+            self._torch_device,
             self._is_of_owner,
             self._storage,
         )
@@ -400,7 +401,7 @@ class PerProcessReplica:
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
         self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
-        buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, torch_device(self._device))
+        buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
         step = self._make_step(self._communicator)
         newborn = Newborn(self.registry, self._take_over_newborn, on_buffer=partial(self._take_over_buffer, buffers))
         self._streams.begin([me])
@@ -430,18 +431,19 @@ class PerProcessReplica:
         assert self._weights is not None
         members = self.registry.members()
         roster = self._rosters.now(members)
-        optimizers = self.registry.optimizers()
+        optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
         settings = sum(map(hyperparameters.digest, optimizers))
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots))
         rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
-        if not all_equal([row[1:4] for row in rows]):
+        differ = not all_equal([row[1:] for row in rows])
+        if differ and not all_equal([row[1:4] for row in rows]):
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
         buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
-        if not all_equal([row[4:5] for row in rows]):
+        if differ and not all_equal([row[4:5] for row in rows]):
             for optimizer in optimizers:
                 found = hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
                 self._differing.report_settings(optimizer, found)
-        if buffers.sums or not all_equal([row[5:] for row in rows]):
+        if buffers.sums or (differ and not all_equal([row[5:] for row in rows])):
             buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
         if self.registry.buffer_rules:
             for name, slot in self.registry.named_buffer_slots().items():

@@ -27,7 +27,7 @@ class ProcessBuffers:
         self._registry = registry
         self._device = device
         self._rules = rules
-        self._modules = {id(module) for module in members.modules}
+        self._modules = members.modules
         self._training_before = {id(module) for module in members.modules if module.training}
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
         self._counts: dict[tuple[int, str], int] = {}
@@ -46,7 +46,7 @@ class ProcessBuffers:
 
     def was_there(self, module: nn.Module) -> bool:
         """Whether ``module`` was known when the run began."""
-        return id(module) in self._modules
+        return any(module is one for one in self._modules)
 
     def _is_training(self, slot: BufferSlot) -> bool:
         return slot.module.training or id(slot.module) in self._training_before

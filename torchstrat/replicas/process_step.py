@@ -189,7 +189,7 @@ class ProcessStep:
         if not as_combined:
             left_over = {id(tensor) for tensor in self._gradients.records.left_over(tensors)}
             edited += self._gradients.records.edited(t for t in tensors if id(t) not in left_over)
-        missing = zlib.crc32(bytes(tensor.grad is None for tensor in tensors))
+        missing = zlib.crc32(bytes([tensor.grad is None for tensor in tensors]))
         numbers: tuple[float, ...] = (float(bool(left_over)), float(len(edited)), float(missing), *fingerprint(edited))
         storage = self._storage
         if storage is not None:
@@ -199,6 +199,8 @@ class ProcessStep:
             edits = fingerprint([tensor.detach() for tensor in tensors])[0] if has_edits else 0.0
             numbers = (*numbers, float(has_edits), float(is_foreign), float(is_torn), edits)
         everyone = agree(self._communicator, call, (*numbers, hyperparameters.digest(optimizer)))
+        if all_equal(everyone) and not (left_over or any(numbers[5:8])):
+            return
         if not all_equal([row[-1:] for row in everyone]):
             self._differing.report_settings(optimizer, hyperparameters.level(self._communicator, optimizer, call))
         if storage is not None and any(row[7] for row in everyone):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Container, Mapping, Sequence
 
@@ -32,7 +33,7 @@ class Layout:
         """Whether these are its variables, with the shapes and dtypes, and on the devices, that they had."""
         return (
             len(tensors) == len(self._references)
-            and all(reference() is tensor for reference, tensor in zip(self._references, tensors, strict=True))
+            and all(map(operator.is_, [reference() for reference in self._references], tensors))
             and _kinds(tensors) == self._kinds
         )
 
