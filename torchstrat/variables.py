@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import is_compiler_at_work
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.reachable import Reached, Start
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.common_storage import address_of, has_address
+from torchstrat.stand_ins import take_over_steps
 
 
 class BufferSlot(NamedTuple):
@@ -164,7 +166,7 @@ class VariableRegistry:
 
     def _on_helper(self, helper: Any) -> None:
         self.changes += 1
-        self._helpers.add(helper)
+        self.add_helper(helper)
 
     # -- at each run ------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class VariableRegistry:
     def _record(self, found: Reached) -> list[str]:
         adopted: list[str] = []
         for helper in found.helpers:
-            self._helpers.add(helper)
+            self.add_helper(helper)
         owned = {id(tensor) for tensor in self._optimizer_tensors()}
         for module in found.modules:
             is_new = module not in self._modules
@@ -351,6 +353,12 @@ class VariableRegistry:
 
     def add_helper(self, helper: Any) -> None:
         self._helpers.add(helper)
+        if (
+            isinstance(helper, Optimizer)
+            and not is_listed(type(helper))
+            and hasattr(helper, "_optimizer_step_pre_hooks")
+        ):
+            take_over_steps(type(helper))
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for helper in self._helpers:

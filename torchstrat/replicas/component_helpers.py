@@ -15,7 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.optimizer_tiers import is_listed
+from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.optimizer_views import LeaderView, ReplicaView, SharedState, real_state
+from torchstrat.stand_ins import wrapped_by
 
 
 class ComponentHelpers:
@@ -32,6 +35,7 @@ class ComponentHelpers:
         self._replicas: list[int] = []
         self._states: dict[int, SharedState] = {}  # by the id of the optimizer; wrappers may share theirs
         self._stepping: set[int] = set()
+        self._settings: dict[int, list[dict[str, Any]]] = {}  # of those that step, from before
 
     def begin(self, helpers: list[Any], replicas: list[int]) -> None:
         self._replicas, self.helpers, self._known = replicas, [], set()
@@ -70,12 +74,15 @@ class ComponentHelpers:
     def enter_step(self, optimizer: Optimizer) -> None:
         """The leader's ``optimizer`` is about to step: on the state itself."""
         self._stepping.add(id(optimizer))
+        if not is_listed(type(optimizer)):
+            self._settings = {id(one): hyperparameters.settings(one) for one in (optimizer, *wrapped_by(optimizer))}
         own = vars(optimizer)
         if "state" in own:
             own["state"] = real_state(own["state"])
 
     def leave_step(self, optimizer: Optimizer) -> None:
         self._stepping.discard(id(optimizer))
+        self._tell_settings()
         shared, own = self._states.get(id(optimizer)), vars(optimizer)
         if shared is None or not isinstance(own.get("state"), dict):
             return
@@ -83,6 +90,16 @@ class ComponentHelpers:
         shared.stepped()
         if self._watches_leader:
             own["state"] = LeaderView(shared)
+
+    def _tell_settings(self) -> None:
+        """What a step has set in its groups (a count, the next rate) is every replica's: nobody else has stepped."""
+        before, self._settings = self._settings, {}
+        for helper, attributes, _ in self.helpers if before else ():
+            changed = hyperparameters.changes(helper, before[id(helper)]) if id(helper) in before else []
+            for own in attributes.values() if any(changed) else ():
+                if own is not vars(helper):
+                    for group, values in zip(own.get("param_groups", ()), changed, strict=False):
+                        group.update(values)
 
     def forget_state(self, optimizer: Optimizer) -> None:
         """For another replica, in its turn: what it has done to the state so far is undone by a step."""

@@ -29,6 +29,26 @@ class Difference(NamedTuple):
     other: Any
 
 
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What its groups have now."""
+    return [dict(group) for group in optimizer.param_groups]
+
+
+def changes(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The values in its groups that are not those of ``before``, but for parameters."""
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name != "params" and earlier.get(name, _NOTHING) is not value and _is_value(value)
+        }
+        for group, earlier in zip(optimizer.param_groups, before, strict=False)
+    ]
+
+
+_NOTHING = object()
+
+
 def digest(optimizer: Optimizer) -> float:
     """A number that is equal on ranks whose groups are. Every step asks, and hardly any has changed them."""
     values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
@@ -40,6 +60,10 @@ def digest(optimizer: Optimizer) -> float:
         _digests[optimizer] = values, found
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_cpu]
     return found + sum(fingerprint(tensors)) if tensors else found
+
+
+def _is_value(value: Any) -> bool:
+    return _is_plain(value) or isinstance(value, torch.Tensor)
 
 
 def _is_plain(value: Any) -> bool:
@@ -58,10 +82,7 @@ def differing(first: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, 
 
 def level(communicator: Communicator, optimizer: Optimizer, call: str) -> Difference | None:
     """The first rank's become everyone's. All ranks call it, when digests differ; they come to the same `differing`."""
-    own = [
-        {name: value for name, value in group.items() if _is_plain(value) or isinstance(value, torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
+    own = [{name: value for name, value in group.items() if _is_value(value)} for group in optimizer.param_groups]
     for group in own:
         group.pop("params", None)
     told, *others = communicator.all_gather_object(own, call)
