@@ -231,7 +231,17 @@ def shares(op: ReduceOp, weights: Sequence[float]) -> list[float]:
 
 def is_plain(gradient: torch.Tensor | None) -> bool:
     """Dense and outside of any graph: may be overwritten where it lies."""
-    return gradient is not None and gradient.layout == torch.strided and not gradient.requires_grad
+    return (
+        gradient is not None
+        and gradient.layout == torch.strided
+        and not gradient.requires_grad
+        and not (0 in gradient.stride() and repeats_elements(gradient))
+    )
+
+
+def repeats_elements(tensor: torch.Tensor) -> bool:
+    """Whether it is expanded: some of its elements are one in memory."""
+    return any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
