@@ -165,17 +165,17 @@ def _look_at(module: Any, attributes: _Attributes) -> tuple[list[str], list[Any]
 _COPIED, _DATA = "copied", "data"
 
 
-@functools.lru_cache(1024)
-def _role_of(kind: Any) -> str | None:
-    # Every run asks.
+def _find_role(kind: type[Any]) -> str | None:
     if kind is tuple or is_container(kind) or issubclass(kind, torch.Tensor):
         return _COPIED
     has_attributes = kind.__dictoffset__ and kind.__weakrefoffset__
     return _DATA if dataclasses.is_dataclass(kind) and has_attributes else None
 
 
-_is_of_torch: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch."))
-_is_script: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, torch.jit.ScriptModule))
+# Of classes: every run asks.
+_role_of: Callable[[type], str | None] = functools.lru_cache(1024)(_find_role)
+_is_of_torch: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch."))
+_is_script: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, torch.jit.ScriptModule))
 
 
 def _is_small(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -177,10 +177,12 @@ _CONTAINERS = (list, dict, set, collections.deque)
 _COPYING = ("__copy__", "__reduce__", "__reduce_ex__", "__setitem__", "__iter__")
 
 
-@functools.lru_cache(1024)
-def is_container(kind: Any) -> bool:
+def _is_container(kind: type) -> bool:
     """Whether it is one of Python's that can be filled, or a subclass that is copied as these are."""
     base = next((one for one in _CONTAINERS if issubclass(kind, one)), None)
     if base is None or kind is base or kind.__module__ == "collections":
         return base is not None
     return not any(name in vars(one) for one in kind.__mro__[: kind.__mro__.index(base)] for name in _COPYING)
+
+
+is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container)  # which every run asks

@@ -67,6 +67,7 @@ class InProcessReplicas:
         home = None if parameter_device is None else torch_device(parameter_device)
         self._home = home
         self.registry = VariableRegistry(self._is_current)
+        self.registry.looks_for_flat = len(devices) > 1
         self.gradient_op = gradient_op
         self._components = Components(self.registry, self._torch_devices, home)
         self._gradients = GradientExchange(self._components, gradient_op)
