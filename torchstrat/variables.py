@@ -229,8 +229,9 @@ class VariableRegistry:
         addresses = {address_of(tensor) for tensor in (*variables, *gradients)}
         buffers = [slot.tensor for slot in members.buffer_slots]
         for tensor in (*plain, *buffers):
-            is_plain = type(tensor) is torch.Tensor and has_address(tensor) and tensor.numel()
-            if is_plain and address_of(tensor) in addresses:
+            if type(tensor) is not torch.Tensor or not has_address(tensor) or not tensor.numel():
+                continue
+            if address_of(tensor) in addresses:
                 self._vectors.add(tensor)
         if self.looks_for_flat:
             self._note_shared(variables)
