@@ -9,12 +9,13 @@ the gradient of one device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchstrat import hook_registrations
 from torchstrat._torch_private import (
     DisableTorchFunction,
     foreach_add_,
@@ -46,9 +47,20 @@ class GradientSink(Protocol):
 class GradientHooks:
     """Hooks on leaf tensors, before all others. They stay on the tensors and do nothing outside of a run."""
 
-    def __init__(self, sink: GradientSink) -> None:
+    def __init__(self, sink: GradientSink, turn: Callable[[], int | None] = lambda: None) -> None:
+        """``turn``: the replica whose code runs now, where several share the tensors."""
         self._sink = weakref.ref(sink)
         self._own: dict[int, _Own] = {}
+        self.turn = turn
+        hook_registrations.watch(self)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        own = self._own.get(id(tensor))
+        return own is not None and own.reference() is tensor
+
+    def notice(self, tensor: torch.Tensor) -> None:
+        """The step has registered a hook of its own."""
+        self.attach([tensor], early=False)
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
         """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation, as do hooks of
@@ -78,9 +90,11 @@ class GradientHooks:
         if own is None:
             everyone, key = self._own, id(tensor)
             reference = weakref.ref(tensor, lambda _: everyone.pop(key, None))
-            own = everyone[key] = _Own(reference, tensor.register_post_accumulate_grad_hook(_Late(self._sink)))
+            own = everyone[key] = _Own(
+                reference, hook_registrations.register_post_accumulate_grad_hook(tensor, _Late(self._sink))
+            )
         if early:
-            own.early = tensor.register_hook(_Early(self._sink, weakref.ref(tensor)))
+            own.early = hook_registrations.register_hook(tensor, _Early(self._sink, weakref.ref(tensor)))
         if frozen:
             tensor.requires_grad_(False)
         return own
@@ -231,7 +245,17 @@ def shares(op: ReduceOp, weights: Sequence[float]) -> list[float]:
 
 def is_plain(gradient: torch.Tensor | None) -> bool:
     """Dense and outside of any graph: may be overwritten where it lies."""
-    return gradient is not None and gradient.layout == torch.strided and not gradient.requires_grad
+    return (
+        gradient is not None
+        and gradient.layout == torch.strided
+        and not gradient.requires_grad
+        and not (0 in gradient.stride() and repeats_elements(gradient))
+    )
+
+
+def repeats_elements(tensor: torch.Tensor) -> bool:
+    """Whether it is expanded: some of its elements are one in memory."""
+    return any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def share_memory(gradients: Sequence[torch.Tensor]) -> bool:

@@ -165,7 +165,11 @@ def _open(value: Any, reached: Reached) -> Iterator[Any]:
                 yield from _attributes(child, skip=("_parameters", "_buffers"))
     elif isinstance(value, HELPER_TYPES):
         reached.helpers.append(value)
-        yield from (member for member in vars(value).values() if isinstance(member, (list, tuple, *HELPER_TYPES)))
+        for name, member in vars(value).items():
+            is_plain = type(member) is torch.Tensor and not member.requires_grad
+            is_opened = isinstance(member, (list, tuple, *HELPER_TYPES)) or (type(member) is dict and name != "state")
+            if is_plain or is_opened:
+                yield member
     elif isinstance(value, GENERATOR_TYPES):
         reached.generators.append(value)
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):

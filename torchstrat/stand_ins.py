@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,11 +77,21 @@ def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
     if _wraps_none(type(optimizer)):
         return tensors
     known = {id(tensor) for tensor in tensors}
-    for inner in _wrapped_by(optimizer, {id(optimizer)}):
+    for inner in wrapped_by(optimizer):
         for group in inner.param_groups:
             tensors += [tensor for tensor in group["params"] if id(tensor) not in known]
             known.update(map(id, group["params"]))
     return tensors
+
+
+def wrapped_among(optimizers: Iterable[Optimizer]) -> frozenset[int]:
+    """``id`` of the optimizers that these wrap: what steps them is, or may be, a step of another one."""
+    return frozenset(id(inner) for one in optimizers for inner in wrapped_by(one))
+
+
+def wrapped_by(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Those in its attributes, and in theirs."""
+    return iter(()) if _wraps_none(optimizer) else _wrapped_by(optimizer, {id(optimizer)})
 
 
 def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
@@ -101,30 +111,35 @@ def take_over_steps(kind: type[Optimizer]) -> None:
     PyTorch puts its hooks around a class when the first of its objects is made; a class that has come from another
     process has none, or those of the other process.
     """
+    if getattr(kind.step, _TAKEN_OVER, None) is _HERE:
+        return
     inner = step_without_compiler(kind.step)
     if not hasattr(inner, _CAN_IDLE):
         inner = _idling(inner)
-    elif kind.step is not inner:
-        return
     kind.step = Optimizer.profile_hook_step(inner)  # type: ignore[method-assign,assignment]
     kind.step.hooked = True  # type: ignore[attr-defined]
+    setattr(kind.step, _TAKEN_OVER, _HERE)
 
 
-def be_idle(stand_in: Optimizer) -> Optimizer:
-    vars(stand_in)[_IS_IDLE] = True
+def be_idle(stand_in: Optimizer, result: Any = None) -> Optimizer:
+    """``result``: what its step returns."""
+    vars(stand_in)[_IS_IDLE] = result
     return stand_in
 
 
 def _idling(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def idling(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return None if _IS_IDLE in vars(optimizer) else step(optimizer, *args, **kwargs)
+        found = vars(optimizer)
+        return found[_IS_IDLE] if _IS_IDLE in found else step(optimizer, *args, **kwargs)
 
     setattr(idling, _CAN_IDLE, True)
     return idling
 
 
-_IS_IDLE, _CAN_IDLE = "_torchstrat_is_idle", "_torchstrat_can_idle"
+_IS_IDLE, _CAN_IDLE, _TAKEN_OVER = "_torchstrat_is_idle", "_torchstrat_can_idle", "_torchstrat_taken_over"
+_HERE = object()
+"""In a function that came by value it is another object, of the process that sent it."""
 
 
 def bare_step(optimizer: Optimizer) -> None:

@@ -8,6 +8,7 @@ Everything is held weakly: a model that the user drops is forgotten.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, KeysView
 from typing import Any, NamedTuple
@@ -18,9 +19,11 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import is_compiler_at_work
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.reachable import Reached, Start
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.common_storage import address_of, has_address
+from torchstrat.stand_ins import take_over_steps
 
 
 class BufferSlot(NamedTuple):
@@ -46,6 +49,14 @@ class Members(NamedTuple):
     """`VariableRegistry.changes` of that moment."""
     vectors: list[torch.Tensor]
     """Tensors that steps reach, which share memory with variables or their gradients."""
+
+
+def _forget(kept: dict[int, Any], address: int, _: object) -> None:
+    kept.pop(address, None)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return has_address(tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 class WeakOrdered:
@@ -112,6 +123,10 @@ class VariableRegistry:
         self._helpers = WeakOrdered()
         self._vectors = WeakOrdered()
         self._given_up = WeakOrdered()
+        self.looks_for_flat = False
+        """Whether variables and gradients that share memory have to be told, for replicas of one process."""
+        self._flat_seen: set[int] = set()
+        self._stands_for: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
         self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
         self._members_watch = MembersWatch(self._watcher)
         self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
@@ -166,7 +181,7 @@ class VariableRegistry:
 
     def _on_helper(self, helper: Any) -> None:
         self.changes += 1
-        self._helpers.add(helper)
+        self.add_helper(helper)
 
     # -- at each run ------------------------------------------------------------------------------------------------
 
@@ -176,7 +191,7 @@ class VariableRegistry:
         start = Start(fn, arguments)
         self._step = step = getattr(fn, "__code__", None) or type(fn)
         before = self._walked.get(step)
-        is_new = before is None or not start.is_same(before)
+        is_new = before is None or not start.is_same(before) or self._has_new_flat_memory()
         self.may_create = is_new or step in self._copying
         if start.is_closed and not is_new:
             return []
@@ -191,7 +206,7 @@ class VariableRegistry:
     def _record(self, found: Reached) -> list[str]:
         adopted: list[str] = []
         for helper in found.helpers:
-            self._helpers.add(helper)
+            self.add_helper(helper)
         owned = {id(tensor) for tensor in self._optimizer_tensors()}
         for module in found.modules:
             is_new = module not in self._modules
@@ -210,15 +225,44 @@ class VariableRegistry:
         return adopted
 
     def _note_vectors(self, plain: Iterable[torch.Tensor]) -> None:
-        plain = [tensor for tensor in plain if type(tensor) is torch.Tensor and has_address(tensor)]
-        if not plain:
-            return
-        variables = [tensor for tensor in self.tensors() if has_address(tensor)]
+        members = self.members()
+        variables = [tensor for tensor in members.tensors if has_address(tensor)]
         gradients = [tensor.grad for tensor in variables if tensor.grad is not None and has_address(tensor.grad)]
         addresses = {address_of(tensor) for tensor in (*variables, *gradients)}
-        for tensor in plain:
-            if address_of(tensor) in addresses and tensor.numel():
+        buffers = [slot.tensor for slot in members.buffer_slots]
+        for tensor in (*plain, *buffers):
+            if type(tensor) is not torch.Tensor or not has_address(tensor) or not tensor.numel():
+                continue
+            if address_of(tensor) in addresses:
                 self._vectors.add(tensor)
+        if self.looks_for_flat:
+            self._note_shared(variables)
+            self._note_shared([gradient for gradient in gradients if _is_part(gradient)])
+
+    def _note_shared(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Memory that several variables, or their gradients, have in common, though no tensor that a step reaches is
+        all of it: a tensor that stands for it, as long as the first of them lives."""
+        first: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            address = address_of(tensor)
+            other = first.setdefault(address, tensor)
+            if other is not tensor and address not in self._stands_for and tensor.numel():
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+                gone = functools.partial(_forget, self._stands_for, address)
+                self._stands_for[address] = whole, weakref.ref(other, gone)
+                self._vectors.add(whole)
+
+    def _has_new_flat_memory(self) -> bool:
+        """Whether there are variables or gradients that are parts of a larger memory which the last walk has not seen:
+        a flat buffer that was made between runs, or in one."""
+        if not self.looks_for_flat:
+            return False
+        variables = [tensor for helper in self._helpers for tensor in _tensors_of(helper)]
+        gradients = [tensor.grad for tensor in variables]
+        found = {address_of(one) for one in variables if _is_part(one)}
+        found |= {address_of(one) for one in gradients if one is not None and one._is_view() and _is_part(one)}
+        seen, self._flat_seen = self._flat_seen, found
+        return not found <= seen
 
     def _grow(self) -> None:
         """Children that were put into known modules since: a new head, a parametrization."""
@@ -353,6 +397,12 @@ class VariableRegistry:
 
     def add_helper(self, helper: Any) -> None:
         self._helpers.add(helper)
+        if (
+            isinstance(helper, Optimizer)
+            and not is_listed(type(helper))
+            and hasattr(helper, "_optimizer_step_pre_hooks")
+        ):
+            take_over_steps(type(helper))
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for helper in self._helpers:

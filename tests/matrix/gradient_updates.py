@@ -109,6 +109,25 @@ def hooks_that_edit(model: nn.Module) -> tuple[Forward, Update]:
     return model, _stepping(_sgd(model))
 
 
+def hooks_of_the_step(model: nn.Module, register: str, hook: Callable[[torch.Tensor], Any]) -> tuple[Forward, Update]:
+    """The step registers them before its backward pass and removes them afterwards."""
+    optimizer = _sgd(model)
+
+    def update(compute: Callable[[], None]) -> None:
+        handles = [getattr(p, register)(hook) for p in model.parameters()]
+        compute()
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, update
+
+
+def halve(p: torch.Tensor) -> None:
+    p.grad.mul_(0.5)
+
+
 def module_hooks(model: nn.Module) -> tuple[Forward, Update]:
     model.last.register_full_backward_hook(
         lambda module, inputs, outputs: tuple(i * 0.5 for i in inputs if i is not None)
@@ -179,8 +198,8 @@ class SharpnessAware(Optimizer):
         self.zero_grad()
 
 
-def sharpness_aware(model: nn.Module) -> tuple[Forward, Update]:
-    optimizer = SharpnessAware(model.parameters(), SGD, lr=0.1)
+def sharpness_aware(model: nn.Module, **options: Any) -> tuple[Forward, Update]:
+    optimizer = SharpnessAware(model.parameters(), SGD, lr=0.1, **options)
 
     def update(compute: Callable[[], None]) -> None:
         compute()
@@ -206,6 +225,23 @@ class Lookahead(Optimizer):
             if self.counter % 2 == 0:
                 slow.lerp_(p, 0.5)
                 p.copy_(slow)
+
+
+class Normalised(Optimizer):
+    """Cannot step without gradients, and counts its steps in its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / (norm + 1), alpha=-0.1 / group["k"])
 
 
 class Decaying(SGD):
@@ -279,6 +315,12 @@ COLUMNS = (
     Column("hooks that clip", hooks_that_clip, _of("accumulates", "in place", "dense only", "changes in backward")),
     Column("hooks that free", hooks_that_free, _of("accumulates", "frees")),
     Column("hooks that edit", hooks_that_edit, _of("accumulates", "in place", "dense only", "changes in backward")),
+    Column("hooks that a step registers", partial(hooks_of_the_step, register="register_hook", hook=half_of_it)),
+    Column(
+        "hooks that a step registers, after accumulation",
+        partial(hooks_of_the_step, register="register_post_accumulate_grad_hook", hook=halve),
+        _of("accumulates", "in place", "dense only", "changes in backward"),
+    ),
     Column("module backward hooks", module_hooks),
     Column(
         "clip by norm",
@@ -291,11 +333,17 @@ COLUMNS = (
         _of("dense only", "in place"),
     ),
     Column("foreach", partial(stepped_by, optimizer=Adam, foreach=True), _of("dense only")),
-    Column("fused", partial(stepped_by, optimizer=AdamW, fused=True), _of("dense only")),
+    Column("fused", partial(stepped_by, optimizer=AdamW, fused=True), _of("dense only", "contiguous")),
     Column("compiled optimizer", compiled_optimizer, _of("dense only"), around=compiler_afresh),
     Column("closure", partial(closure, returns=True), _of("closure")),
     Column("closure that returns None", partial(closure, returns=False), _of("closure")),
     Column("sam-like", sharpness_aware, _of("closure")),
+    Column("sam-like, with momentum", partial(sharpness_aware, momentum=0.9), _of("closure")),
+    Column(
+        "own class that needs gradients",
+        lambda model: (model, _stepping(Normalised(model.parameters()))),
+        _of("dense only"),
+    ),
     Column("wrapper", lambda model: (model, _stepping(Lookahead(SGD(model.parameters(), lr=0.1))))),
     Column("nested super().step()", nested),
     Column("update by hand, each with its own", by_hand_with_own_gradients, _of("own gradients")),

@@ -52,6 +52,17 @@ class Sums(nn.Module):
         return self.last(x * both)
 
 
+class Shifted(Net):
+    """The gradient of a sum is one number, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shift.sum()
+
+
 class _Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -144,6 +155,7 @@ ROWS = (
     Row("no_sync nested", over=2, blocks=2, traits=frozenset({"several", "no_sync"})),
     Row("create_graph", create_graph, traits=frozenset({"several", "graph"})),
     Row("autograd.grad", autograd_grad, traits=frozenset({"by hand"})),
+    Row("autograd.grad, expanded", autograd_grad, model=Shifted, traits=frozenset({"by hand", "expanded"})),
     Row("sparse", model=partial(Net, embeds=True), traits=frozenset({"sparse"})),
     Row("shared memory", model=Sums, traits=frozenset({"shared"})),
     Row("views of one flat buffer", into_flat_buffer, traits=frozenset({"flat"})),
@@ -160,7 +172,7 @@ def why_left_out(row: Row, column: Column) -> str:
     for trait, other, reason in LEFT_OUT:
         if trait in row.traits and other in column.traits:
             return reason
-    if "own gradients" in column.traits and row.name != "autograd.grad":
+    if "own gradients" in column.traits and "by hand" not in row.traits:
         return "it updates by hand with what torch.autograd.grad gave, and looks at no .grad"
     return ""
 
@@ -171,6 +183,8 @@ LEFT_OUT = (
     ("graph", "compiled", "PyTorch refuses it: AOT's backward passes cannot be differentiated again"),
     ("graph", "reentrant", "PyTorch refuses it: reentrant checkpoints cannot be differentiated twice"),
     ("graph", "half", "a penalty on bfloat16 gradients has no digits to compare"),
+    ("expanded", "in place", "PyTorch refuses it: the elements of such gradients are one in memory"),
+    ("expanded", "contiguous", "PyTorch itself takes such gradients for contiguous there, and reads beyond them"),
     ("by hand", "reentrant", "PyTorch refuses it: reentrant checkpoints do not go with torch.autograd.grad"),
     ("sparse", "dense only", "PyTorch refuses it: not for sparse gradients"),
     ("shared", "in place", "PyTorch itself does to such gradients twice what it does in place"),

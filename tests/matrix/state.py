@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -46,6 +46,18 @@ from torchstrat.variables import VariableRegistry
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass
+class Kept:
+    """What a module keeps in a data class."""
+
+    scale: float = 1.0
+    history: list[float] = field(default_factory=lambda: [1.0])
+
+
+class Own(list):  # type: ignore[type-arg]
+    """A list of a class of its own."""
+
+
 class Net(nn.Module):
     """Has state of every kind, and uses what the row is about."""
 
@@ -61,6 +73,7 @@ class Net(nn.Module):
         self.register_buffer("rows", None)
         self.scale, self.history, self.kept, self.mask = 1.0, [1.0], None, torch.ones(5)
         self.carried: list[torch.Tensor] = []
+        self.data, self.own = Kept(), Own([1.0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.row == "table with max_norm":
@@ -80,6 +93,7 @@ class Net(nn.Module):
         if self.row == "training mode":
             hidden = hidden * (1.0 if self.drop.training else 0.5)
         scaled = hidden * (self.calls.to(x.dtype) / 10 + self.holes[0]) * sum(self.history)
+        scaled = scaled * self.data.scale * sum(self.data.history) * sum(self.own)
         return self.last(scaled.to(x.dtype))
 
 
@@ -90,26 +104,30 @@ class Program:
         torch.manual_seed(0)
         self.model, self.wrap = Net(row), wrap
         self.set_aggregations()
-        self.flat: torch.Tensor | None = None
-        if row.startswith("memory"):
-            self.flatten(row == "memory of gradients")
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.row, self.has_flat = row, False
+        if row.startswith("memory") and "later" not in row:
+            self.flatten()
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         self.call: Callable[..., Any] = (
             torch.compile(self.model, backend="aot_eager") if wrap == "compiled" else self.model
         )
-        self.row, self.is_read_by_owner = row, False
+        self.is_read_by_owner = False
 
     def set_aggregations(self) -> None:
         extended = ts.get_strategy().extended
         extended.set_aggregation(self.model, "seen", "sum")
         extended.set_aggregation(self.model, "rows", "none")
 
-    def flatten(self, gradients: bool) -> None:
+    def flatten(self) -> None:
         parameters = list(self.model.parameters())
-        self.flat = flat = torch.zeros(sum(p.numel() for p in parameters))
-        start = 0
+        flat = torch.zeros(sum(p.numel() for p in parameters))
+        start, gradients, self.has_flat = 0, "gradients" in self.row, True
+        if self.row == "memory of gradients, a buffer":
+            self.model.register_buffer("flat", flat, persistent=False)
+        elif "of nobody" not in self.row:
+            self.optimizer.flat = flat  # type: ignore[attr-defined]
         for p in parameters:
             view = flat[start : start + p.numel()].view_as(p)
             start += p.numel()
@@ -119,6 +137,17 @@ class Program:
                 view.copy_(p.detach())
                 p.data = view
 
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole memory; in the row that says so, nobody holds it but its views."""
+        if not self.has_flat:
+            return torch.zeros(1)
+        if "of nobody" in self.row:
+            base = self.model.first.weight.grad._base  # type: ignore[union-attr]
+            assert base is not None
+            return base
+        return self.model.flat if "buffer" in self.row else self.optimizer.flat  # type: ignore[return-value,attr-defined]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.wrap == "checkpointed":
             return checkpoint(self.call, x, use_reentrant=False)  # type: ignore[no-any-return]
@@ -126,8 +155,7 @@ class Program:
 
     def step(self, edit: Callable[[Program], None] | None, fails: Callable[[], bool], batch: Batch) -> torch.Tensor:
         x, y = (part.to(self.model.first.weight.dtype) for part in batch)
-        if self.row == "memory of gradients":
-            assert self.flat is not None
+        if self.has_flat and "gradients" in self.row:
             self.flat.zero_()
         else:
             self.optimizer.zero_grad()
@@ -210,6 +238,11 @@ def _set_base(program: Program, by: float) -> None:
     program.optimizer.param_groups[0]["lr"] = 0.1 * by
 
 
+def _halve_flat(program: Program, by: float) -> None:
+    """After the step, so that the next one has to begin with zeroes."""
+    program.flat.mul_(by)
+
+
 def _append(program: Program, by: float) -> None:
     program.model.history.append(by - 1)
     if len(program.model.history) > 2:
@@ -218,6 +251,12 @@ def _append(program: Program, by: float) -> None:
 
 def _set_scale(program: Program, by: float) -> None:
     program.model.scale = program.model.scale * by
+
+
+def _set_data(program: Program, by: float) -> None:
+    program.model.data.scale = program.model.data.scale * by
+    program.model.data.history.append(by - 1)
+    del program.model.data.history[:-2]
 
 
 def _count(program: Program, by: float) -> None:
@@ -311,10 +350,27 @@ ROWS: Mapping[str, Row] = {
         merges="own",
     ),
     "attribute, list": Row("attribute", lambda p: sum(p.model.history), _append, frozenset({"in place"}), merges="own"),
+    "attribute, data class": Row(
+        "attribute", lambda p: p.model.data.scale, _set_data, frozenset({"in place"}), merges="own"
+    ),
+    "attribute, list of an own class": Row(
+        "attribute",
+        lambda p: sum(p.model.own),
+        lambda p, by: p.model.own.__setitem__(0, p.model.own[0] * by),
+        merges="own",
+    ),
     "attribute left by forward": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     "attribute carried on": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     "memory of parameters": Row("memory", lambda p: p.flat, _mul(lambda p: p.flat), frozenset({"in place"})),
-    "memory of gradients": Row("memory", lambda p: p.flat, _nothing, merges="own"),
+    **{
+        name: Row("memory", lambda p: p.flat, _halve_flat, merges="own")
+        for name in (
+            "memory of gradients",
+            "memory of gradients, a buffer",
+            "memory of gradients, of nobody",
+            "memory of gradients, made later",
+        )
+    },
 }
 
 
@@ -456,6 +512,8 @@ def _train(strategy: Any, row_name: str, column: str, *, is_read_by_owner: bool 
         for index, batch in enumerate(batches if is_plain else strategy.distribute_dataset(batches)):
             if column == "cast":
                 _cast(program, index)
+            elif index == 1 and row_name.endswith("made later"):
+                program.flatten()
             elif index == 2 and column in (TENSOR | EMPTY) - {"replaced in the step"}:
                 _outside(row, column)(program)
             if index == 2 and column == "after a run that raised":
@@ -506,6 +564,14 @@ CAUSES: Mapping[str, str] = {
 }
 OWNED = "torchrun central_storage on sockets"
 """Where rank 0 alone has the optimizer's state, as the documents say."""
+ATTRIBUTES = (
+    "attribute",
+    "attribute, plain tensor",
+    "attribute, list",
+    "attribute, data class",
+    "attribute, list of an own class",
+)
+"""That a step changes, and does not leave for itself."""
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 
 
@@ -531,7 +597,7 @@ def _expected(row_name: str, column: str, place: str) -> Expected:
         return known_wrong("B51")
     if column == "edited differently" and kind in ("training mode", "scheduler and scaler"):
         return known_wrong("B52")
-    if column == "no rows" and row_name in ("attribute", "attribute, plain tensor", "attribute, list", "requires_grad"):
+    if column == "no rows" and (row_name == "requires_grad" or row_name in ATTRIBUTES):
         return known_wrong("B53")
     return RIGHT
 

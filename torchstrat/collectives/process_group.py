@@ -23,6 +23,7 @@ from torchstrat.collectives.peers import Identity, Peers, StartLostError
 from torchstrat.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
 from torchstrat.collectives.words import Words
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
+from torchstrat.tensor_bytes import bytes_of
 
 T = TypeVar("T")
 
@@ -357,11 +358,6 @@ class ProcessGroupCommunicator:
 
     def barrier(self, what: str) -> None:
         self.guard(what, lambda: dist.barrier(group=self._group))
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as what it is in memory: gloo and NCCL know only some dtypes, and copying needs none."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _names(ranks: list[int]) -> str:

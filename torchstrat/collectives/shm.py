@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchstrat.collectives.communicator import Communicator, Work
-from torchstrat.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator, bytes_of
+from torchstrat.collectives.process_group import SUMMED_AS, Done, ProcessGroupCommunicator
 from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, size_of
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
@@ -25,6 +25,7 @@ from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece
 from torchstrat.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.collectives.shared_memory.staged_sum import StagedSum
 from torchstrat.collectives.words import Words
+from torchstrat.tensor_bytes import bytes_of
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ from torchstrat.data.containers import children, is_container, is_opaque, rebuil
 from torchstrat.data.marks import Along, Examples, Marked, Same
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.tensor_bytes import bytes_of
 
 Leaf = Any
 
@@ -323,4 +324,4 @@ def _bytes_of(leaf: Leaf) -> Iterator[bytes]:
         leaf = torch.cat([*(row.flatten().double() for row in leaf.unbind()), sizes])
     leaf = leaf.to_dense().contiguous()
     yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
-    yield leaf.reshape(-1).view(torch.uint8).numpy().tobytes()
+    yield bytes_of(leaf).numpy().tobytes()

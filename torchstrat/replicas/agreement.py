@@ -16,6 +16,7 @@ import torch
 
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.tensor_bytes import bytes_of
 
 INPUT = "distribute_dataset"
 """The call that makes a channel for input."""
@@ -36,7 +37,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
     for tensor in tensors:
         for part in _parts(tensor.detach()):
             if part.numel():
-                data: Any = part.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                data: Any = bytes_of(part.cpu().contiguous()).numpy()
                 crc, adler = zlib.crc32(data, crc), zlib.adler32(data, adler)
     return float(crc), float(adler)
 

@@ -8,6 +8,7 @@ running statistics of a module's own, so where such a buffer is met a warning sa
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from typing import Any
@@ -71,6 +72,7 @@ class BufferRules:
         if aggregation in (VariableAggregation.SUM, only_first):
             return aggregation
         if not training:
+            self.warn(module, name, "differs between replicas, and is the first replica's (its module does not train)")
             return only_first
         if not (first.is_floating_point() or first.is_complex()):
             self.warn(module, name, "differs between replicas, and is the first replica's")
@@ -78,9 +80,11 @@ class BufferRules:
         self.warn(module, name, "differs between replicas, and is their mean")
         return VariableAggregation.MEAN
 
-    def look_at_count(self, module: nn.Module, name: str, before: int, after: int, rows: int | None) -> None:
-        """An integral buffer of one element, equal on all replicas: one that grew by a replica's rows counts these."""
-        if rows is not None and rows > 1 and after - before == rows and self.get(module, name) is None:
+    def look_at_count(self, module: nn.Module, name: str, before: float, after: float, rows: int | None) -> None:
+        """A buffer of one element, equal on all replicas: one that grew by a replica's rows counts these."""
+        if rows is None or rows < 2 or self.get(module, name) is not None:
+            return
+        if math.isclose(after - before, rows, rel_tol=1e-4):
             self.warn(module, name, f"has grown by the {rows} rows of one replica on each of them, which counts once")
 
     def warn(self, module: nn.Module, name: str, what: str) -> None:
@@ -120,6 +124,6 @@ def counts_rows(module: nn.Module, name: str, tensor: torch.Tensor | None) -> bo
         tensor is not None
         and tensor.numel() == 1
         and tensor.device.type == "cpu"
-        and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        and not (tensor.is_complex() or tensor.dtype == torch.bool)
         and not is_statistic(module, name)
     )

@@ -34,7 +34,7 @@ from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.optimizer_views import real_state
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.stand_ins import make_stand_in, stepped_by
+from torchstrat.stand_ins import be_idle, make_stand_in, stepped_by
 
 
 def make_inert_stand_in(optimizer: Optimizer) -> Optimizer:
@@ -146,7 +146,7 @@ class CentralStep:
             self._note_own(optimizer, replica)
             return None
         if replica != self._leader:
-            return (make_stand_in(optimizer), *args[1:]), kwargs
+            return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
         self._in_progress.begin()
         self._baton.shield()  # until `_after`: an interrupted step would leave the variables half-stepped
         with OwnSettings():
@@ -251,7 +251,7 @@ class CentralStep:
                 break
             with torch.enable_grad():
                 loss = closure()
-        return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
+        return with_closure(be_idle(make_inert_stand_in(optimizer), value), lambda: value, args, kwargs)
 
 
 _NOTHING = object()

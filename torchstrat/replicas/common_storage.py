@@ -86,6 +86,8 @@ class _Storage:
     def view_like(self, tensor: torch.Tensor, replica: int) -> torch.Tensor:
         """What ``tensor``, of the original, is in a replica's copy."""
         copy = self._copies[replica]
+        if tensor.dtype == copy.dtype:
+            return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         view = torch.empty(0, dtype=tensor.dtype, device=copy.device)
         return view.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

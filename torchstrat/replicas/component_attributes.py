@@ -9,7 +9,7 @@ and no plain tensor.
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Container, Iterable
@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat.replicas.component_helpers import private_value
+from torchstrat.replicas.component_helpers import is_container, private_value
 from torchstrat.replicas.kept_attributes import KeptAttributes
 
 _MOST_MEMBERS = 1_000
 """Of a container: longer ones hold data, which replicas share."""
 
 _SHARED = frozenset(vars(nn.Module())) - {"training"}
-_CONTAINERS = frozenset({list, dict, set, tuple, collections.OrderedDict, collections.defaultdict, collections.deque})
 _Attributes = dict[str, Any]
 _set_attributes = object.__setattr__  # a module's own asks whether it is given a parameter, a child, a buffer
 
@@ -34,7 +33,7 @@ class ComponentAttributes:
     """The attributes of one run after the other."""
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
+        self._modules: list[Any] = []  # and data classes that they hold
         self._attributes: dict[int, list[_Attributes]] = {}
         self._copies: dict[int, _Copies] = {}  # by the id of the tensor, which they refer to
         self._has_made_members = False
@@ -43,7 +42,7 @@ class ComponentAttributes:
 
     @property
     def modules(self) -> list[nn.Module]:
-        return self._modules
+        return [one for one in self._modules if isinstance(one, nn.Module)]
 
     def begin(self, modules: Iterable[nn.Module], replicas: list[int], vectors: Container[int] = ()) -> None:
         """``replicas``: of the run, the leader first. With one there is nobody to keep apart. ``vectors``: the ``id``
@@ -53,8 +52,15 @@ class ComponentAttributes:
         self._modules = [one for one in modules if not _is_script(type(one))] if others else []
         if not self._modules:
             return
+        known, found = {id(one) for one in self._modules}, []
+        for one in self._modules:  # which grows
+            names, data = _look_at(one, vars(one))
+            found.append(names)
+            for value in data:
+                if id(value) not in known:
+                    known.add(id(value))
+                    self._modules.append(value)
         own = [vars(module) for module in self._modules]
-        found = [_to_copy(module, attributes) for module, attributes in zip(self._modules, own, strict=True)]
         self._attributes[replicas[0]] = own
         left = [self._kept.take(module, replicas[0]) for module in self._modules]
         for replica in others:
@@ -63,12 +69,12 @@ class ComponentAttributes:
                 mine_still = kept.get(replica, {})
                 for name in names:
                     if name not in mine_still and id(attributes[name]) not in vectors:
-                        attributes[name] = self._copy_of(attributes[name], replica)
+                        attributes[name] = self._copy_of(attributes[name], replica, vectors)
                 attributes.update(mine_still)
 
-    def _copy_of(self, value: Any, replica: int) -> Any:
+    def _copy_of(self, value: Any, replica: int, vectors: Container[int]) -> Any:
         if not isinstance(value, torch.Tensor):
-            return private_value(value)
+            return private_value(value, vectors)
         key, kept = id(value), self._copies
         if key not in kept or kept[key].reference() is not value:
             kept[key] = copies = _Copies(value, lambda gone: _forget(kept, key, gone))
@@ -140,18 +146,34 @@ def _forget(kept: dict[int, _Copies], key: int, gone: Any) -> None:
         del kept[key]
 
 
-def _to_copy(module: nn.Module, attributes: _Attributes) -> list[str]:
-    """The names of attributes that a step may change in place. Torch's own modules change none."""
+def _look_at(module: Any, attributes: _Attributes) -> tuple[list[str], list[Any]]:
+    """The names of attributes that a step may change in place, and the data classes among them, which are kept apart as
+    modules are: so they stay the objects that they are to whoever else holds them. Torch's own modules change none."""
+    names: list[str] = []
+    data: list[Any] = []
     if _is_of_torch(type(module)):
-        return []
-    return [
-        name
-        for name, value in attributes.items()
-        if name not in _SHARED and (type(value) in _CONTAINERS or isinstance(value, torch.Tensor)) and _is_small(value)
-    ]
+        return names, data
+    for name, value in attributes.items():
+        role = _role_of(type(value))
+        if role == _COPIED and name not in _SHARED and _is_small(value):
+            names.append(name)
+        elif role == _DATA:
+            data.append(value)
+    return names, data
+
+
+_COPIED, _DATA = "copied", "data"
+
+
+def _find_role(kind: type[Any]) -> str | None:
+    if kind is tuple or is_container(kind) or issubclass(kind, torch.Tensor):
+        return _COPIED
+    has_attributes = kind.__dictoffset__ and kind.__weakrefoffset__
+    return _DATA if dataclasses.is_dataclass(kind) and has_attributes else None
 
 
 # Of classes: every run asks.
+_role_of: Callable[[type], str | None] = functools.lru_cache(1024)(_find_role)
 _is_of_torch: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch."))
 _is_script: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: issubclass(kind, torch.jit.ScriptModule))
 
@@ -169,6 +191,6 @@ def _tell(others: _Attributes, own: _Attributes) -> None:
             continue
         if name not in others or isinstance(value, bool | int | float | str | type(None)):
             others[name] = value
-    members = [own[kind] for kind in ("_parameters", "_buffers", "_modules")]
+    members = [own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]
     for name in [name for name in others if name not in own and any(name in kind for kind in members)]:
         del others[name]  # ``self.weight = None``, which a parameter has taken the place of

@@ -34,7 +34,7 @@ class _BufferState:
     def __init__(self, slot: BufferSlot, original: torch.Tensor | None, made_by: int | None = None) -> None:
         self.slot = slot
         self.training = slot.module.training  # when the run began
-        self.count: int | None = None
+        self.count: float | None = None
         self.original = original
         self.central = None if original is None else original.data  # not written before the run has succeeded
         self.made_by = made_by  # during the run, with the whole module
@@ -100,7 +100,7 @@ class ComponentBuffers:
         for state in self.states:
             state.give_each(replicas, self._devices)
             if state.original is not None and counts_rows(state.slot.module, state.slot.name, state.original):
-                state.count = int(state.original)
+                state.count = float(state.original)
         if self._rules:
             self._own.give(self.states, replicas)
 
@@ -179,7 +179,7 @@ class ComponentBuffers:
         if state.replaced:
             left = state.replaced[self._replicas[0]]
         if state.count is not None and counts_rows(module, name, left):
-            self._rules.look_at_count(module, name, state.count, int(left), rows)  # type: ignore[arg-type]
+            self._rules.look_at_count(module, name, state.count, float(left), rows)  # type: ignore[arg-type]
 
     def _merge_replaced(self, state: _BufferState, replicas: list[int]) -> None:
         values = {replica: state.replaced.get(replica, state.original) for replica in self._replicas}

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.optimizer_tiers import is_listed
+from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.optimizer_views import LeaderView, ReplicaView, SharedState, real_state
+from torchstrat.stand_ins import wrapped_by
 
 
 class ComponentHelpers:
@@ -32,8 +36,12 @@ class ComponentHelpers:
         self._replicas: list[int] = []
         self._states: dict[int, SharedState] = {}  # by the id of the optimizer; wrappers may share theirs
         self._stepping: set[int] = set()
+        self._vectors: Container[int] = ()
+        self._settings: dict[int, list[dict[str, Any]]] = {}  # of those that step, from before
 
-    def begin(self, helpers: list[Any], replicas: list[int]) -> None:
+    def begin(self, helpers: list[Any], replicas: list[int], vectors: Container[int] = ()) -> None:
+        """``vectors``: the ``id`` of tensors that share memory with variables, and change hands with these."""
+        self._vectors = vectors
         self._replicas, self.helpers, self._known = replicas, [], set()
         self._states, self._stepping = {}, set()
         self.add(helpers, replicas[0])
@@ -45,7 +53,7 @@ class ComponentHelpers:
                 self._known.add(id(helper))
                 own = vars(helper)
                 shared = self._share_state(helper, own)
-                attributes = {r: own if r == owner else _private(own, shared) for r in self._replicas}
+                attributes = {r: own if r == owner else _private(own, shared, self._vectors) for r in self._replicas}
                 if shared is not None and self._watches_leader and id(helper) not in self._stepping:
                     own["state"] = LeaderView(shared)
                 self.helpers.append((helper, attributes, owner))
@@ -70,12 +78,15 @@ class ComponentHelpers:
     def enter_step(self, optimizer: Optimizer) -> None:
         """The leader's ``optimizer`` is about to step: on the state itself."""
         self._stepping.add(id(optimizer))
+        if not is_listed(type(optimizer)):
+            self._settings = {id(one): hyperparameters.settings(one) for one in (optimizer, *wrapped_by(optimizer))}
         own = vars(optimizer)
         if "state" in own:
             own["state"] = real_state(own["state"])
 
     def leave_step(self, optimizer: Optimizer) -> None:
         self._stepping.discard(id(optimizer))
+        self._tell_settings()
         shared, own = self._states.get(id(optimizer)), vars(optimizer)
         if shared is None or not isinstance(own.get("state"), dict):
             return
@@ -83,6 +94,16 @@ class ComponentHelpers:
         shared.stepped()
         if self._watches_leader:
             own["state"] = LeaderView(shared)
+
+    def _tell_settings(self) -> None:
+        """What a step has set in its groups (a count, the next rate) is every replica's: nobody else has stepped."""
+        before, self._settings = self._settings, {}
+        for helper, attributes, _ in self.helpers if before else ():
+            changed = hyperparameters.changes(helper, before[id(helper)]) if id(helper) in before else []
+            for own in attributes.values() if any(changed) else ():
+                if own is not vars(helper):
+                    for group, values in zip(own.get("param_groups", ()), changed, strict=False):
+                        group.update(values)
 
     def forget_state(self, optimizer: Optimizer) -> None:
         """For another replica, in its turn: what it has done to the state so far is undone by a step."""
@@ -116,30 +137,52 @@ class ComponentHelpers:
         self._states, self._stepping = {}, set()
 
 
-def _private(attributes: dict[str, Any], shared: SharedState | None) -> dict[str, Any]:
+def _private(attributes: dict[str, Any], shared: SharedState | None, vectors: Container[int]) -> dict[str, Any]:
     """A replica's own copy of a helper's attributes: containers and plain tensors copied, objects shared, and so are an
     optimizer's lists of parameters."""
     return {
-        name: ReplicaView(shared) if name == "state" and shared is not None else private_value(value)
+        name: ReplicaView(shared) if name == "state" and shared is not None else private_value(value, vectors)
         for name, value in attributes.items()
     }
 
 
-def private_value(value: Any) -> Any:
+def private_value(value: Any, vectors: Container[int] = ()) -> Any:
+    """``vectors``: the ``id`` of tensors that stay themselves."""
     if isinstance(value, torch.Tensor):
-        return value if value.requires_grad else value.clone()
-    if isinstance(value, collections.defaultdict):
-        return collections.defaultdict(
-            value.default_factory, {key: private_value(member) for key, member in value.items()}
-        )
-    if type(value) in (dict, collections.OrderedDict):
-        return type(value)((key, member if key == "params" else private_value(member)) for key, member in value.items())
-    if type(value) is list:
+        return value if value.requires_grad or id(value) in vectors else value.clone()
+    kind = type(value)
+    if kind is tuple:
+        return tuple(private_value(member, vectors) for member in value)
+    if kind is dict:
+        return {key: member if key == "params" else private_value(member, vectors) for key, member in value.items()}
+    if not is_container(kind):
+        return value
+    if isinstance(value, list):
         if value and all(isinstance(member, nn.Parameter) for member in value):
             return value
-        return [private_value(member) for member in value]
-    if type(value) is tuple:
-        return tuple(private_value(member) for member in value)
-    if type(value) in (set, collections.deque):
-        return copy.copy(value)
-    return value
+        if kind is list:
+            return [private_value(member, vectors) for member in value]
+    own = copy.copy(value)
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if key != "params":
+                own[key] = private_value(member, vectors)
+    elif isinstance(value, list | collections.deque):
+        for index, member in enumerate(value):
+            own[index] = private_value(member, vectors)
+    return own
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_COPYING = ("__copy__", "__reduce__", "__reduce_ex__", "__setitem__", "__iter__")
+
+
+def _is_container(kind: type) -> bool:
+    """Whether it is one of Python's that can be filled, or a subclass that is copied as these are."""
+    base = next((one for one in _CONTAINERS if issubclass(kind, one)), None)
+    if base is None or kind is base or kind.__module__ == "collections":
+        return base is not None
+    return not any(name in vars(one) for one in kind.__mro__[: kind.__mro__.index(base)] for name in _COPYING)
+
+
+is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container)  # which every run asks

@@ -82,9 +82,11 @@ class Components:
         self._common.begin(members.vectors, members.tensors, copies)
         self._take(members.tensors)
         self.refresh()
-        self._buffers.begin(members.buffer_slots, members.modules, self._replicas)
-        self._helpers.begin(members.helpers, self._replicas)
-        self._attributes.begin(members.modules, self._replicas, {id(vector) for vector in members.vectors})
+        vectors = {id(vector) for vector in members.vectors}
+        slots = [slot for slot in members.buffer_slots if not vectors or id(slot.tensor) not in vectors]
+        self._buffers.begin(slots, members.modules, self._replicas)
+        self._helpers.begin(members.helpers, self._replicas, vectors)
+        self._attributes.begin(members.modules, self._replicas, vectors)
         if self._home == self._leader:
             self._install_objects(self._leader)
 

@@ -14,6 +14,7 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import agree, all_equal, code
+from torchstrat.tensor_bytes import bytes_of
 
 _LARGE_BYTES = 1 << 20  # above this, adding up on the way beats collecting all components
 
@@ -120,8 +121,8 @@ class _Packed(NamedTuple):
 def _pack(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or _meta(value) is None:
         return value
-    flat = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return _Packed(flat.numpy().tobytes(), value.shape, value.dtype)
+    content = bytes_of(value.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+    return _Packed(content, value.shape, value.dtype)
 
 
 def _unpack(value: Any) -> Any:

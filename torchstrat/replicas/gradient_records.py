@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torchstrat.gradients import CombinedGradient, Owned, is_left_over
+from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.roster import Layout, Roster
 
@@ -137,7 +137,11 @@ class GradientRecords:
         return None if record.combined is None else (tensor.grad.detach(), record.combined.used)
 
     def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, used: bool) -> None:
-        """Make ``gradient`` the combined one of ``tensor``. See `combined_part`."""
+        """Make ``gradient`` the combined one of ``tensor``. See `combined_part`. One that is a part of a flat buffer
+        stays that."""
+        own = tensor.grad
+        if gradient is not None and own is not None and own._is_view() and is_plain(own) and is_plain(gradient):
+            gradient = own.copy_(gradient)
         tensor.grad = gradient
         self._records[id(tensor)] = record = self.of(tensor)
         record.accumulated, record.base, record.combined = False, None, None

@@ -38,6 +38,26 @@ class Difference(NamedTuple):
     other: Any
 
 
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What its groups have now."""
+    return [dict(group) for group in optimizer.param_groups]
+
+
+def changes(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The values in its groups that are not those of ``before``, but for parameters."""
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name != "params" and earlier.get(name, _NOTHING) is not value and _is_value(value)
+        }
+        for group, earlier in zip(optimizer.param_groups, before, strict=False)
+    ]
+
+
+_NOTHING = object()
+
+
 def digest(optimizer: Optimizer) -> float:
     """A number that is equal on ranks whose groups are. Every step asks, and hardly any has changed them."""
     values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
@@ -59,6 +79,10 @@ def _may_change(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
+def _is_value(value: Any) -> bool:
+    return _is_plain(value) or isinstance(value, torch.Tensor)
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
 
@@ -75,10 +99,7 @@ def differing(first: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, 
 
 def level(communicator: Communicator, optimizer: Optimizer, call: str) -> Difference | None:
     """The first rank's become everyone's. All ranks call it, when digests differ; they come to the same `differing`."""
-    own = [
-        {name: value for name, value in group.items() if _is_plain(value) or isinstance(value, torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
+    own = [{name: value for name, value in group.items() if _is_value(value)} for group in optimizer.param_groups]
     for group in own:
         group.pop("params", None)
     told, *others = communicator.all_gather_object(own, call)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from torchstrat import nest
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.process_step import OWNER
@@ -98,12 +99,13 @@ class IdleReplicas:
         optimizers = [one for one in self._registry.optimizers() if self._is_of_owner(one)]
         if not optimizers:
             return
-        states = [one.state_dict() for one in optimizers] if self._world.rank == OWNER else None
+        states = [_state_dict(one) for one in optimizers] if self._world.rank == OWNER else None
         states = self._world.broadcast_object(states, OWNER, BEFORE)
         if self._world.rank == self._first:
             with self._keeping_state():
                 for optimizer, state in zip(optimizers, states, strict=True):
-                    optimizer.load_state_dict(state)
+                    if state is not None:
+                        optimizer.load_state_dict(state)
 
     def _move_gradients_to_first(self) -> None:
         """What idle ranks have accumulated waits with the first rank that runs: the sum is all that counts, and if the
@@ -164,23 +166,47 @@ class IdleReplicas:
         )
 
     def _state_of(self, helper: Any) -> Any:
-        if not hasattr(helper, "state_dict"):
-            return None
-        state = helper.state_dict()
-        if isinstance(helper, Optimizer):
+        state = _state_dict(helper)
+        if state is not None and isinstance(helper, Optimizer):
             if self._is_in_place(helper):
                 state = {**state, "state": {}}
             state["has stepped"] = vars(helper).get("_opt_called", False)
+            state["variables"] = self._variables_of(helper)
         return state
+
+    def _variables_of(self, optimizer: Optimizer) -> list[list[str | None]]:
+        """By group. None: a tensor that has no name on all ranks."""
+        names = {id(tensor): name for name, tensor in self._registry.named_tensors().items()}
+        return [[names.get(id(tensor)) for tensor in group["params"]] for group in optimizer.param_groups]
+
+    def _regroup(self, optimizer: Optimizer, told: list[list[str | None]]) -> None:
+        """The step has added groups, or moved parameters between them."""
+        if self._variables_of(optimizer) == told:
+            return
+        named, groups = self._registry.named_tensors(), optimizer.param_groups
+        missing = [name for group in told for name in group if name not in named]
+        if missing:
+            raise ReplicaDivergenceError(
+                f"a step has given {type(optimizer).__name__} parameters that replicas without rows in it do not "
+                "have. Add them, and their group, outside of Strategy.run, where every process does it."
+            )
+        del groups[len(told) :]
+        groups += [{"params": []} for _ in told[len(groups) :]]
+        for group, names in zip(groups, told, strict=True):
+            group["params"] = [named[name] for name in names if name is not None]
 
     def _load_helpers(self, states: list[Any]) -> None:
         for helper, state in zip(self._registry.helpers(), states, strict=False):
-            if isinstance(helper, Optimizer) and state.pop("has stepped"):
-                vars(helper)["_opt_called"] = True  # or schedulers warn that there was no step before theirs
+            if state is None:
+                continue
+            if isinstance(helper, Optimizer):
+                self._regroup(helper, state.pop("variables"))
+                if state.pop("has stepped"):
+                    vars(helper)["_opt_called"] = True  # or schedulers warn that there was no step before theirs
             if isinstance(helper, Optimizer) and self._storage is not None and self._storage.shares(helper):
                 for group, told in zip(helper.param_groups, state["param_groups"], strict=True):
                     group.update({name: value for name, value in told.items() if name != "params"})
-            elif state is not None and hasattr(helper, "load_state_dict"):
+            elif hasattr(helper, "load_state_dict"):
                 helper.load_state_dict(state)
 
     def _is_in_place(self, optimizer: Optimizer) -> bool:
@@ -244,6 +270,19 @@ class IdleReplicas:
             for target, gradient, used in zip(targets, received, manifest.gradients.values(), strict=True):
                 if target is not None:
                     self._records.take_over(target, gradient, used=used)
+
+
+def _state_dict(helper: Any) -> Any:
+    """None: it has none, such as a wrapper that does without torch's constructor; what it wraps is a helper too."""
+    lacks = isinstance(helper, Optimizer) and not hasattr(helper, "_optimizer_load_state_dict_post_hooks")
+    if lacks and Optimizer in (_owner_of(helper, "state_dict"), _owner_of(helper, "load_state_dict")):
+        return None
+    return helper.state_dict() if hasattr(helper, "state_dict") else None
+
+
+def _owner_of(value: Any, name: str) -> type | None:
+    """The class that has the method."""
+    return next((kind for kind in type(value).__mro__ if name in vars(kind)), None)
 
 
 def _buffers(registry: VariableRegistry) -> dict[str, torch.Tensor | None]:

@@ -67,10 +67,11 @@ class InProcessReplicas:
         home = None if parameter_device is None else torch_device(parameter_device)
         self._home = home
         self.registry = VariableRegistry(self._is_current)
+        self.registry.looks_for_flat = len(devices) > 1
         self.gradient_op = gradient_op
         self._components = Components(self.registry, self._torch_devices, home)
         self._gradients = GradientExchange(self._components, gradient_op)
-        self._hooks = GradientHooks(self._gradients)
+        self._hooks = GradientHooks(self._gradients, self._turn)
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._hook_key = new_hook_key()
         self._entry = threading.Lock()
@@ -269,6 +270,9 @@ class InProcessReplicas:
         if self._components.has_edits:
             self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
         self._differing.report(data_edited_differently(slots, replicas))
+
+    def _turn(self) -> int | None:
+        return None if self._baton is None else self._baton.holder
 
     def _is_current(self) -> bool:
         """Whether the calling thread is in this strategy's scope or runs one of its replicas."""

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchstrat.replicas.component_helpers import is_container
+
 _NOTHING = object()
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, set})
-_SEQUENCES = frozenset({list, tuple, collections.deque})
-_MAPPINGS = frozenset({dict, collections.OrderedDict, collections.defaultdict})
+_PLAIN = frozenset({bool, int, float, complex, str, bytes})
+_SEQUENCES = (list, tuple, collections.deque)
 _Attributes = dict[str, Any]
 
 
@@ -101,26 +102,28 @@ def _is_equal(value: Any, other: Any) -> bool:
         return True
     if kind is not type(other):
         return False
-    if kind in _SEQUENCES:
-        return len(value) == len(other) and all(map(_is_equal, value, other))
-    if kind in _MAPPINGS:
-        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
     if kind is torch.Tensor:
-        if value.requires_grad or other.requires_grad or value.device != other.device or value.dtype != other.dtype:
-            return False
-        return torch.equal(value, other)
-    return kind in _PLAIN and bool(value == other)
+        are_comparable = (value.device, value.dtype) == (other.device, other.dtype)
+        return are_comparable and not (value.requires_grad or other.requires_grad) and torch.equal(value, other)
+    if not (kind is tuple or is_container(kind)):
+        return kind in _PLAIN and bool(value == other)
+    if issubclass(kind, _SEQUENCES):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    if issubclass(kind, dict):
+        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
+    return bool(value == other)
 
 
 def _trace(value: Any) -> Any:
     """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
     if isinstance(value, torch.Tensor):
         return (_Identity(value), 0 if value.is_inference() else value._version)
-    if type(value) in _SEQUENCES:
-        return [_trace(member) for member in value]
-    if type(value) in _MAPPINGS:
+    kind = type(value)
+    if not (kind is tuple or is_container(kind)):
+        return _Identity(value)
+    if issubclass(kind, dict):
         return {key: _trace(member) for key, member in value.items()}
-    return set(value) if type(value) is set else _Identity(value)
+    return [_trace(member) for member in value] if issubclass(kind, _SEQUENCES) else set(value)
 
 
 class _Identity:

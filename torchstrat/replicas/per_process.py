@@ -64,6 +64,7 @@ from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.step_pages import StepPages
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
+from torchstrat.stand_ins import wrapped_among
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variable.assignment import hand_over
 from torchstrat.variables import BufferSlot, Members, VariableRegistry
@@ -109,8 +110,10 @@ class PerProcessReplica:
         self._storage = CentralStorage.of(communicator, copies) if central else None
         if self._storage is not None:
             self._storage.tables = lambda: renormed_weights(self.registry.modules())
+            self._storage.wrapped = self._find_wrapped
         self._is_staged = copies is not None
         self._owned: tuple[Any, dict[int, Owned]] = ((), {})
+        self._wrapped: tuple[int, frozenset[int]] = (-1, frozenset())
         self._gradients = BucketedGradients(
             gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
         )
@@ -321,6 +324,11 @@ class PerProcessReplica:
     def _is_of_owner(self, optimizer: Optimizer) -> bool:
         """Whether the owner alone has the optimizer's state."""
         return self._central and (self._storage is None or not self._storage.shares(optimizer))
+
+    def _find_wrapped(self) -> frozenset[int]:
+        if self._wrapped[0] != self.registry.changes:
+            self._wrapped = (self.registry.changes, wrapped_among(self.registry.optimizers()))
+        return self._wrapped[1]
 
     def _owners_of(self, tensor: torch.Tensor) -> Owned | None:
         return self._owned[1].get(id(tensor))

@@ -30,7 +30,7 @@ class ProcessBuffers:
         self._modules = members.modules
         self._training_before = {id(module) for module in members.modules if module.training}
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
-        self._counts: dict[tuple[int, str], int] = {}
+        self._counts: dict[tuple[int, str], float] = {}
         self._before: dict[tuple[int, str], torch.Tensor] = {}
         for slot in members.buffer_slots:
             self._note(slot)
@@ -40,7 +40,7 @@ class ProcessBuffers:
         if not module.training:
             self._noted[id(module), name] = (tensor, 0 if tensor is None else tensor._version)
         if counts_rows(module, name, tensor):
-            self._counts[id(module), name] = int(tensor)  # type: ignore[arg-type]
+            self._counts[id(module), name] = float(tensor)  # type: ignore[arg-type]
         if self._rules and tensor is not None and self._rules.needs_before(module, name):
             self._before[id(module), name] = tensor.detach().clone()
 
@@ -72,7 +72,7 @@ class ProcessBuffers:
         for slot in slots if self._counts and rows is not None else ():
             before, tensor = self._counts.get((id(slot.module), slot.name)), slot.tensor
             if before is not None and counts_rows(slot.module, slot.name, tensor):
-                self._rules.look_at_count(slot.module, slot.name, before, int(tensor), rows)  # type: ignore[arg-type]
+                self._rules.look_at_count(slot.module, slot.name, before, float(tensor), rows)  # type: ignore[arg-type]
 
     def merge(self, communicator: Communicator, weights: list[float], call: str) -> None:
         """All ranks call it, when summaries differ or any has buffers whose changes are to be summed. ``weights``: of

@@ -21,6 +21,7 @@ from torchstrat._torch_private import (
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.optimizer_blocks import step_in_blocks
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
@@ -32,7 +33,7 @@ from torchstrat.replicas.gradient_records import GradientRecords
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
-from torchstrat.stand_ins import bare_step, make_stand_in, stepped_by
+from torchstrat.stand_ins import bare_step, be_idle, make_stand_in, stepped_by, wrapped_by
 
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
@@ -68,6 +69,7 @@ class ProcessStep:
         self._order: dict[int, int] = {}
         self._hook_key = hook_key
         self._in_closure_step = False
+        self._settings: list[list[dict[str, Any]]] = []
         self._last_hooks = LastHooks()
         self._in_progress = StepInProgress()  # the owner's, which it makes alone
 
@@ -132,10 +134,11 @@ class ProcessStep:
         if self._storage is not None and self._storage.shares(optimizer):
             return self._share_out(self._storage, optimizer, closure, args, kwargs, call)
         self._make_equal(call, optimizer, tensors)
+        self._settings = self._settings_of(optimizer)
         if closure is not None:
             return self._step_with_closure(optimizer, closure, args, kwargs, tensors)
         if not self._owns:
-            return (make_stand_in(optimizer), *args[1:]), kwargs
+            return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
         if self._central:
             self._in_progress.begin()
         if self._storage is not None:
@@ -157,7 +160,26 @@ class ProcessStep:
             self._storage.follow()
             agree(self._communicator, f"{self._call_name(optimizer)}: the end of the step")
             self._storage.drop_edits()  # of hooks of the user's, made on what was about to be stepped
+        self._tell_settings(optimizer)
         self._finish(optimizer, tensors, alone=True)
+
+    def _settings_of(self, optimizer: Optimizer) -> list[list[dict[str, Any]]]:
+        """Of what the owner is about to step alone, where steps may set something in their groups."""
+        if not self._central or is_listed(type(optimizer)):
+            return []
+        return [hyperparameters.settings(one) for one in (optimizer, *wrapped_by(optimizer))]
+
+    def _tell_settings(self, optimizer: Optimizer) -> None:
+        """What the owner's step has set in its groups (a count, the next rate) is every rank's."""
+        before, self._settings = self._settings, []
+        stepped = (optimizer, *wrapped_by(optimizer)) if before else ()
+        if stepped:
+            call = f"{self._call_name(optimizer)}: what the owner's step has set"
+            own = [hyperparameters.changes(one, earlier) for one, earlier in zip(stepped, before, strict=False)]
+            told = self._communicator.broadcast_object(own, OWNER, call)
+            for one, changed in zip(stepped, told, strict=False) if not self._owns else ():
+                for group, values in zip(one.param_groups, changed, strict=False):
+                    group.update(values)
 
     def _finish(self, optimizer: Optimizer, tensors: list[torch.Tensor], *, alone: bool) -> None:
         level = tensors
@@ -335,7 +357,7 @@ class ProcessStep:
                     break
                 broadcast_tensors(self._communicator, [t.data for t in elsewhere], OWNER, what)
                 evaluate()
-        return with_closure(make_inert_stand_in(optimizer), lambda: value, args, kwargs)
+        return with_closure(be_idle(make_inert_stand_in(optimizer), value), lambda: value, args, kwargs)
 
     def _evaluate(self, closure: Callable[[], Any], tensors: list[torch.Tensor]) -> Any:
         """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""

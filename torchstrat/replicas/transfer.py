@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.tensor_bytes import bytes_of
 
 _CHUNK_BYTES = 32 << 20
 
@@ -76,7 +77,7 @@ def _goes_as_it_is(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

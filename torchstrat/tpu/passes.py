@@ -24,7 +24,7 @@ from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.replicas.worker_threads import WorkerThreads
-from torchstrat.stand_ins import make_stand_in
+from torchstrat.stand_ins import be_idle, make_stand_in
 from torchstrat.variables import VariableRegistry
 
 FIRST = 0
@@ -167,7 +167,7 @@ class Passes:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         index = self.index
-        return None if index is None or index == FIRST else ((make_stand_in(optimizer), *args[1:]), kwargs)
+        return None if index is None or index == FIRST else ((be_idle(make_stand_in(optimizer)), *args[1:]), kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.index is not None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from torchstrat.tensor_bytes import bytes_of
+
 LARGEST_BYTES = 96 << 10
 """Of a message: a socket takes whole ones, up to the size of its buffer. What is longer lies in shared memory."""
 
@@ -102,8 +104,8 @@ def decode(content: memoryview) -> tuple[Message, tuple[int, ...], tuple[int, ..
 
 def inline(tensor: torch.Tensor) -> Part:
     """A small tensor on the CPU, as part of a message."""
-    flat = tensor.contiguous().view(-1)
-    return INLINE, flat.view(torch.uint8).numpy().tobytes(), tuple(tensor.shape), DTYPE_NUMBERS[tensor.dtype]
+    content = bytes_of(tensor.contiguous()).numpy().tobytes()
+    return INLINE, content, tuple(tensor.shape), DTYPE_NUMBERS[tensor.dtype]
 
 
 def from_inline(part: Part) -> torch.Tensor:

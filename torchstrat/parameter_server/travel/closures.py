@@ -36,6 +36,7 @@ from torchstrat.parameter_server.travel.plain_tensors import is_dense, snapshot
 from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.travel.sendable import Refused, name_of, not_sendable, path_to, paths, refusal
 from torchstrat.parameter_server.travel.world import World
+from torchstrat.tensor_bytes import bytes_of
 from torchstrat.variable.tensor_like import TensorLike
 
 LARGE_BYTES = 64 * 2**20
@@ -66,7 +67,7 @@ class Packed:
         digest = hashlib.blake2b(self.blob, digest_size=16)
         for tensor in self.tensors:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(tensor.contiguous()).numpy().data)
         return digest.digest()
 
     @property

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from torchstrat.tensor_bytes import bytes_of
+
 
 def put_rows(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """``table[ids] = rows``, in place, without a graph. On the CPU.
@@ -32,4 +34,4 @@ def put_rows(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None
 
 def _as_bytes(tensor: torch.Tensor, size: int) -> Any:
     """``(rows,)`` of elements of ``size`` bytes, in the same memory."""
-    return tensor.view(-1).view(torch.uint8).numpy().view(f"V{size}")
+    return bytes_of(tensor).numpy().view(f"V{size}")

@@ -56,6 +56,8 @@ class CentralStorage:
         self._rows: list[Rows] = []
         self.tables: Callable[[], Container[int]] = tuple
         """The ``id`` of the weights that are known to be tables whose rows a lookup scales."""
+        self.wrapped: Callable[[], Container[int]] = tuple
+        """The ``id`` of the optimizers that others wrap."""
         self._is_leading = False
 
     @staticmethod
@@ -74,7 +76,10 @@ class CentralStorage:
         return CentralStorage(world, copies)
 
     def shares(self, optimizer: Optimizer) -> bool:
-        """Whether its steps are shared out, and its state is common."""
+        """Whether its steps are shared out, and its state is common. Those of an optimizer that another one wraps are
+        part of that one's, which the first rank makes alone."""
+        if id(optimizer) in self.wrapped():
+            return False
         if self._copies is not None:
             return self._shares_on_host(optimizer, self._copies)
         return tier_of(optimizer) is not Tier.ALL and all(t.device.type == "cpu" for t in tensors_of(optimizer))
