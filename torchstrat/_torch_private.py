@@ -84,6 +84,9 @@ DisableTorchFunctionSubclass: Callable[[], Any] = look_up("_C.DisableTorchFuncti
 set_grad_enabled: Callable[[bool], None] = look_up("_C._set_grad_enabled")
 """`torch.set_grad_enabled` as a plain function: without the object that a ``with`` block needs."""
 
+is_inside_transform: Callable[[], Any] = look_up("_C._functorch.peek_interpreter_stack")
+"""Something, or None: whether this thread is in a transform of ``torch.func`` (vmap, grad, jvp …)."""
+
 is_any_autocast_enabled: Callable[[], bool] = look_up("_C._is_any_autocast_enabled")
 
 _top_saved_tensor_hooks = look_up("_C._autograd._top_saved_tensors_default_hooks")
@@ -335,9 +338,10 @@ _loader_iterator = look_up("utils.data.DataLoader._get_iterator")
 
 
 def iterates_as_torch_does(loader: torch.utils.data.DataLoader[Any]) -> bool:
-    """Whether what a loader hands out follows from its settings; a subclass may have an iterator of its own."""
+    """Whether what a loader hands out follows from its settings; its class, or it, may have an iterator of its own."""
     kind = type(loader)
-    return kind.__iter__ is torch.utils.data.DataLoader.__iter__ and kind._get_iterator is _loader_iterator
+    is_own = kind.__iter__ is not torch.utils.data.DataLoader.__iter__ or "_get_iterator" in vars(loader)
+    return not is_own and kind._get_iterator is _loader_iterator
 
 
 SUM_OF_LOSSES = 2

@@ -56,10 +56,8 @@ def rebuild(like: Nest, values: list[Nest]) -> Nest:
         return tuple(values)
     if isinstance(like, tuple):
         return _rebuild_tuple(like, values)
-    if not hasattr(like, "__setitem__"):  # it is read only, as a proxy of a dict is
-        return dict(zip(like, values, strict=True))
     try:
-        return _filled_copy(like, values)
+        return _filled_copy(like, values) if hasattr(like, "__setitem__") else _made_of(like, values)
     except Exception as error:
         plain = "dict" if _is_mapping(kind) else "list"
         raise WrongTypeError(
@@ -80,6 +78,16 @@ def _filled_copy(like: Any, values: list[Nest]) -> Nest:
             return made
         _fill(like, keys, kept)  # the copy holds its entries in the same dict as the original
     raise TypeError("it shares its entries with its copies")
+
+
+def _made_of(like: Mapping[Any, Nest], values: list[Nest]) -> Nest:
+    """One that is read only, as a proxy of a dict is, by its constructor; itself where it has these values already."""
+    if not _differ(values_of(like), values):
+        return like
+    made: Any = type(like)(dict(zip(like, values, strict=True)))  # type: ignore[call-arg]
+    if list(made) != list(like) or _differ(values_of(made), values):
+        raise TypeError("its constructor makes something else of a dict")
+    return made
 
 
 def _fill(container: Any, keys: list[Any] | None, values: list[Nest]) -> None:

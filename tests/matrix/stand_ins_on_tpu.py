@@ -161,10 +161,15 @@ def questions(key: str) -> tuple[Question, ...]:
 # Of operators that the database has several entries for, of which the samples are from the first ones.
 _ALSO_ASKED = {
     "torch.nn.functional.interpolate": tuple(
-        Sample(
-            (torch.linspace(-1, 1, 96, dtype=torch.float64).reshape(2, 3, 4, 4),), {"scale_factor": 1.7, "mode": mode}
+        Sample((torch.linspace(-1, 1, 96, dtype=torch.float64).reshape(shape),), {"scale_factor": factor, "mode": mode})
+        for mode, factor, shape in (
+            *((mode, 1.7, (2, 3, 4, 4)) for mode in ("bilinear", "bicubic", "nearest", "nearest-exact", "area")),
+            ("nearest", 0.6, (2, 1, 6, 8)),
+            ("nearest", 1.7, (2, 6, 8)),
+            ("nearest", 1.7, (2, 1, 3, 4, 4)),
+            ("linear", 1.7, (2, 6, 8)),
+            ("trilinear", 1.7, (2, 1, 3, 4, 4)),
         )
-        for mode in ("bilinear", "bicubic")
     ),
 }
 

@@ -99,6 +99,27 @@ def read(
         strategy.close()
 
 
+def read_by_workers() -> tuple[list[list[float]], Any]:
+    """In a process: its rows of one pass, with what the data set's generators gave, which a worker has copies of."""
+    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
+    seed(3)
+    data = Noisy()
+    try:
+        batches = strategy.distribute_dataset(DataLoader(data, batch_size=4, num_workers=1))
+        rows = [[row[0], *row[4:]] for batch in batches for row in batch.values[0].tolist()]
+        return rows, (stand(), repr(data.own.bit_generator.state), data.transform.generator.getstate())
+    finally:
+        strategy.close()
+
+
+def test_workers_of_both_processes_have_generators_of_their_own(two_processes: Workers) -> None:
+    (first, first_stand), (second, second_stand) = two_processes.run(read_by_workers)
+    columns = list(zip(*first, *second, strict=True))
+    assert sorted(columns[0]) == [*range(ROWS)]
+    assert [len(set(column)) for column in columns[1:]] == [ROWS] * 3
+    assert first_stand == second_stand
+
+
 def test_every_row_of_both_processes_has_draws_of_its_own(two_processes: Workers) -> None:
     (first, _, first_stand, _), (second, _, second_stand, _) = two_processes.run(read)
     rows = [row for found in (first, second) for one_pass in found for row in one_pass]

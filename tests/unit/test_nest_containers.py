@@ -74,8 +74,55 @@ def test_tuples():
     assert nest.map_structure(str, torch.Size([1, 2])) == ("1", "2")
 
 
-def test_a_read_only_mapping_becomes_a_dict():
-    assert doubled(types.MappingProxyType({"a": 1})) == {"a": 2}
+class ReadOnly(collections.abc.Mapping):
+    def __init__(self, content):
+        self.content = dict(content)
+
+    def __getitem__(self, key):
+        return self.content[key]
+
+    def __iter__(self):
+        return iter(self.content)
+
+    def __len__(self):
+        return len(self.content)
+
+
+class Renamed(ReadOnly):
+    def __init__(self, content):
+        super().__init__({f"new {key}": value for key, value in content.items()})
+
+
+@pytest.mark.parametrize("value", [types.MappingProxyType({"a": 1}), ReadOnly({"a": 1})])
+def test_a_read_only_mapping_keeps_its_class(value):
+    made = doubled(value)
+    assert type(made) is type(value)
+    assert dict(made) == {"a": 2}
+    assert nest.map_structure(lambda leaf: leaf, value) is value
+
+
+def test_a_read_only_mapping_that_its_constructor_does_not_make_is_refused():
+    with pytest.raises(WrongTypeError, match=r"Renamed cannot be handed to replicas.*plain dict"):
+        doubled(Renamed({"a": 1}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        types.MappingProxyType({"a": 1}),
+        ReadOnly({"a": 1}),
+        collections.UserDict(a=1),
+        collections.ChainMap({"a": 1}, {"b": 2}),
+    ],
+)
+def test_mappings_that_are_no_dicts_are_results_too(value):
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    result = strategy.run(lambda given: doubled(given), args=(value,))
+    strategy.close()
+    assert type(result) is type(value)
+    assert {name: leaf if isinstance(leaf, int) else leaf.values[0] for name, leaf in result.items()} == {
+        name: 2 * leaf for name, leaf in value.items()
+    }
 
 
 def test_what_takes_no_other_values_is_refused():
@@ -124,6 +171,16 @@ class ScalingLoader(torch.utils.data.DataLoader):
 
 def test_a_loader_is_iterated_as_its_class_says():
     loader = ScalingLoader(torch.utils.data.TensorDataset(torch.arange(4.0)), batch_size=4)
+    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
+    (batch,) = strategy.distribute_dataset(loader)
+    assert torch.cat(strategy.local_results(batch[0])).tolist() == [0.0, 10.0, 20.0, 30.0]
+    strategy.close()
+
+
+def test_a_loader_is_iterated_as_it_says_itself():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4.0)), batch_size=4)
+    plain = loader._get_iterator
+    loader._get_iterator = lambda: ([x * 10] for (x,) in plain())
     strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
     (batch,) = strategy.distribute_dataset(loader)
     assert torch.cat(strategy.local_results(batch[0])).tolist() == [0.0, 10.0, 20.0, 30.0]

@@ -20,6 +20,14 @@ class BadShard(Exception):
         super().__init__(f"shard {shard}: {reason}")
         self.shard, self.reason = shard, reason
 
+class SaysHow(Exception):
+    def __init__(self, shard):
+        super().__init__(f"shard {shard}")
+        self.shard = shard
+
+    def __reduce__(self):
+        return SaysHow, (self.shard,)
+
 class BadFile(OSError):
     def __init__(self, shard):
         super().__init__(2, "no such shard", f"shard-{shard}")
@@ -32,7 +40,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module that only this process has."""
     module = types.ModuleType("only_here")
     exec(_SCRIPT, vars(module))
-    for kind in (module.BadShard, module.BadFile):
+    for kind in (module.BadShard, module.SaysHow, module.BadFile):
         kind.__module__ = "__main__"
     monkeypatch.setitem(sys.modules, "only_here", module)
     return module
@@ -77,10 +85,23 @@ def test_tensors_come_along(script: Any) -> None:
     assert error.shard.tolist() == [0, 1, 2]
 
 
-def test_what_cannot_travel_arrives_as_text(script: Any) -> None:
-    opened = come_home(script.BadShard(sys.stdout))
+def test_a_class_that_says_itself_how_it_is_pickled_comes_back_as_itself(script: Any) -> None:
+    error = come_home(script.SaysHow(7))
+    assert isinstance(error, script.SaysHow)
+    assert (str(error), error.args, error.shard) == ("shard 7", ("shard 7",), 7)
+
+
+def test_attributes_that_cannot_travel_stay_behind(script: Any) -> None:
+    error = come_home(script.BadShard(sys.stdout))
+    assert isinstance(error, script.BadShard)
+    assert (error.reason, hasattr(error, "shard")) == ("no rows", False)
+    assert error.__notes__[0].endswith("attributes that could not travel: shard")
+
+
+def test_what_cannot_travel_arrives_as_text() -> None:
+    opened = come_home(ValueError(sys.stdout))
     assert isinstance(opened, FunctionError)
-    assert "BadShard: shard" in str(opened)
+    assert "ValueError: <" in str(opened)
 
 
 def test_a_function_that_exits_does_not_end_the_coordinator() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import torchstrat as ts
 from tests.unit.ps_worlds import Job
 from torchstrat.errors import FunctionError, InvalidArgumentError, NotSendableError, UnsupportedError
+from torchstrat.parameter_server.travel import pickling
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -204,3 +205,79 @@ def test_what_a_worker_cannot_import_is_not_in_the_way_of_the_rest(only_here) ->
     for use in uses:
         with pytest.raises(FunctionError, match=r"need only_here\.\w+, which .* cannot import.*register_pickle"):
             use()
+
+
+class RaisesWhenMade(nn.Linear):
+    def __setstate__(self, state: Any) -> None:
+        raise OSError("no such device here")
+
+
+class RaisingList(list[int]):
+    def extend(self, values: Any) -> None:
+        raise OSError("no such device here")
+
+
+class RaisingOptimizer(torch.optim.SGD):
+    def __setstate__(self, state: Any) -> None:
+        raise OSError("no such device here")
+
+
+def _made_anew() -> Any:
+    raise OSError("no such device here")
+
+
+class RaisesInItsFunction:
+    def __reduce__(self) -> Any:
+        return _made_anew, ()
+
+
+def test_what_raises_while_a_worker_makes_it_stops_nothing_else() -> None:
+    job = Job()
+    with job.scope():
+        good, bad, around = nn.Linear(2, 1), RaisesWhenMade(2, 1), nn.Sequential(RaisesWhenMade(2, 1), nn.Tanh())
+        holder = nn.Linear(1, 1)
+        holder.numbers, holder.made = RaisingList([1, 2]), RaisesInItsFunction()
+        optimizer, sgd = RaisingOptimizer(good.parameters(), lr=0.1), torch.optim.SGD(good.parameters(), lr=0.1)
+    world = job.world()
+    with job.scope():
+        later = nn.Linear(2, 1)
+    job.bring_up_to_date(world)
+    tokens = {name: job.catalog.token_of(value) for name, value in locals().items() if name not in ("job", "world")}
+    assert world.version == job.catalog.version
+    assert isinstance(world.resolve(tokens["good"]), nn.Linear)
+    assert isinstance(world.resolve(tokens["later"]), nn.Linear)
+    assert world.resolve(tokens["around"])[1](torch.zeros(1)).tolist() == [0.0]
+    assert world.resolve(tokens["holder"])(torch.zeros(1)).shape == (1,)
+    assert world.resolve(tokens["sgd"]).param_groups[0]["params"] == list(world.resolve(tokens["good"]).parameters())
+    uses: list[Callable[[], Any]] = [
+        lambda: world.resolve(tokens["bad"]),
+        lambda: world.resolve(tokens["optimizer"]),
+        lambda: world.resolve(tokens["around"])(torch.ones(1, 2)),
+        lambda: world.resolve(tokens["holder"]).numbers[0],
+        lambda: world.resolve(tokens["holder"]).made.value,
+    ]
+    for use in uses:
+        with pytest.raises(FunctionError, match=r"could not be made on this worker.*no such device here.*__setstate__"):
+            use()
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Whose groups are another optimizer's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.inner.defaults)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_whose_groups_are_a_property_is_made_again() -> None:
+    optimizer = Wrapping(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+    make, arguments, state, _, _, set_state = pickling._reduce_optimizer(optimizer)
+    made = make(*arguments)
+    set_state(made, state)
+    assert made.param_groups is optimizer.inner.param_groups

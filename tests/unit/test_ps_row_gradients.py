@@ -60,6 +60,20 @@ def every_norm(parameters: Parameters) -> torch.Tensor:
     return torch.stack([*norms, torch.linalg.vector_norm(gradient, dim=1).sum(), *torch._foreach_norm([gradient])])
 
 
+def through_aliases(parameters: Parameters) -> torch.Tensor:
+    for parameter in parameters:
+        parameter.grad.data.clamp_(-0.02, 0.03)
+        parameter.grad.detach().mul_(0.5)
+        parameter.grad.detach().add_(0.01)
+    return parameters[0].grad.sum()
+
+
+def forms(parameters: Parameters) -> torch.Tensor:
+    gradient = parameters[0].grad
+    seen = [gradient.is_sparse, gradient.layout == torch.sparse_coo, (gradient * 2).is_sparse]
+    return torch.tensor([*map(float, seen), *gradient.data.abs().sum()[None].tolist()])
+
+
 WAYS: dict[str, Callable[[Parameters], torch.Tensor]] = {
     "nothing": without,
     "clip_grad_norm_": clip_norm(2.0),
@@ -70,6 +84,8 @@ WAYS: dict[str, Callable[[Parameters], torch.Tensor]] = {
     "norms": every_norm,
     "add_": add_noise,
     "held": hold_and_change,
+    "aliases": through_aliases,
+    "forms": forms,
     "flattened": by_vector,
     "isfinite": lambda parameters: torch.isfinite(parameters[0].grad).all(),
     "mean": lambda parameters: parameters[0].grad.mean(),

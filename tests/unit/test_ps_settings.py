@@ -73,6 +73,9 @@ def changes_of(program: Program) -> dict[str, tuple[Callable[[], Any], Callable[
         "fewer groups": (lambda: groups().pop() and None, lambda: len(groups())),
         "fewer parameters": (lambda: groups()[0]["params"].clear(), lambda: len(groups()[0]["params"])),
         "load_state_dict": (load, lambda: groups()[0]["lr"]),
+        "gradient mode": (lambda: torch.set_grad_enabled(False) and None, torch.is_grad_enabled),
+        "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
+        "default device": (lambda: torch.set_default_device("meta"), lambda: str(torch.empty(1).device)),
     }
 
 
@@ -81,7 +84,7 @@ def changes_of(program: Program) -> dict[str, tuple[Callable[[], Any], Callable[
     "name",
     [
         *("eval", "a child's mode", "freezing", "rate", "new name", "deleted name", "tensor"),
-        *("fewer groups", "fewer parameters", "load_state_dict"),
+        *("fewer groups", "fewer parameters", "load_state_dict", "gradient mode", "autocast", "default device"),
     ],
 )
 def test_what_a_function_sets_is_put_back(program: Program, name: str, how: str) -> None:

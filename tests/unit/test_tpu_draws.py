@@ -33,6 +33,8 @@ def results(step: Callable[[], object], replicas: int = 2) -> list[torch.Tensor]
         lambda: nn.init.normal_(torch.empty(8)),
         lambda: nn.init.xavier_uniform_(torch.empty(3, 3)),
         lambda: nn.init.normal_(tensor=torch.empty(8)),
+        lambda: torch.rand(8, generator=torch.default_generator),
+        lambda: torch.empty(8).normal_(generator=torch.default_generator),
     ],
 )
 def test_each_replica_draws_its_own(draw: Callable[[], torch.Tensor]) -> None:
@@ -56,13 +58,18 @@ def test_a_tensor_with_an_alias_is_not_made_each_replicas_own() -> None:
         total.normal_()
         return kept
 
+    def rows() -> torch.Tensor:
+        total = torch.zeros(2, 3)
+        total[1:].normal_()
+        return total
+
     def detached() -> torch.Tensor:
         total = torch.zeros(3)
         kept = total.detach()
         total.add_(torch.randn(3))
         return kept
 
-    for step in (view, detached):
+    for step in (view, rows, detached):
         with pytest.raises(UnsupportedError, match="out of place"):
             results(step)
 

@@ -228,6 +228,18 @@ def test_replicas_without_rows_return_nothing() -> None:
         assert calls == [2]
 
 
+def test_what_one_replica_returns_is_its_own() -> None:
+    """Not the same for all of them: it is added up once."""
+    with fake_tpu(2) as strategy:
+        step = lambda x: {"sum": x.sum(), "rows": len(x), "x": x, "text": "same"}  # noqa: E731
+        result = strategy.run(step, args=(rows_of((2, 0)),))
+        assert (result["sum"].replica_ids, result["rows"].values, result["text"]) == ((0,), (2,), "same")
+        assert strategy.reduce("sum", result["rows"]) == 2
+        torch.testing.assert_close(strategy.reduce("sum", result["sum"]), result["sum"].values[0])
+        torch.testing.assert_close(strategy.reduce("sum", result["x"], axis=0), result["x"].values[0].sum(0))
+        assert torch.equal(strategy.gather(result["x"], axis=0), result["x"].values[0])
+
+
 def test_replicas_without_rows_run_when_asked_to() -> None:
     batch = ts.PerReplica([torch.ones(2, 3), torch.ones(0, 3)], batch_info=BatchInfo((2, 0), run_empty=True))
     with fake_tpu(2) as strategy:

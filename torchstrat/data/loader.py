@@ -29,7 +29,7 @@ from torchstrat.data.order import (
     sampler_name,
     streams_of,
 )
-from torchstrat.data.own_draws import Leaving, OwnDraws, draws_nothing, generators_of_data, treats_rows_alone
+from torchstrat.data.own_draws import Leaving, OwnDraws, apart, draws_nothing, generators_of_data, treats_rows_alone
 from torchstrat.data.pass_draws import PassDraws, beginning_with
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
@@ -145,7 +145,7 @@ class LoaderSource(Source):
         inner = self._inner_loader(generator, collate)
         requests = _requests(to_request, draws.first, own)
         self._given.draw = lambda: requests
-        with self._opening(resume):
+        with self._opening(resume), apart(self._copied() if by_rows else (), layout.worker_index):
             batches = iter(inner) if own is None else Leaving(iter(inner), own)
             order.begin()
         if collate is loader.collate_fn:
@@ -178,6 +178,11 @@ class LoaderSource(Source):
             drawing = not self.has_workers and not draws_nothing(self.loader)
             self._generators = generators_of_data(self.loader.dataset, self.loader.collate_fn) if drawing else []
         return self._generators
+
+    def _copied(self) -> list[Any]:
+        """Generators of the data set, of which each of the loader's workers takes a copy."""
+        copies = self.has_workers and not draws_nothing(self.loader)
+        return generators_of_data(self.loader.dataset, self.loader.collate_fn) if copies else []
 
     def _inner_loader(self, generator: torch.Generator | None, collate: Collate) -> DataLoader[Any]:
         """The user's loader, but for its order; kept where its workers are."""

@@ -9,6 +9,7 @@ pass.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
@@ -96,6 +97,23 @@ def leave_for_next_pass(owned: Sequence[Any]) -> None:
     """Move the data set's generators, which the pass leaves where they are: the next one has other seeds."""
     for generator in owned:
         _next_of(generator)
+
+
+@contextlib.contextmanager
+def apart(owned: Sequence[Any], rank: int) -> Iterator[None]:
+    """Around the start of loader processes that take copies of the data set's generators: those of the first rank as
+    they stand, so as in plain PyTorch, and of every other rank others."""
+    if not rank:
+        yield
+        return
+    streams = RandomStreams((), owned)
+    states = streams.own_states()
+    for position, generator in enumerate(owned):
+        _seed(generator, stream_seed(_next_of(generator), rank, position))
+    try:
+        yield
+    finally:
+        streams.put(states)
 
 
 def stream_seed(seed: int, *path: int) -> int:

@@ -77,6 +77,7 @@ class StepSurroundings:
             stack.enter_context(_backend_sees_pieces())
             stack.enter_context(_in_modules(self._registry.modules(), stand_ins))
             stack.enter_context(_out_of_sight(stand_ins))
+            stack.enter_context(_compiler_named())
             yield
 
     def check_optimizers(self) -> None:
@@ -92,6 +93,21 @@ class StepSurroundings:
                     "Give the others an optimizer of their own, or leave these parameters whole (no sharding rule, no "
                     "annotation)."
                 )
+
+
+@contextmanager
+def _compiler_named() -> Iterator[None]:
+    """What the compiler makes of a refusal says what was compiled."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not type(error).__module__.startswith("torch._dynamo") or "cut over logical devices" not in said:
+            raise
+        raise UnsupportedError(
+            "torch.compile of a function that works on tensors that are cut over logical devices; call it as it is, "
+            f"not compiled, or leave the parameters whole that it uses. (The compiler said: {said[:200]})"
+        ) from error
 
 
 @contextmanager

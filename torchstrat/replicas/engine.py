@@ -126,7 +126,7 @@ def _regroup(ids: tuple[int, ...], values: list[Any], weights: Weights | None, *
         return PerReplica(values, replica_ids=ids, weights=weights)
     for one, value in zip(ids, values, strict=True):
         _check_structure(ids[0], first, one, value)
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         columns = [[value[key] for value in values] for key in first]
     else:
         columns = [list(column) for column in zip(*values, strict=True)]
@@ -144,16 +144,16 @@ def _is_own(value: Any) -> bool:
 
 def _check_structure(first_id: int, first: Any, one: int, value: Any) -> None:
     def shape(container: Any) -> str:
-        if isinstance(container, dict):
-            return f"a dict with keys {list(container)}"
+        if isinstance(container, Mapping):
+            return f"a {type(container).__name__} with keys {list(container)}"
         if nest.is_nested(container):
             return f"a {type(container).__name__} of {len(container)}"
         return f"a {type(container).__name__}"
 
     same_kind = nest.is_nested(value) and (
-        isinstance(value, dict) if isinstance(first, dict) else isinstance(value, type(first))
+        isinstance(value, Mapping) if isinstance(first, Mapping) else isinstance(value, type(first))
     )
-    same_members = same_kind and (set(value) == set(first) if isinstance(first, dict) else len(value) == len(first))
+    same_members = same_kind and (set(value) == set(first) if isinstance(first, Mapping) else len(value) == len(first))
     if not same_members:
         raise StructureMismatchError(
             f"replica {first_id} returned {shape(first)} and replica {one} {shape(value)}; every replica has to return "

@@ -63,8 +63,7 @@ class ThreadState:
             try:
                 return fn()  # nothing to set
             finally:
-                if count_function_modes() or count_dispatch_modes():
-                    _set_modes([], [])
+                leave_plain()
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
@@ -109,6 +108,24 @@ def _set_modes(function_modes: list[Any], dispatch_modes: list[Any]) -> None:
         push_function_mode(mode)
     for mode in dispatch_modes:
         push_dispatch_mode(mode)
+
+
+def leave_plain() -> str:
+    """Put back on this thread, where nothing was set, what a program's function has set and left behind it, so that the
+    next one does not depend on it; what that was."""
+    left = []
+    if not torch.is_grad_enabled():
+        left.append("gradients off (torch.set_grad_enabled)")
+        torch.set_grad_enabled(True)
+    if is_any_autocast_enabled():
+        left.append("autocast on (torch.set_autocast_enabled)")
+        for device, _ in _autocast_dtypes():
+            torch.set_autocast_enabled(device, False)
+    if count_function_modes() or count_dispatch_modes():
+        left.append("a mode for all functions (torch.set_default_device is one)")
+        torch.set_default_device(None)  # knows its own mode
+        _set_modes([], [])
+    return ", ".join(left)
 
 
 class OwnSettings:

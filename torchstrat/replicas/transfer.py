@@ -17,7 +17,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor
     in one order; and the tensors themselves, since the scale of a quantized one is not in the memory that another view
     of it shares."""
     with torch.no_grad():
-        for chunk in _chunks([tensor.detach() for tensor in tensors if _is_dense(tensor)]):
+        for chunk in _chunks([_once(tensor.detach()) for tensor in tensors if _is_dense(tensor)]):
             if len(chunk) == 1 and _goes_as_it_is(chunk[0]):  # large ones are alone: no copy of them
                 communicator.broadcast(chunk[0], source, what)
                 continue
@@ -65,6 +65,14 @@ def _kind(gradient: torch.Tensor | None) -> str | None:
     if gradient is None:
         return None
     return "dense" if gradient.layout == torch.strided else "sparse"
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions of one that is expanded, so that each element is there, and is written, once."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -133,7 +133,9 @@ class Draws:
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], plainly: Callable[[], Any]) -> Any:
         """``plainly``: the call as any other is made."""
         generator = kwargs.get("generator")
-        if generator is not None:
+        if generator is torch.default_generator:  # each replica's own, as where none is named
+            del kwargs["generator"]
+        elif generator is not None:
             return self._by_generator(func, args, kwargs, generator)
         is_shared = self._stream.seeded_in_step()
         if is_fill(func):

@@ -18,7 +18,7 @@ from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.differing_edits import DifferingEdits
-from torchstrat.replicas.engine import adoption_warning
+from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.run_options import RunOptions
@@ -235,10 +235,9 @@ class SpmdReplicas:
             LaneWeights(lanes, self.gradient_op, [weights.of(replica) for replica in one.replicas], all_weights)
         if len(passes) == 1:
             result = self._record(fn, passes[0], all_weights[0], _alone)
-            if len(passes[0].replicas) > 1:
+            if len(passes[0].replicas) > 1 or self._num_replicas == 1:
                 return result
-            # One replica has rows: what it returned, as on every strategy.
-            return nest.map_structure(lambda leaf: leaf.values[0] if isinstance(leaf, PerReplica) else leaf, result)
+            return regroup({passes[0].replicas[0]: result}, is_all=False)  # its numbers are its own, as everywhere
         together = Passes(self.registry, len(passes), self._threads)
 
         def body(index: int) -> Any:

@@ -96,6 +96,28 @@ def explained(error: Exception, place: str | None = None) -> Exception:
     return error
 
 
+_ONLY_ELSEWHERE = {"fused": "its kernels are those of other devices", "capturable": "it is for CUDA graphs"}
+
+
+def require_possible(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedError` where a step of these devices' variables is beyond PyTorch."""
+    groups = optimizer.param_groups
+    if all(parameter.device.type == "cpu" for group in groups for parameter in group["params"]):
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            f"{name} steps on sparse gradients, which these devices do not have. Use torch.optim.Adam, and embeddings "
+            "with sparse=False."
+        )
+    for option, why in _ONLY_ELSEWHERE.items():
+        if any(group.get(option) for group in groups):
+            raise UnsupportedError(
+                f"{name} has {option}=True, which these devices do not have: {why}. Leave {option} out; the whole step "
+                "is compiled into one program as it is."
+            )
+
+
 def named(error: Exception, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Exception:
     """What ``func`` raised: the user's mistake as it is, and what only this strategy cannot do in its words.
 

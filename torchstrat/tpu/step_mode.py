@@ -19,7 +19,7 @@ from torchstrat.tpu.draws import Draws, is_draw
 from torchstrat.tpu.edits import Edits, is_edit
 from torchstrat.tpu.lanes import Lanes
 from torchstrat.tpu.layouts import Layouts
-from torchstrat.tpu.limits import named
+from torchstrat.tpu.limits import named, require_possible
 from torchstrat.tpu.number_kinds import is_any_complex, of_complex
 from torchstrat.tpu.places import current_place
 from torchstrat.tpu.rewrites import Rewrites
@@ -222,7 +222,9 @@ class StepMode(RecordedMode):
         if self._lanes.is_lane_tensor(index) and index.ndim == 0 and index.dtype in _INDEX_TYPES:
             # ``table[replica_id]``: PyTorch takes a single integer for a number that it can look at.
             return tensor.index_select(0, index.reshape(1)).squeeze(0)
-        return tensor[index]
+        taken = tensor[index]
+        self._edits.note_result(torch.Tensor.__getitem__, (tensor,), taken)
+        return taken
 
     def _data(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._lanes.is_lane_tensor(tensor):
@@ -269,7 +271,8 @@ _steps = _OptimizerSteps()
 def optimizers_watched() -> Iterator[None]:
     """In this block every `StepMode` knows when an optimizer steps on its thread."""
 
-    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        require_possible(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         _steps.calls.append(closure is None)
 

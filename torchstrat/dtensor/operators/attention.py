@@ -28,6 +28,8 @@ def attention(
 
     Keys that are cut are made whole: every query looks at all of them.
     """
+    if attn_mask is not None and is_causal:
+        raise call.refused("with attn_mask and is_causal at once; let the mask hide what comes later, too")
     shapes = [shape_of(one) for one in (query, key, value)]
     batch = torch.broadcast_shapes(shapes[0][:-2], *([] if enable_gqa else [shapes[1][:-2], shapes[2][:-2]]))
     names = [f"batch {dim}" for dim in range(len(batch))]

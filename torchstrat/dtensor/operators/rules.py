@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional
 
+from torchstrat._torch_private import is_inside_transform
 from torchstrat.dtensor import moves
 from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
 from torchstrat.dtensor.axes import Cut, cut_axes
@@ -160,6 +161,8 @@ def apply(function: Any, types: Sequence[type], args: Sequence[Any], kwargs: dic
     first = next((one for one in tensors_in((args, kwargs)) if isinstance(one, CutTensor)), None)
     if first is None:
         raise refused(name_of(function))
+    if is_inside_transform():
+        raise refused(name_of(function), "in a transform of torch.func (vmap, grad, jacrev …)")
     call = Call(function, first._devices)
     as_plain = AsPlain(function, args, kwargs)
     call.devices.doing = call.name

@@ -94,7 +94,8 @@ class HeldOptimizer:
         if len(step.options) != len(self.groups):
             raise InvalidArgumentError(
                 f"a step of {name} on {shards.owner} came with hyperparameters of {len(step.options)} parameter "
-                f"groups; it has {len(self.groups)}."
+                f"groups; it has {len(self.groups)}. A scheduled function cannot add or remove groups: call "
+                "add_param_group on the coordinator, in the strategy's scope, before the function is scheduled."
             )
         check_supported(self.cls, step.options)
         keys = [*(key for key, _ in step.dense), *(key for key, _, _ in step.rows)]
@@ -105,7 +106,11 @@ class HeldOptimizer:
             )
         for key in keys:
             if key[0] not in self._place_of:
-                raise InvalidArgumentError(f"{shards.name(key)} is in no parameter group of optimizer {name}.")
+                raise InvalidArgumentError(
+                    f"{shards.name(key)} is in no parameter group of optimizer {name}. A scheduled function cannot add "
+                    "parameters: call add_param_group on the coordinator, in the strategy's scope, before the function "
+                    "is scheduled."
+                )
         for key, gradient in step.dense:
             if self.kind.gradients is Gradients.SPARSE:
                 raise UnsupportedError(

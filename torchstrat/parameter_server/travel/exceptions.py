@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
-from torchstrat.errors import FunctionError
+from torchstrat.errors import FunctionError, NotSendableError
 from torchstrat.parameter_server.dispatch import Raised
 from torchstrat.parameter_server.travel.closures import Packed, pack_result, unpack_result
 from torchstrat.parameter_server.travel.world import World
@@ -28,8 +29,14 @@ def pack_exception(error: BaseException, world: World) -> Raised:
         copy = pickle.loads(pickle.dumps(error))
         if _is_alike(copy, error):
             return Raised(_noted(copy, note))
+    what = f"the {type(error).__name__} raised"
     with contextlib.suppress(Exception):
-        return Raised(as_text, pack_result(_in_parts(error, note), world, what=f"the {type(error).__name__} raised"))
+        kind, args, state = _in_parts(error)
+        with contextlib.suppress(NotSendableError):
+            return Raised(as_text, pack_result((kind, args, state, note), world, what=what))
+        state, left = _sendable(state, world)
+        note += f"attributes that could not travel: {', '.join(left)}"
+        return Raised(as_text, pack_result((kind, args, state, note), world, what=what))
     return Raised(as_text)
 
 
@@ -42,21 +49,35 @@ def unpack_exception(raised: Raised, unpack: Callable[[Packed], Any] = unpack_re
     return raised.error
 
 
-def _in_parts(error: Exception, note: str) -> tuple[type[Exception], tuple[Any, ...], Any, str]:
-    """What a class of the user's own, with arguments of its own, can be made of again without calling it."""
-    reduced: Any = error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if reduced[0] is not type(error):
-        raise TypeError(f"{type(error).__name__} says itself how it is pickled")
-    return type(error), reduced[1], reduced[2] if len(reduced) > 2 else None, note
+def _in_parts(error: Exception) -> tuple[type[Exception], tuple[Any, ...], Any]:
+    """What a class of the user's own, with arguments of its own, can be made of again without calling it. How the class
+    itself says that it is pickled counts where pickle does it."""
+    kind = type(error)
+    is_own = any(isinstance(way, types.FunctionType) for way in (kind.__reduce__, kind.__reduce_ex__))
+    reduced: Any = _builtin_of(kind).__reduce__(error) if is_own else error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return kind, reduced[1], reduced[2] if len(reduced) > 2 else None
+
+
+def _sendable(state: Any, world: World) -> tuple[Any, list[str]]:
+    """The attributes that can travel, and the names of the others."""
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        with contextlib.suppress(NotSendableError):
+            pack_result(value, world)
+            kept[name] = value
+    return kept, sorted(state.keys() - kept.keys())
 
 
 def _from_parts(kind: type[BaseException], args: tuple[Any, ...], state: Any) -> BaseException:
     error = kind.__new__(kind, *args)
-    builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-    builtin.__init__(error, *args)  # for those that keep their arguments in C: the user's takes others
+    _builtin_of(kind).__init__(error, *args)  # for those that keep their arguments in C: the user's takes others
     if state is not None:
         error.__setstate__(state)
     return error
+
+
+def _builtin_of(kind: type[BaseException]) -> Any:
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 def _is_alike(copy: BaseException, error: BaseException) -> bool:

@@ -1,7 +1,8 @@
-"""What stands on a worker for a captured object whose class or module cannot be imported there.
+"""What stands on a worker for a captured object that is not there: its class or module cannot be imported, or its own
+code raised when it was made.
 
 One such object must not keep everything that was captured with it, or after it, from arriving: a program that never
-uses it on a worker runs. Whatever is asked of the stand-in raises the error of the import.
+uses it on a worker runs. Whatever is asked of the stand-in raises the error of the import, or of that code.
 """
 
 from __future__ import annotations

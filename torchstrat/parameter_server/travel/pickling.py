@@ -267,11 +267,12 @@ def _reduce_optimizer(optimizer: Optimizer) -> Any:
     step = own.get("step")
     if isinstance(step, StaysHere) or hasattr(step, "_wrapped_by_lr_sched"):
         del own["step"]
-    return copyreg.__newobj__, (type(optimizer),), (state, own), None, None, _set_optimizer_state  # type: ignore[attr-defined]
+    return copyreg.__newobj__, (type(optimizer),), (state, own), None, None, set_optimizer_state  # type: ignore[attr-defined]
 
 
-def _set_optimizer_state(optimizer: Optimizer, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def set_optimizer_state(optimizer: Optimizer, states: tuple[dict[str, Any], dict[str, Any]]) -> None:
     state, own = states
+    vars(optimizer).update(own)  # what properties of its class read, of which param_groups may be one
     optimizer.__setstate__(state)
     vars(optimizer).update(own)
 

@@ -62,8 +62,8 @@ class World:
         """Take in what was captured. An increment that was loaded before changes nothing.
 
         Raises:
-            FunctionError: an earlier increment is missing. What needs a module that this process cannot import raises
-                that when it is used.
+            FunctionError: an earlier increment is missing. What needs a module that this process cannot import, or
+                whose own code raises when it is made, raises that when it is used.
         """
         if increment.number <= self.version:
             return
@@ -72,10 +72,10 @@ class World:
                 f"captured objects arrived out of order: increment {increment.number} builds on {increment.since}, "
                 f"and this worker has {self.version}."
             )
-        from torchstrat.parameter_server.travel.pickling import IncrementUnpickler
+        from torchstrat.parameter_server.travel.salvage import load_increment
 
         blob, tensors, buffers = increment.blob, increment.tensors, increment.buffers
-        objects, _ = IncrementUnpickler(blob, tensors, buffers, self._look_up_any, self.device).load()
+        objects, _ = load_increment(blob, tensors, buffers, self._look_up_any, self.device)
         for token in increment.gone:
             self._drop(token)
         for token, value in objects:

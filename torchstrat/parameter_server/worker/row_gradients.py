@@ -19,6 +19,12 @@ ROWS = "_torchstrat_rows"
 NOT_FOR_SPARSE = (NotImplementedError, RuntimeError, TypeError)
 """What PyTorch raises where an operator is not there for sparse tensors."""
 
+_IS_SPARSE: Any = torch.Tensor.is_sparse
+_LAYOUT: Any = torch.Tensor.layout
+_DATA: Any = torch.Tensor.data
+SHOWS_GRADIENT = frozenset({_IS_SPARSE.__get__, _LAYOUT.__get__, _DATA.__get__, torch.Tensor.detach})
+"""What would show of a gradient that it has another form, or give another tensor with its values."""
+
 
 class RowGradients:
     """``tables()``: the parameters that are read by rows. For one function at a time, from `begin` on."""
@@ -28,9 +34,28 @@ class RowGradients:
         self.became: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By id: gradients that the function may hold, and what is in their places since. Mostly empty; asked about at
         every operator."""
+        self._sparse: set[int] = set()
+        """Ids of tables that are looked up for sparse gradients, as one device has them then, too."""
 
     def begin(self) -> None:
         self.became.clear()
+
+    def note(self, table: torch.Tensor, sparse: bool) -> None:
+        """A table is looked up, for gradients of this form."""
+        (self._sparse.add if sparse else self._sparse.discard)(id(table))
+
+    def shown(self, func: Any, gradient: torch.Tensor) -> Any:
+        """What one of `SHOWS_GRADIENT` says of a gradient by rows."""
+        gradient = self.current(gradient)
+        if func not in (_IS_SPARSE.__get__, _LAYOUT.__get__):
+            # Itself: what is done in place to another one with its values would be lost when either becomes dense.
+            return gradient if not gradient.requires_grad else func(gradient)
+        alike = [table for table in self._tables() if table.shape == gradient.shape]
+        own = [table for table in alike if table.grad is gradient] or alike  # or it was computed from one
+        is_sparse = any(id(table) in self._sparse for table in own)
+        if func == _LAYOUT.__get__:
+            return torch.sparse_coo if is_sparse else torch.strided
+        return is_sparse
 
     def current(self, value: Any) -> Any:
         """``value`` with those in their places; of lists and tuples the elements."""

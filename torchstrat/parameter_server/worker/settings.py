@@ -1,5 +1,5 @@
 """What the coordinator owns and a function may change for itself: modes, `requires_grad`, hyperparameters, plain
-attributes, the default dtype."""
+attributes, the default dtype. And what PyTorch keeps for a thread: gradient mode, autocast, the default device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES
+from torchstrat.replicas.thread_state import leave_plain
 
 
 class Settings:
@@ -77,6 +78,8 @@ class Settings:
     def put_back(self) -> None:
         """After a function, whether it returned or raised."""
         self._put_back_default_dtype()
+        if left := leave_plain():
+            self._warn("thread", left)
         takes_gradients = self._put_back_modes()
         if takes_gradients:
             self._warn("requires_grad", f"{takes_gradients} parameters to take gradients, or not to")

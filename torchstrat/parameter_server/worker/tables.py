@@ -22,7 +22,7 @@ from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.warm_up import uncompiled
 from torchstrat.parameter_server.worker.copies import Copies
-from torchstrat.parameter_server.worker.row_gradients import NOT_FOR_SPARSE, RowGradients
+from torchstrat.parameter_server.worker.row_gradients import NOT_FOR_SPARSE, SHOWS_GRADIENT, RowGradients
 from torchstrat.parameter_server.worker.table_rows import Rows, TableRows
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
@@ -101,6 +101,8 @@ class TableLookups(TorchFunctionMode):
         lookup = _LOOKUPS.get(func)
         if lookup is not None:
             return lookup(self, *args, **kwargs)
+        if func in SHOWS_GRADIENT and self._gradients.is_one(self._gradients.current(args[0])):
+            return self._gradients.shown(func, args[0])
         if getattr(func, "__name__", "") not in _ATTRIBUTES:
             self._make_dense_where_used(args, kwargs)
         if self._gradients.became:
@@ -152,6 +154,7 @@ class TableLookups(TorchFunctionMode):
     ) -> torch.Tensor:
         if not self._copies.is_table(weight):
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        self._gradients.note(weight, sparse)
         if weight.device.type == "cpu" and not scale_grad_by_freq:
             return self._look_up(weight, input, padding_idx, max_norm, norm_type)  # type: ignore[no-any-return]
         ids, places, rows = self._rows(weight, input, max_norm, norm_type)
@@ -180,6 +183,7 @@ class TableLookups(TorchFunctionMode):
 
         if not self._copies.is_table(weight):
             return call(input, weight, padding_idx, max_norm, sparse)  # type: ignore[no-any-return]
+        self._gradients.note(weight, sparse)
         ids, places, rows = self._rows(weight, input, max_norm, norm_type)
         return call(places, rows, _place_of(padding_idx, ids, len(weight)), None, False)  # type: ignore[no-any-return]
 

@@ -1,4 +1,5 @@
-"""Bilinear interpolation by products with each dimension's weights, in the precision and by the factor asked for."""
+"""Interpolation by the factor asked for: bilinear, by products with each dimension's weights in the precision asked
+for, and of the nearest pixel. The compiler's own goes by the ratio of the sizes."""
 
 from __future__ import annotations
 
@@ -23,17 +24,22 @@ def interpolate(
     antialias: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.interpolate`."""
-    is_ours = mode == "bilinear" and input.dim() == 4 and not antialias and (size is None) != (scale_factor is None)
-    if not is_ours or (size is not None and recompute_scale_factor):
+    rank = input.dim() - 2
+    is_ours = mode == "nearest" or (mode == "bilinear" and rank == 2 and not antialias)
+    if not is_ours or (size is None) == (scale_factor is None) or (size is not None and recompute_scale_factor):
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    factors: list[float | None] = [None, None]
+    factors: list[float | None] = [None] * rank
     if scale_factor is None:
         assert size is not None
-        sizes = [size, size] if isinstance(size, int) else list(size)
+        sizes = [size] * rank if isinstance(size, int) else list(size)
     else:
-        given = [scale_factor] * 2 if isinstance(scale_factor, int | float) else list(scale_factor)
+        given = [scale_factor] * rank if isinstance(scale_factor, int | float) else list(scale_factor)
         sizes = [math.floor(float(own * factor)) for own, factor in zip(input.shape[2:], given, strict=True)]
         factors = list(given) if not recompute_scale_factor else factors
+    if mode == "nearest":
+        for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
+            input = input.index_select(dim, _nearest(int(input.shape[dim]), wanted, factor).to(input.device))  # noqa: A001
+        return input
     x = widen(input)
     for dim, (wanted, factor) in enumerate(zip(sizes, factors, strict=True), 2):
         weights = _weights(int(input.shape[dim]), wanted, factor, bool(align_corners)).to(x.dtype).to(x.device)
@@ -76,3 +82,13 @@ def _weights(inputs: int, outputs: int, factor: float | None, align_corners: boo
         row[low] += 1.0 - share
         row[high] += share
     return torch.tensor(weights, dtype=torch.float64, device="cpu").reshape(outputs, inputs)
+
+
+def _nearest(inputs: int, outputs: int, factor: float | None) -> Tensor:
+    """Which pixel each one takes, on the host; in the single precision in which PyTorch computes it."""
+    places = torch.arange(outputs, device="cpu")
+    if inputs == outputs:
+        return places
+    step = 1.0 / factor if factor else inputs / outputs
+    at = places.to(torch.float32) * torch.tensor(step, dtype=torch.float32, device="cpu")
+    return at.floor().long().clamp(max=inputs - 1)
