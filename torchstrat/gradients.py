@@ -52,6 +52,7 @@ class GradientHooks:
         self._sink = weakref.ref(sink)
         self._own: dict[int, _Own] = {}
         self.turn = turn
+        weakref.finalize(self, _detach, self._own).atexit = False  # tensors may outlive the strategy, and meet others
         hook_registrations.watch(self)
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -100,11 +101,15 @@ class GradientHooks:
         return own
 
     def detach(self) -> None:
-        for own in self._own.values():
-            for handle in (own.early, own.late):
-                if handle is not None:
-                    handle.remove()
-        self._own.clear()
+        _detach(self._own)
+
+
+def _detach(hooked: dict[int, _Own]) -> None:
+    for own in list(hooked.values()):
+        for handle in (own.early, own.late):
+            if handle is not None:
+                handle.remove()
+    hooked.clear()
 
 
 class _Own:
