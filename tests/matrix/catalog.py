@@ -19,6 +19,7 @@ MODULES: Mapping[str, str] = {
     "round_trips": "tests.matrix.round_trips",
     "batches": "tests.matrix.batches",
     "lifetimes": "tests.matrix.lifetimes",
+    "one_rank_alone": "tests.matrix.one_rank_alone",
 }
 
 

@@ -13,8 +13,9 @@ _shared: list[Launcher | Runner] = []
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as launcher:
+def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    tables = [item.callspec.params.get("table") for item in request.session.items if hasattr(item, "callspec")]
+    with Launcher(forks=any(table is not None and table.in_forks for table in tables)) as launcher:
         _shared.append(launcher)
         yield launcher
         _shared.remove(launcher)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torchstrat as ts
-from tests.matrix import catalog
+from tests.matrix import catalog, forked_cells
 from tests.matrix.table import Cell, Outcome, PlantedFault, Table, observe
 from torchstrat.testing import Workers, contract
 from torchstrat.testing.contract import Row
@@ -56,8 +57,10 @@ def processes_of(place: str) -> int:
 class Launcher:
     """Runs cells in the processes of their places, which are started once and kept; a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forks: bool = False) -> None:
+        """``forks``: whether there are tables whose cells run in forks."""
         self._groups: dict[int, Workers] = {}
+        self._forking = Workers(2) if forks else None
         self._found: dict[str, list[Outcome]] = {}
         """Of the last bundle, what nobody has asked for yet."""
 
@@ -71,10 +74,13 @@ class Launcher:
             # Inductor's pool of compilers would outlive the functions that compile.
             group = self._groups.setdefault(count, Workers(count, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}))
             group.start()
+        if self._forking is not None:
+            self._forking.start()
 
     def __exit__(self, *_: object) -> None:
-        for group in self._groups.values():
-            group.close()
+        for group in (*self._groups.values(), self._forking):
+            if group is not None:
+                group.close()
 
     def run(self, table: Table, cell: Cell, fault: PlantedFault | None = None, timeout: float = 120) -> list[Outcome]:
         """What the cell came to, by process."""
@@ -83,14 +89,22 @@ class Launcher:
             return [observe(cell, fault)]
         if fault is not None or cell.id not in self._found:
             ids = [cell.id] if fault is not None else _bundle_of(table, cell)
-            found = self._groups[count].run(
-                observe_by_name, table.name, ids, fault and fault.name, timeout_seconds=timeout
-            )
+            found = self._run(table, count, ids, fault and fault.name, timeout)
             outcomes = {name: [of_rank[name] for of_rank in found] for name in ids}
             if fault is not None:
                 return outcomes[cell.id]
             self._found = outcomes
         return self._found.pop(cell.id)
+
+    def _run(
+        self, table: Table, count: int, ids: list[str], fault: str | None, timeout: float
+    ) -> list[dict[str, Outcome]]:
+        if not table.in_forks:
+            return self._groups[count].run(observe_by_name, table.name, ids, fault, timeout_seconds=timeout)
+        assert self._forking is not None
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = len(ids) * forked_cells.LIMIT_SECONDS + timeout
+            return self._forking.run(forked_cells.observe, table.name, ids, fault, folder, timeout_seconds=seconds)
 
 
 def _bundle_of(table: Table, cell: Cell) -> list[str]:

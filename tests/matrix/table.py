@@ -50,7 +50,8 @@ def known_wrong(number: str) -> Expected:
 class Outcome(NamedTuple):
     """What a cell came to in one process; it travels between processes."""
 
-    kind: Literal["right", "refused", "different", "failed"]
+    kind: Literal["right", "refused", "different", "failed", "gone"]
+    """"gone": the cell itself has ended or stopped the process, by `places.leave`."""
     text: str = ""
     classes: tuple[str, ...] = ()
     """Of the error: its own name and those of its bases."""
@@ -104,6 +105,10 @@ class Table:
     """Puts away what the cells of a bundle keep for one another; called in each process at its end."""
     sampled: int = 1
     """How many cells of each row, and of each column, are in the sample of every place."""
+    sampled_by_place: bool = True
+    """Whether that is so of every place; else of all of them together."""
+    in_forks: bool = False
+    """Whether each cell runs in forks of processes that have started nothing: what it leaves is of no use."""
 
     @cached_property
     def cells(self) -> Mapping[str, Cell]:
@@ -118,11 +123,13 @@ class Table:
 
     @cached_property
     def sample(self) -> frozenset[str]:
-        """Ids of cells that together have each row and each column in every place, and each known difference once."""
+        """Ids of cells that together have each row and each column, in every place where ``sampled_by_place``, and each
+        known difference once."""
         chosen: set[str] = set()
         counts: dict[tuple[str, str, str], int] = {}
         for cell in self._spread():
-            keys = [("row", cell.row, cell.place), ("column", cell.column, cell.place)]
+            place = cell.place if self.sampled_by_place else ""
+            keys = [("row", cell.row, place), ("column", cell.column, place)]
             if cell.expected.verdict == "open":
                 keys.append(("open", cell.expected.reason, ""))
             if any(counts.get(key, 0) < self.sampled for key in keys):
@@ -137,10 +144,11 @@ class Table:
         columns = {name: index for index, name in enumerate(dict.fromkeys(c.column for c in self.cells.values()))}
         places = {name: index for index, name in enumerate(dict.fromkeys(c.place for c in self.cells.values()))}
 
-        def distance(cell: Cell) -> tuple[int, int]:
-            # Diagonals, another one for every place: which combinations are in the sample differs between places.
-            shift = rows[cell.row] - columns[cell.column] + places[cell.place]
-            return shift % max(len(columns), 1), rows[cell.row]
+        def distance(cell: Cell) -> tuple[int, int, int]:
+            # Diagonals, another one for every place: which combinations are in the sample differs between places, and
+            # which place comes first between rows.
+            row, place = rows[cell.row], places[cell.place]
+            return (row - columns[cell.column] + place) % max(len(columns), 1), row, (place - row) % len(places)
 
         return sorted(self.cells.values(), key=distance)
 
@@ -182,7 +190,9 @@ def misses(expected: Expected, outcomes: Sequence[Outcome]) -> str:
 
 def _misses_refusal(expected: Expected, outcomes: Sequence[Outcome]) -> str:
     assert expected.error is not None
-    wrong = [f"process {rank}: {o.kind}: {o.text}" for rank, o in enumerate(outcomes) if o.kind != "refused"]
+    wrong = [
+        f"process {rank}: {o.kind}: {o.text}" for rank, o in enumerate(outcomes) if o.kind not in ("refused", "gone")
+    ]
     named = any(
         expected.error.__name__ in outcome.classes and re.search(expected.says, outcome.text, re.DOTALL)
         for outcome in outcomes

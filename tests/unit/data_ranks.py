@@ -72,13 +72,28 @@ class InMemoryCommunicator:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._group.failures.append(message)
 
-    def words(self) -> Words:
+    def words(self, what: str) -> Words:
         self._things += 1
-        return Words(_Store(self._group.words[self._things]), self.rank, self.size, self._visit, list)
+        return Words(WordsPlace(_Store(self._group.words[self._things])), self.rank, self.size, self.timeout.seconds)
 
-    @staticmethod
-    def _visit(call: Callable[[], Any], otherwise: Any, seconds: float = 0) -> Any:
-        return call()
+
+class WordsPlace:
+    """Where `Words` are left that nobody waits for in vain."""
+
+    is_gone = False
+
+    def __init__(self, store: Any, ended: Callable[[], list[int]] = list) -> None:
+        self._store, self.ended = store, ended
+
+    def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        return call(self._store)
+
+    def told(self) -> None: ...
+
+    def look(self) -> None: ...
+
+    def wait(self, listen: Callable[[], dict[int, str]]) -> dict[int, str]:
+        return listen()
 
 
 class _Store:

@@ -6,24 +6,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
+from tests.unit.data_ranks import WordsPlace
+from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
 from torchstrat.collectives.words import Words
 
 
-def visit(call: Callable[[], Any], otherwise: Any, seconds: float = 0) -> Any:
-    return call()
-
-
-def words(size: int, ended: Callable[[], list[int]] = list) -> tuple[Any, list[Words]]:
+def words(size: int, seconds: float = 60.0, ended: Callable[[], list[int]] = list) -> tuple[Any, list[Words]]:
     store = dist.HashStore()
-    return store, [Words(store, rank, size, visit, ended) for rank in range(size)]
+    return store, [Words(WordsPlace(store, ended), rank, size, seconds) for rank in range(size)]
 
 
 def test_all_are_heard_whoever_comes_last_and_nothing_stays() -> None:
     store, ranks = words(3)
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(one.of_all, 60.0) for one in ranks]
+        waiting = [pool.submit(one.of_all) for one in ranks]
         for rank, one in enumerate(ranks):
             one.tell(f"word {rank}")
             one.tell("another")
@@ -32,12 +31,16 @@ def test_all_are_heard_whoever_comes_last_and_nothing_stays() -> None:
 
 
 def test_who_has_ended_without_a_word_is_not_waited_for() -> None:
-    _, ranks = words(2, lambda: [1])
+    _, ranks = words(2, ended=lambda: [1])
     ranks[0].tell("")
-    assert ranks[0].of_all(60.0) == {0: ""}
+    with pytest.raises(PeersMissingError) as missing:
+        ranks[0].of_all()
+    assert missing.value.ended == (1,)
 
 
-def test_the_time_is_over() -> None:
-    _, ranks = words(2)
+def test_who_does_not_come_in_time_is_named() -> None:
+    _, ranks = words(2, seconds=0.0)
     ranks[1].tell("here")
-    assert ranks[0].of_all(0.0) == {1: "here"}
+    with pytest.raises(PeersMissingError) as missing:
+        ranks[0].of_all()
+    assert missing.value.late == (0,)

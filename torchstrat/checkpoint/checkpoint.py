@@ -110,6 +110,8 @@ class Checkpoint:
                 # Every process collects what is to be written: reading some variables involves all of them.
                 processes.attempt(lambda: taken.append(take(self._objects, self._servers(), copies=asynchronous)), what)
                 stack.callback(taken[0].close)
+                if asynchronous:
+                    processes.go_on_in_background()
                 open_until_written = stack.pop_all()
         except BaseException:
             turns.give()

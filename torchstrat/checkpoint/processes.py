@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan
-from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import TorchstratError
+
+if TYPE_CHECKING:
+    from torchstrat.collectives.process_group import ProcessGroupCommunicator
 
 _TIMEOUT = timedelta(minutes=30)  # where no strategy has one
 
@@ -19,10 +21,11 @@ _Value = TypeVar("_Value")
 
 
 class Processes:
-    """``communicator``: None for a process that is alone."""
+    """``communicator``: None for a process that is alone. ``call``: what all are in, by a name that is the same on
+    all; paths, which may differ, are in the ``what`` of the methods."""
 
-    def __init__(self, communicator: Communicator | None) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: ProcessGroupCommunicator | None, call: str) -> None:
+        self._communicator, self._call = communicator, call
 
     @property
     def rank(self) -> int:
@@ -35,6 +38,12 @@ class Processes:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def go_on_in_background(self) -> None:
+        """From now on a thread of its own calls the methods: the program may go on while that waits, and waits itself
+        while that goes on."""
+        if self._communicator is not None:
+            self._communicator.channel.in_background = True
 
     def attempt(self, call: Callable[[], object], what: str) -> None:
         """Call it on each process, and raise on all where one raises: none goes on alone. ``what`` is for messages."""
@@ -51,7 +60,7 @@ class Processes:
             value = call()
         except Exception as error:
             own = error
-        told = self._communicator.all_gather_object((value, own and f"{type(own).__name__}: {own}"), what)
+        told = self._communicator.all_gather_object((value, own and f"{type(own).__name__}: {own}"), self._call)
         if own is not None:
             raise own
         for rank, (_, message) in enumerate(told):
@@ -65,12 +74,12 @@ class Processes:
             return call()
         found: list[_Value] = []
         self.attempt(lambda: found.append(call()) if self.is_first else None, what)
-        value: _Value = self._communicator.broadcast_object(found[0] if found else None, 0, what)
+        value: _Value = self._communicator.broadcast_object(found[0] if found else None, 0, self._call)
         return value
 
-    def all_values(self, value: _Value, what: str) -> list[_Value]:
+    def all_values(self, value: _Value) -> list[_Value]:
         """Any picklable value of every process, in the order of ranks."""
-        return [value] if self._communicator is None else self._communicator.all_gather_object(value, what)
+        return [value] if self._communicator is None else self._communicator.all_gather_object(value, self._call)
 
 
 @contextlib.contextmanager
@@ -80,7 +89,7 @@ def all_processes(call: str, objects: Mapping[str, Any]) -> Iterator[Processes]:
     Where a strategy has the ``objects``, its processes first agree that all of them are in this ``call``.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        yield Processes(None)
+        yield Processes(None, call)
         return
     # Imported here: only where there are several processes.
     from torchstrat.checkpoint.job_state import everyone_of
@@ -95,6 +104,6 @@ def all_processes(call: str, objects: Mapping[str, Any]) -> Iterator[Processes]:
         timeout = everyone.timeout
     communicator = ProcessGroupCommunicator(plan, "cpu", timeout, is_passing=True)
     try:
-        yield Processes(communicator)
+        yield Processes(communicator, call)
     finally:
         communicator.close()

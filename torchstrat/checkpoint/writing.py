@@ -103,8 +103,8 @@ def write(target: Folder, state: State, processes: Processes) -> None:
     with contextlib.ExitStack() as stack:
         # Rank 0 makes the folder and puts it in its place; the others write to it in between.
         folder = Folder(processes.of_first(lambda: str(stack.enter_context(written_whole(target))), what))
-        mine = _share(folder, state.here, processes, what)
-        _add_job(mine, processes.all_values(state.job, what), processes)
+        mine = _share(folder, state.here, processes)
+        _add_job(mine, processes.all_values(state.job), processes)
         parts, applied = _write_parts(folder, state, mine, processes, what)
 
         def finish() -> None:
@@ -115,11 +115,11 @@ def write(target: Folder, state: State, processes: Processes) -> None:
         processes.attempt(finish, what)
 
 
-def _share(folder: Folder, writes: Writes, processes: Processes, what: str) -> Writes:
+def _share(folder: Folder, writes: Writes, processes: Processes) -> Writes:
     if processes.size == 1:
         refuse_twice([*[piece.path for piece, _ in writes.tensors], *[path for path, _ in writes.values]])
         return writes
-    told = processes.all_values((offers_of(writes), folder.is_dir()), what)
+    told = processes.all_values((offers_of(writes), folder.is_dir()))
     places = share([offers for offers, _ in told], [sees for _, sees in told], str(folder))
     return selected(writes, places[processes.rank])
 

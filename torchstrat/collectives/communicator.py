@@ -81,8 +81,13 @@ class Communicator(Protocol):
         waited long enough.
         """
 
-    def words(self) -> Words:
-        """What all ranks will say about one thing. Every rank asks for it, for the same things in the same order."""
+    def words(self, what: str) -> Words:
+        """What all ranks will say about one thing. Every rank asks for it, for the same things in the same order.
+        ``what`` names it in errors."""
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        """What each rank called, as an error's text, where all have met and this one had called ``what``. All of them
+        ask. ``is_over``: no call on this communicator can follow."""
 
     def forget_failure(self) -> None:
         """Take back what `report_failure` said: this rank takes part again."""

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from torchstrat.cluster import ProcessPlan, torchrun_address
+from torchstrat.collectives.failures import StoreVisits
 from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.collectives.peers import Peers
+from torchstrat.collectives.standstill import Standstill
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
 
 _stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
@@ -33,6 +35,8 @@ class DefaultGroup:
         self._group = dist.group.WORLD
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.peers: Peers | None = None
+        self.visits = StoreVisits(store)
+        self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size())
 
     @staticmethod
     def join(

@@ -7,35 +7,72 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 2.0  # how long a rank that gave up waits for the others to say why they did
+_PAUSE_SECONDS = 0.05
+
+
+class StoreVisits:
+    """Calls to the store at which all have met, for when nobody may be listening there.
+
+    The process that hosts it may be the one that died, or that was stopped, and a stopped one never answers. So every
+    visit is made on a thread of its own that is not waited for beyond a deadline; after that the store counts as gone.
+    And on a connection of its own: a thread that waits in the store, such as for the start of a group, keeps the first
+    one to itself.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._first = store
+        self._store: Any = None
+        self.is_gone = False
+        """Whether the store has been found not to answer."""
+
+    def visit(self, call: Callable[[Any], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+        """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer."""
+        if self.is_gone:
+            return otherwise
+        results: list[T] = []
+
+        def visit() -> None:
+            try:
+                if self._store is None:
+                    self._store = self._first.clone()
+                results.append(call(self._store))
+            except Exception:  # the store went with the process that held it; then silence has to speak
+                return
+
+        thread = threading.Thread(target=visit, name="torchstrat-failure-note", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        # A thread that still waits holds the connection: nobody else may use it any more.
+        self.is_gone = self.is_gone or thread.is_alive()
+        return results[0] if results else otherwise
 
 
 class FailureBoard:
-    """One rank's view of the notes that all ranks leave.
+    """One rank's view of the notes that all ranks leave, in the part of the store that ``prefix`` names."""
 
-    The process that hosts the store may be the one that died, or that was stopped, and a stopped one never answers.
-    So every visit is made on a thread of its own that is not waited for beyond a deadline; after that the store counts
-    as gone.
-    """
-
-    def __init__(self, store: Any, global_rank: int) -> None:
-        self._store = store
+    def __init__(self, visits: StoreVisits, prefix: str, global_rank: int) -> None:
+        self._visits, self._prefix = visits, prefix
         self._rank = global_rank
-        self.is_gone = False
-        """Whether the store has been found not to answer."""
         self._wrote = False
-        self._is_left_alone = False
         self.leaving: Callable[[bool], None] | None = None
         """Called with True when this rank will not come any more, and with False when it comes all the same."""
 
-    def leave_alone(self) -> None:
-        """Ask the store nothing any more: another thread has its connection, and waits."""
-        self._is_left_alone = True
+    @property
+    def is_gone(self) -> bool:
+        return self._visits.is_gone
+
+    @property
+    def has_note(self) -> bool:
+        """Whether this rank has told that it stopped taking part."""
+        return self._wrote
 
     def post(self, message: str, *, leaves: bool = False) -> None:
         """Tell the others, without waiting for them, why this rank stopped taking part. The first reason counts.
@@ -49,7 +86,7 @@ class FailureBoard:
 
     def _write(self, message: str) -> None:
         self._wrote = True
-        self.visit(lambda: self._store.set(self._key(self._rank), message), None)
+        self.visit(lambda store: store.set(_key(self._rank), message), None)
 
     def clear(self) -> None:
         """Take this rank's note back: it takes part again. Costs nothing where there is none."""
@@ -57,44 +94,51 @@ class FailureBoard:
             self._wrote = False
             if self.leaving is not None:
                 self.leaving(False)
-            self.visit(lambda: self._store.delete_key(self._key(self._rank)), None)
+            self.visit(lambda store: store.delete_key(_key(self._rank)), None)
 
     def read(self, ranks: Sequence[int], seconds: float = PATIENCE_SECONDS) -> dict[int, str]:
         """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one."""
         said: dict[int, str] = {}
-
-        def collect() -> None:
-            missing = list(ranks)
-            deadline = time.monotonic() + seconds
-            while missing and time.monotonic() < deadline:
-                for rank in list(missing):
-                    if self._store.check([self._key(rank)]):
-                        said[rank] = self._store.get(self._key(rank)).decode()
-                        missing.remove(rank)
-                time.sleep(0.05)
-
-        self.visit(collect, None, 2 * seconds)
+        self.visit(lambda store: collect(store, {_key(rank): rank for rank in ranks}, said, seconds), None, 2 * seconds)
         return dict(said)
 
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"failures/{rank}"
+    def calls(self, place: str, own: str, ranks: Sequence[int]) -> dict[int, str]:
+        """What each of ``ranks`` says that it has called, all of which have met in ``place`` and find that they have
+        not called the same. Waits a little for them; a rank that did not say it in time is left out."""
+        keys = {f"calls/{place}/{rank}": rank for rank in ranks}
+        said = {self._rank: own}
 
-    def visit(self, call: Callable[[], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
-        """What ``call`` makes of the store, if that answers in time."""
-        if self.is_gone or self._is_left_alone:
-            return otherwise
-        results: list[T] = []
+        def tell_and_hear(store: Any) -> None:
+            store.set(f"calls/{place}/{self._rank}", own)
+            collect(store, keys, said, PATIENCE_SECONDS)
 
-        def visit() -> None:
-            try:
-                results.append(call())
-            except Exception:  # the store went with the process that held it; then silence has to speak
-                return
+        self.visit(tell_and_hear, None, 2 * PATIENCE_SECONDS)
+        return dict(said)
 
-        thread = threading.Thread(target=visit, name="torchstrat-failure-note", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        # A thread that still waits holds the store's only connection: nobody else may use it any more.
-        self.is_gone = thread.is_alive()
-        return results[0] if results else otherwise
+    def visit(self, call: Callable[[Any], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
+        """See `StoreVisits.visit`; the store is the part of this board."""
+        return self._visits.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise, seconds)
+
+
+def note_of(store: Any, prefix: str, rank: int) -> str | None:
+    """Why a rank stopped taking part, as it has told on the board of this ``prefix``."""
+    part = dist.PrefixStore(prefix, store)
+    return part.get(_key(rank)).decode() if part.check([_key(rank)]) else None
+
+
+def collect(store: Any, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:
+    """Add to ``said`` by rank what is at the ``keys``, waiting a little for those that are not there."""
+    missing = dict(keys)
+    deadline = time.monotonic() + seconds
+    while missing:
+        for key, rank in list(missing.items()):
+            if store.check([key]):
+                said[rank] = store.get(key).decode()
+                del missing[key]
+        if not missing or time.monotonic() > deadline:
+            return
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _key(rank: int) -> str:
+    return f"failures/{rank}"

@@ -73,10 +73,9 @@ class Peers:
     def ended(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._watched and self._watched[rank].has_ended()]
 
-    def started(self, ranks: Sequence[int], start: Callable[[], T]) -> T:
-        """``start()``, which waits for ``ranks``. Raises `StartLostError` once one of them has ended."""
-        if not self._watched:
-            return start()
+    def started(self, ranks: Sequence[int], start: Callable[[], T], look: Callable[..., object]) -> T:
+        """``start()``, which waits for ``ranks``. Raises `StartLostError` once one of them has ended, and what ``look``
+        raises: it is called now and then, and with ``at_once=True`` before a rank that has ended is given up."""
         outcome: list[T] = []
         errors: list[BaseException] = []
 
@@ -91,6 +90,8 @@ class Peers:
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
             ended = self.ended(ranks) if thread.is_alive() else []
+            if thread.is_alive():
+                look(at_once=bool(ended))
             if ended:
                 raise StartLostError(ended=[list(ranks).index(rank) for rank in ended])
         if errors:

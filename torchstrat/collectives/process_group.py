@@ -7,9 +7,10 @@ import contextlib
 import gc
 import itertools
 import os
+import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -20,8 +21,10 @@ import torch.distributed as dist
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.default_group import DefaultGroup
 from torchstrat.collectives.failures import PATIENCE_SECONDS, FailureBoard
-from torchstrat.collectives.peers import Identity, Peers, StartLostError
+from torchstrat.collectives.headers import OBJECT, header, length_in
+from torchstrat.collectives.peers import Identity, Peers
 from torchstrat.collectives.shared_memory.lockstep import CallsDifferError, PeersMissingError
+from torchstrat.collectives.standstill import MOMENT_SECONDS, Channel, StandstillError
 from torchstrat.collectives.words import Words
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 from torchstrat.tensor_bytes import bytes_of
@@ -30,6 +33,7 @@ T = TypeVar("T")
 
 _generations = itertools.count()
 
+_SLICE = timedelta(seconds=MOMENT_SECONDS / 2)  # of a wait, between which a rank looks around
 _BRIEF_SECONDS = 0.3  # for a note of a process that has ended: it was written before, or not at all
 
 SUMMED_AS: dict[torch.dtype, torch.dtype] = {
@@ -78,11 +82,17 @@ def _freeze_in_child() -> None:
 
 
 class _Work:
-    def __init__(self, communicator: ProcessGroupCommunicator, work: Any, what: str) -> None:
+    def __init__(self, communicator: ProcessGroupCommunicator, work: Any, what: str, *, by_device: bool) -> None:
         self._communicator, self._work, self._what = communicator, work, what
+        self._number, self._by_device = communicator.channel.count, by_device
+        communicator.channel.begun += 1
 
     def wait(self) -> None:
-        self._communicator.guard(self._what, self._work.wait)
+        communicator = self._communicator
+        communicator.guard(
+            self._what, lambda: communicator.finish(self._work, by_device=self._by_device), number=self._number
+        )
+        communicator.channel.begun -= 1
 
 
 class Done:
@@ -108,16 +118,15 @@ def _destroy_abandoned() -> None:
 
 
 class _Family:
-    """What the communicators derived from one another share."""
+    """What the communicators derived from one another share. ``prefix``: of what they say in the store."""
 
-    def __init__(self, board: FailureBoard, default: DefaultGroup, store: Any) -> None:
-        self.board = board
-        self.default = default
+    def __init__(self, default: DefaultGroup, prefix: str, rank: int) -> None:
+        self.board = FailureBoard(default.visits, prefix, rank)
+        self.default, self.prefix = default, prefix
         self.failure: CommunicationError | None = None
-        self.store, self.words = store, itertools.count()
-        self.groups: list[Any] = []  # but for those of channels
+        self.words, self.channels = itertools.count(), itertools.count()
+        self.members: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
         self.closed = False
-        weakref.finalize(self, abandon, self.groups).atexit = False  # of strategies that were dropped without `close`
 
 
 class ProcessGroupCommunicator:
@@ -143,8 +152,7 @@ class ProcessGroupCommunicator:
         self._uses_nccl = device.startswith("cuda")
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
         default = DefaultGroup.join(self, plan, backend, timeout, is_passing=is_passing)
-        store = dist.PrefixStore(f"torchstrat/{next(_generations)}", default.store)
-        self._family = _Family(FailureBoard(store, plan.rank), default, store)
+        self._family = _Family(default, f"torchstrat/{next(_generations)}", plan.rank)
         self._subgroups: dict[tuple[int, ...], ProcessGroupCommunicator] = {}
         try:
             self._make_groups(host_only=False)
@@ -156,15 +164,18 @@ class ProcessGroupCommunicator:
 
     def _make_groups(self, *, host_only: bool) -> None:
         _leave_garbage_to_the_parent()
+        family = self._family
+        name = f"{family.prefix}/{next(family.channels)}"
+        self.channel = family.default.standstill.channel(self, name, self.ranks, family.prefix)
+        family.members.add(self)
+        self._groups: list[Any] = []
+        weakref.finalize(self, abandon, self._groups).atexit = False  # of those that are dropped without `close`
         self._group = self._device_group = self._new_group("gloo")
-        if not host_only:
-            self._family.groups.append(self._group)
         if self._family.default.peers is None:
             told = self.all_gather_object(Identity.own(), "the first meeting of all processes")
             self._family.default.peers = Peers(told)
         if self._uses_nccl and not host_only:
             self._device_group = self._new_group("nccl")
-            self._family.groups.append(self._device_group)
 
     def _new_group(self, backend: str) -> Any:
         # All processes of the job make every group: with use_local_synchronization torch names a group after the number
@@ -173,12 +184,13 @@ class ProcessGroupCommunicator:
         start = partial(dist.new_group, list(self.ranks), timeout=self.timeout, backend=backend)
         peers = self._family.default.peers
         if backend == "gloo" and peers is not None:
-            group = self.guard(call, lambda: peers.started(self.ranks, start))
+            group = self.guard(call, lambda: peers.started(self.ranks, start, self.look))
         else:
             group = self.guard(call, start)
         if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
             # A process is connected before the others are. One that went on, and closed, would break their start.
-            self.guard(call, partial(dist.barrier, group=group))
+            self.guard(call, lambda: self.finish(dist.barrier(group=group, async_op=True)))
+        self._groups.append(group)
         return group
 
     def subgroup(self, ranks: tuple[int, ...]) -> ProcessGroupCommunicator:
@@ -188,9 +200,7 @@ class ProcessGroupCommunicator:
 
     def split(self) -> ProcessGroupCommunicator:
         _destroy_abandoned()
-        channel = self._derive(self.ranks, host_only=True)
-        weakref.finalize(channel, abandon, [channel._group]).atexit = False
-        return channel
+        return self._derive(self.ranks, host_only=True)
 
     def _derive(self, ranks: tuple[int, ...], *, host_only: bool) -> ProcessGroupCommunicator:
         derived: ProcessGroupCommunicator = object.__new__(ProcessGroupCommunicator)
@@ -207,15 +217,28 @@ class ProcessGroupCommunicator:
             return
         family.closed = True
         family.board.post("closed its strategy")
-        abandon(family.groups)
-        family.groups.clear()
+        for communicator in (self, *self._subgroups.values()):
+            abandon(communicator._groups)
+            communicator._groups.clear()
         _destroy_abandoned()
         family.default.leave(self)
 
+    def _let_go(self) -> None:
+        """Hang up where others may wait for this rank, which will not come: they could not end before they are told."""
+        for communicator in list(self._family.members):
+            # What goes on there of its own would be waited for.
+            if not communicator.channel.call and not communicator.channel.begun:
+                communicator._group = communicator._device_group = None
+                while communicator._groups:
+                    _destroy(communicator._groups.pop())
+
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def guard(self, what: str, call: Callable[[], T]) -> T:
-        """Run one collective; a failure becomes an error that says who was waited for, and in what."""
+    def guard(self, what: str, call: Callable[[], T], *, channel: Channel | None = None, number: int = 0) -> T:
+        """Run one collective; a failure becomes an error that says who was waited for, and in what.
+
+        ``number``: of the call on the ``channel`` that is only waited for now, having begun before; 0: another one.
+        """
         if self._family.closed:
             raise ContextError(f"{what} was called after the strategy had been closed; make a new strategy.")
         if self._family.failure is not None:
@@ -223,14 +246,44 @@ class ProcessGroupCommunicator:
                 f"{what} cannot start, because an earlier call failed and the processes no longer stand at the same "
                 f"place: {self._family.failure}"
             )
+        if self._family.board.has_note:
+            self._family.board.clear()  # it takes part again
+        channel = channel or self.channel
+        if not number:
+            channel.count += 1
+        before = channel.call, channel.number
+        channel.call, channel.number = what, number or channel.count
         started = time.monotonic()
         try:
             return call()
+        except CommunicationError:  # of a call that this one is made of
+            raise
         except (RuntimeError, ValueError) as error:
             if isinstance(error, ValueError) and self._family.default.is_alive:
                 raise  # of the value's own pickling
             self._family.failure = self._explain(what, error, time.monotonic() - started)
             raise self._family.failure from error
+        finally:
+            channel.call, channel.number = before
+
+    def finish(self, work: Any, *, by_device: bool = False) -> None:
+        """Wait, in a call of `guard`, for a collective that has begun. ``by_device``: this thread need not."""
+        if by_device:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()
+                    return
+            self.look()
+
+    def look(self, *, at_once: bool = False) -> None:
+        """For who waits for other ranks in a call of `guard`. Raises where that has no end; see `Standstill.look`."""
+        self._family.default.standstill.look(self.channel, at_once=at_once)
 
     def _explain(self, what: str, error: Exception, waited: float) -> CommunicationError:
         me = self._global_rank
@@ -240,9 +293,10 @@ class ProcessGroupCommunicator:
                 "before calling torch.distributed.destroy_process_group."
             )
         if isinstance(error, CallsDifferError):
-            return self._explain_divergence(what)
-        if isinstance(error, StartLostError):
-            self._family.board.leave_alone()
+            self._family.board.post(f"called {what}")
+            return CommunicationError(self._who_called(what))
+        if isinstance(error, StandstillError):
+            return self._explain_standstill(what, error, waited)
         self._family.board.post(f"gave up waiting in {what}")
         if isinstance(error, PeersMissingError):
             return self._explain_missing(what, error, waited)
@@ -258,14 +312,23 @@ class ProcessGroupCommunicator:
         told = f"(torch.distributed: {(str(error).splitlines() or [''])[0][:200]})"
         return self._error(what, waited, parts, said, told, timed_out=timed_out)
 
-    def _explain_divergence(self, what: str) -> CommunicationError:
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        text = self._who_called(what)
+        if is_over:
+            self._family.failure = CommunicationError(text)
+            self._family.board.post(f"called {what}")
+        return text
+
+    def _who_called(self, what: str) -> str:
+        place = f"{self.channel.name}/{self.channel.count}"
+        return _differing(self._family.board.calls(place, what, self.ranks))
+
+    def _explain_standstill(self, what: str, error: StandstillError, waited: float) -> CommunicationError:
         self._family.board.post(f"called {what}")
-        said = {self._global_rank: f"called {what}", **self._family.board.read(list(self.ranks))}
-        return CommunicationError(
-            f"the processes no longer make the same calls: "
-            f"{', '.join(f'process {rank} {said[rank]}' for rank in sorted(said))}. Each has to make the same in the "
-            "same order, also those whose result only one of them prints; look for a branch that depends on the rank."
-        )
+        self._let_go()
+        if error.failed:
+            return self._error(what, waited, [], error.failed, "", timed_out=False)
+        return CommunicationError(_differing(error.calls))
 
     def _explain_missing(self, what: str, error: PeersMissingError, waited: float) -> CommunicationError:
         """Who is missing is known; what is not is whether they have left a note."""
@@ -307,15 +370,13 @@ class ProcessGroupCommunicator:
         """``call(True)`` when this rank has reported that it leaves, ``call(False)`` when it comes all the same."""
         self._family.board.leaving = call
 
-    def words(self) -> Words:
-        family = self._family
-        store = dist.PrefixStore(f"words/{next(family.words)}", family.store)
-        peers, ranks = family.default.peers, self.ranks
+    def words(self, what: str) -> Words:
+        return Words(_WordsPlace(self, what), self.rank, self.size, self.timeout.total_seconds())
 
-        def ended() -> list[int]:
-            return [] if peers is None else [ranks.index(rank) for rank in peers.ended(ranks)]
-
-        return Words(store, self.rank, self.size, family.board.visit, ended)
+    def ended(self) -> list[int]:
+        """Places in this group of those whose processes have ended, as far as this one can tell."""
+        peers = self._family.default.peers
+        return [] if peers is None else [self.ranks.index(rank) for rank in peers.ended(self.ranks)]
 
     def forget_failure(self) -> None:
         self._family.board.clear()
@@ -334,12 +395,20 @@ class ProcessGroupCommunicator:
             tensor.copy_(sum(wide[1:], start=wide[0]).to(tensor.dtype))
             return Done()
         work = self.guard(what, lambda: dist.all_reduce(tensor, group=self._group_for(tensor), async_op=True))
-        return _Work(self, work, what)
+        return _Work(self, work, what, by_device=self._is_by_device(tensor))
+
+    def _is_by_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and self._uses_nccl
+
+    def _run(self, what: str, start: Callable[[], Any], tensor: torch.Tensor | None = None) -> None:
+        by_device = tensor is not None and self._is_by_device(tensor)
+        self.guard(what, lambda: self.finish(start(), by_device=by_device))
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         if tensor.numel():
             group = self._group_for(tensor)
-            self.guard(what, lambda: dist.broadcast(bytes_of(tensor), self.ranks[source], group=group))
+            own = bytes_of(tensor)
+            self._run(what, lambda: dist.broadcast(own, self.ranks[source], group=group, async_op=True), tensor)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -347,29 +416,87 @@ class ProcessGroupCommunicator:
             return [one.to(tensor.device) for one in self.all_gather(tensor.cpu(), what)]
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
-            parts = [bytes_of(one) for one in received]
-            self.guard(what, lambda: dist.all_gather(parts, bytes_of(tensor), group=self._group_for(tensor)))
+            parts, own, group = [bytes_of(one) for one in received], bytes_of(tensor), self._group_for(tensor)
+            self._run(what, lambda: dist.all_gather(parts, own, group=group, async_op=True), tensor)
         return received
 
     def all_gather_numbers(self, numbers: Sequence[float], what: str) -> list[list[float]]:
-        row = torch.tensor(numbers, dtype=torch.float64)
+        row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return [received.tolist() for received in self.all_gather(row, what)]
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        received: list[Any] = [None] * self.size
-        self.guard(what, lambda: dist.all_gather_object(received, value, group=self._group))
-        return received
+        message = pickle.dumps(value)
+        lengths = self._meet(message, what)
+        row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        rows = self.all_gather(row, what)
+        return [pickle.loads(one.numpy()[:length].tobytes()) for one, length in zip(rows, lengths, strict=True)]
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
-        box = [value if self.rank == source else None]
-        self.guard(
-            what,
-            lambda: dist.broadcast_object_list(box, self.ranks[source], group=self._group, device=torch.device("cpu")),
-        )
-        return box[0]
+        message = pickle.dumps(value) if self.rank == source else b""
+        length = self._meet(message, what)[source]
+        if self.rank != source:
+            row = torch.empty(length, dtype=torch.uint8, device="cpu")
+            self.broadcast(row, source, what)
+            return pickle.loads(row.numpy().tobytes())
+        self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), source, what)
+        return value
+
+    def _meet(self, message: bytes, what: str) -> list[int]:
+        """How long each rank's message is: they have to know before any is sent, and learn who is in another call."""
+        own = torch.tensor(header(OBJECT, what, (float(len(message)),)), dtype=torch.float64, device="cpu")
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+
+        def exchange() -> None:
+            self.finish(dist.all_gather(rows, own, group=self._group, async_op=True))
+            if any(row[0] != own[0] for row in rows):
+                raise CallsDifferError
+
+        self.guard(what, exchange)
+        return [length_in(row.tolist()) for row in rows]
 
     def barrier(self, what: str) -> None:
-        self.guard(what, lambda: dist.barrier(group=self._group))
+        self._run(what, lambda: dist.barrier(group=self._group, async_op=True))
+
+
+class _WordsPlace:
+    """Where the words of one thing are left, and a channel of their own for who waits for them."""
+
+    def __init__(self, communicator: ProcessGroupCommunicator, what: str) -> None:
+        family = communicator._family
+        self._communicator, self._what = communicator, what
+        self._prefix = f"words/{next(family.words)}"
+        name = f"{family.prefix}/{self._prefix}"
+        self._channel = family.default.standstill.channel(self, name, communicator.ranks, family.prefix)
+
+    def visit(self, call: Callable[[Any], T], otherwise: T) -> T:
+        board = self._communicator._family.board
+        return board.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._communicator._family.board.is_gone
+
+    def told(self) -> None:
+        self._channel.count = 1
+
+    def wait(self, listen: Callable[[], T]) -> T:
+        return self._communicator.guard(self._what, listen, channel=self._channel, number=1)
+
+    def look(self) -> None:
+        self._communicator._family.default.standstill.look(self._channel)
+
+    def ended(self) -> Sequence[int]:
+        return self._communicator.ended()
+
+
+def _differing(calls: Mapping[int, str]) -> str:
+    """``calls``: what each rank has called."""
+    return (
+        f"the processes no longer make the same calls: "
+        f"{', '.join(f'process {rank} called {calls[rank]}' for rank in sorted(calls))}. Each has to make the same in "
+        "the same order, also those whose result only one of them prints; look for a branch that depends on the rank."
+    )
 
 
 def _names(ranks: list[int]) -> str:

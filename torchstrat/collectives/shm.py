@@ -30,8 +30,8 @@ from torchstrat.tensor_bytes import bytes_of
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<Q")
-_NUMBERS, _OBJECTS = 1, 2
-"""Codes of calls whose ranks tell each other what they are in, or how much they bring."""
+_NUMBERS = 1
+"""The code of calls whose ranks tell each other what they are in."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,6 +63,7 @@ class SharedMemoryCommunicator:
             self._neighbours.close()
             raise
         sockets.call_when_leaving(self._blocks.lockstep.leave)
+        self._blocks.lockstep.look = sockets.look
         on_host = InPlaceSum(self._blocks, self._meet)
         self._in_place_sum = on_host if copies is None else StagedSum(on_host, copies, self.rank)
 
@@ -159,7 +160,7 @@ class SharedMemoryCommunicator:
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         message = pickle.dumps(value)
-        return [pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _OBJECTS)]
+        return [pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _code(what, -1))]
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         """Messages of any lengths. What does not fit into the first round follows in as many as the longest takes."""
@@ -185,7 +186,7 @@ class SharedMemoryCommunicator:
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         message = pickle.dumps(value) if self.rank == source else b""
-        told = self._guard(what, lambda: self._gather_bytes(message), _OBJECTS)[source]
+        told = self._guard(what, lambda: self._gather_bytes(message), _code(what, -1))[source]
         return value if self.rank == source else pickle.loads(told)
 
     def barrier(self, what: str) -> None:
@@ -219,8 +220,11 @@ class SharedMemoryCommunicator:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._sockets.report_failure(message, leaves=leaves)
 
-    def words(self) -> Words:
-        return self._sockets.words()
+    def words(self, what: str) -> Words:
+        return self._sockets.words(what)
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        return self._sockets.calls_differ(what, is_over=is_over)
 
     def forget_failure(self) -> None:
         self._sockets.forget_failure()

@@ -7,65 +7,90 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
+
+from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
 
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05
+
+
+class Place(Protocol):
+    """Where words are left, and how a rank waits for those of the others."""
+
+    def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        """What ``call`` makes of a part of the store that nothing else has; see `StoreVisits.visit`."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the store does not answer any more."""
+
+    def told(self) -> None:
+        """This rank has left its word: nobody waits for it any more."""
+
+    def wait(self, listen: Callable[[], dict[int, str]]) -> dict[int, str]:
+        """``listen()``, whose errors become those of a call in which other ranks did not come."""
+
+    def look(self) -> None:
+        """Called now and then while this rank waits; raises where that has no end."""
+
+    def ended(self) -> Sequence[int]:
+        """The ranks whose processes are known to have ended."""
 
 
 class Words:
     """One rank's view.
 
     Args:
-        store: where they are left, under a name that nothing else has.
         rank: this process's place among ``size``.
-        visit: makes a call to the store that may have to be given up; see `FailureBoard`.
-        ended: the ranks whose processes are known to have ended.
+        seconds: how long it waits for the others' words.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        visit: Callable[..., Any],
-        ended: Callable[[], Sequence[int]],
-    ) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._visit, self._ended = visit, ended
+    def __init__(self, place: Place, rank: int, size: int, seconds: float) -> None:
+        self._place, self._rank, self._size, self._seconds = place, rank, size, seconds
         self._told = False
 
     def tell(self, word: str) -> None:
         """Leave it, for good and without waiting. The first counts."""
         if not self._told:
             self._told = True
-            self._visit(lambda: self._leave(word), None)
+            self._place.visit(lambda store: store.set(str(self._rank), word), None)
+            self._place.told()
 
-    def of_all(self, seconds: float) -> dict[int, str]:
-        """Every rank's word, as soon as it is there; without those of ranks that do not leave one."""
-        return dict(self._visit(lambda: self._wait(seconds), {}, seconds))
+    def of_all(self) -> dict[int, str]:
+        """Every rank's word, as soon as all are there; fewer where the store does not answer any more.
 
-    def _leave(self, word: str) -> None:
-        self._store.set(str(self._rank), word)
+        Raises `CommunicationTimeoutError` where one does not come in time, and `CommunicationError` where a rank has
+        ended without one, or waits for this one in another call.
+        """
+        return self._place.wait(self._listen)
 
-    def _wait(self, seconds: float) -> dict[int, str]:
+    def _listen(self) -> dict[int, str]:
         missing = list(range(self._size))
         said: dict[int, str] = {}
-        deadline, pause = time.monotonic() + seconds, _FIRST_LOOK_SECONDS
-        while True:
-            ended = self._ended()  # before the store is asked: a rank may leave its word, and then end
-            for rank in list(missing):
-                if self._store.check([str(rank)]):
-                    said[rank] = self._store.get(str(rank)).decode()
-                    missing.remove(rank)
-            if not missing or time.monotonic() > deadline or any(rank in ended for rank in missing):
+        deadline, pause = time.monotonic() + self._seconds, _FIRST_LOOK_SECONDS
+        while not self._place.is_gone:
+            ended = self._place.ended()  # before the store is asked: a rank may leave its word, and then end
+            said.update(self._place.visit(partial(_heard, missing), {}))
+            missing = [rank for rank in missing if rank not in said]
+            if not missing:
                 break
+            if gone := [rank for rank in missing if rank in ended]:
+                raise PeersMissingError(ended=gone)
+            if time.monotonic() > deadline:
+                raise PeersMissingError(late=missing)
+            self._place.look()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
-        self._forget()
+        self._place.visit(self._forget, None)
         return said
 
-    def _forget(self) -> None:
+    def _forget(self, store: Any) -> None:
         # The last of those that have read them all takes them away: passes are many.
-        if self._store.add("read", 1) == self._size:
+        if store.add("read", 1) == self._size:
             for name in [*map(str, range(self._size)), "read"]:
-                self._store.delete_key(name)
+                store.delete_key(name)
+
+
+def _heard(missing: Sequence[int], store: Any) -> dict[int, str]:
+    return {rank: store.get(str(rank)).decode() for rank in missing if store.check([str(rank)])}

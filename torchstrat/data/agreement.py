@@ -78,9 +78,8 @@ class PassEnd:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._seconds = communicator.timeout.total_seconds()
         self._rank = communicator.rank
-        self._words = communicator.words()
+        self._words = communicator.words("the end of a pass over a distributed dataset")
 
     def left(self) -> None:
         self._words.tell("")
@@ -89,9 +88,9 @@ class PassEnd:
         self._words.tell(f"{type(error).__name__}: {error}"[:1000])
 
     def reached(self) -> None:
-        """This process has come to its end. Raises `CommunicationError` where another one did not."""
+        """This process has come to its end. Raises `CommunicationError` where another one did not, or does not come."""
         self.left()
-        words = self._words.of_all(self._seconds)
+        words = self._words.of_all()
         for rank, word in sorted(words.items()):
             if word and rank != self._rank:
                 raise CommunicationError(

@@ -49,8 +49,11 @@ class Alone:
 
     def report_failure(self, message: str, *, leaves: bool = False) -> None: ...
 
-    def words(self) -> Words:
+    def words(self, what: str) -> Words:
         raise NotImplementedError("a rank that is alone has nobody to tell")
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        raise NotImplementedError("a rank that is alone has nobody to differ from")
 
     def forget_failure(self) -> None: ...
 

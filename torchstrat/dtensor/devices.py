@@ -42,7 +42,7 @@ class LogicalDevices:
         self._groups = groups
         self.traffic = Traffic()
         self.doing = ""
-        """The operator that a step is in; going backward, none."""
+        """The operator that a step is in, or the call for which a value is put together; going backward, none."""
 
     @property
     def everyone(self) -> Communicator:
@@ -68,12 +68,16 @@ class LogicalDevices:
                 whole = self.own_part(whole, axes, dim)
         return whole
 
-    def whole(self, piece: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """The tensor that ``piece`` is this process's piece of. No graph."""
-        for dim in range(piece.ndim):
-            axes = self.axes.axes_of(cut, dim)
-            if axes:
-                piece = self.gathered(piece, axes, dim)
+    def whole(self, piece: torch.Tensor, cut: Cut, call: str) -> torch.Tensor:
+        """The tensor that ``piece`` is this process's piece of. No graph. ``call``: what it is for."""
+        before, self.doing = self.doing, call
+        try:
+            for dim in range(piece.ndim):
+                axes = self.axes.axes_of(cut, dim)
+                if axes:
+                    piece = self.gathered(piece, axes, dim)
+        finally:
+            self.doing = before
         return piece
 
     # -- collectives ------------------------------------------------------------------------------------------------

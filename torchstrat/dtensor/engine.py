@@ -18,6 +18,7 @@ import torch
 
 from torchstrat import context, nest
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.collectives.headers import code
 from torchstrat.data.layout import InputLayout
 from torchstrat.dtensor import operators as _operators  # noqa: F401  # loaded before a step needs it
 from torchstrat.dtensor.cut_tensor import CutTensor
@@ -33,7 +34,7 @@ from torchstrat.errors import ContextError, ReplicaDivergenceError
 from torchstrat.logical_devices import Assignments
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas.agreement import INPUT, agree, all_equal, code, fingerprint
+from torchstrat.replicas.agreement import INPUT, agree, all_equal, fingerprint
 from torchstrat.replicas.engine import adoption_warning
 from torchstrat.replicas.per_process import PerProcessReplica
 from torchstrat.replicas.randomness import ReplicaStreams

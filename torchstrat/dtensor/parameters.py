@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat._torch_private import DisableTorchFunction, swap_tensor_impl
+from torchstrat.collectives.headers import code
 from torchstrat.dtensor.axes import Cut
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.devices import LogicalDevices
@@ -30,7 +31,7 @@ from torchstrat.dtensor.moves import leave
 from torchstrat.dtensor.no_values import Note, without_values
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.gradients import GradientHook
-from torchstrat.replicas.agreement import agree, all_equal, code
+from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.grid import Sharding
 from torchstrat.variables import VariableRegistry
@@ -113,7 +114,7 @@ class CutVariables:
     def _whole_of(self, entry: CutVariable) -> torch.Tensor:
         tensor = entry.reference() if self._is_inside else entry.other
         assert tensor is not None
-        return self._devices.whole(tensor.detach(), entry.cut)
+        return self._devices.whole(tensor.detach(), entry.cut, "state_dict()")
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         found = self._known.get(id(tensor))
@@ -375,7 +376,7 @@ class CutVariables:
             return value
         if tuple(value.shape) != self._devices.axes.piece_shape(entry.shape, entry.cut):
             return value
-        return self._devices.whole(value, entry.cut)
+        return self._devices.whole(value, entry.cut, "optimizer.state_dict()")
 
     def piece_of_state(self, tensor: torch.Tensor, value: Any) -> Any:
         """The other way round; a new tensor."""

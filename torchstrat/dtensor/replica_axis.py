@@ -62,8 +62,11 @@ class FirstOfReplica:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._everyone.report_failure(message, leaves=leaves)
 
-    def words(self) -> Words:
-        return self._everyone.words()
+    def words(self, what: str) -> Words:
+        return self._everyone.words(what)
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        return self._everyone.calls_differ(what, is_over=is_over)
 
     def forget_failure(self) -> None:
         self._everyone.forget_failure()
@@ -126,8 +129,11 @@ class OwnColumn:
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._everyone.report_failure(message, leaves=leaves)
 
-    def words(self) -> Words:
-        return self._everyone.words()
+    def words(self, what: str) -> Words:
+        return self._everyone.words(what)
+
+    def calls_differ(self, what: str, *, is_over: bool) -> str:
+        return self._column.calls_differ(what, is_over=is_over)
 
     def forget_failure(self) -> None:
         self._everyone.forget_failure()

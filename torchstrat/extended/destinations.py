@@ -14,6 +14,7 @@ from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.agreement import within
 from torchstrat.values import DistributedValues, Mirrored
 from torchstrat.variable.variable import Variable
 
@@ -34,7 +35,8 @@ def reduce_to(strategy: Strategy, reduce_op: Any, value: Any, destinations: Any)
     if isinstance(value, Variable):
         value = value._reduced(op, None)
     elif not isinstance(value, Mirrored) or op is not ReduceOp.MEAN:
-        value = strategy._engine.reduce(op, value, None)
+        with within("reduce_to"):
+            value = strategy._engine.reduce(op, value, None)
     return _put(value, places)
 
 

@@ -6,29 +6,34 @@ processes would die: gloo ends one that receives a message of another size than 
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.collectives.headers import AGREEMENT, header, is_of, numbers_in
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.tensor_bytes import bytes_of
 
 INPUT = "distribute_dataset"
 """The call that makes a channel for input."""
 
-_WIDTH = 12
-_PADDING = (0.0,) * (_WIDTH - 1)
+_within: ContextVar[str] = ContextVar("_within", default="")
 
 
-@functools.lru_cache(maxsize=4096)
-def code(text: str) -> float:
-    """A number for a text that a float64 holds exactly, the same in every process."""
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
+@contextmanager
+def within(call: str) -> Iterator[None]:
+    """What this rank agrees on in the block is a part of this ``call``. Others, with exchanges that look the same but
+    are part of another call, are found by it: numbers of both would be combined."""
+    token = _within.set(f"{call}: ")
+    try:
+        yield
+    finally:
+        _within.reset(token)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
@@ -57,36 +62,26 @@ def agree(communicator: Communicator, call: str, numbers: tuple[float, ...] = ()
     ``call`` must be equal on all ranks, up to the last letter; the count of numbers belongs to the call. Raises
     `ReplicaDivergenceError`, on every rank, when one is in another call, naming what each is doing.
     """
-    return _checked(communicator, call, communicator.all_gather_numbers(_header(call, numbers), call), len(numbers))
+    call = _within.get() + call
+    headers = communicator.all_gather_numbers(header(AGREEMENT, call, numbers), call)
+    return _checked(communicator, call, headers, len(numbers))
 
 
 def agree_and_sum(
     communicator: SumsInPlace, call: str, numbers: tuple[float, ...], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[list[float]], Callable[[float], None] | None]:
     """The same, and in the same meeting the better part of a sum; see `SumsInPlace.all_gather_numbers_and_sum`."""
-    headers, add_up = communicator.all_gather_numbers_and_sum(_header(call, numbers), tensors, call)
+    call = _within.get() + call
+    headers, add_up = communicator.all_gather_numbers_and_sum(header(AGREEMENT, call, numbers), tensors, call)
     return _checked(communicator, call, headers, len(numbers)), add_up
-
-
-def _header(call: str, numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """All calls send equally many: gloo would end a process that receives more than it expects."""
-    assert len(numbers) < _WIDTH
-    return (code(call), *numbers, *_PADDING[len(numbers) :])
 
 
 def _checked(communicator: Communicator, call: str, headers: list[list[float]], count: int) -> list[list[float]]:
     own = headers[communicator.rank][0]
     if [other[0] for other in headers].count(own) != len(headers):
-        calls = communicator.all_gather_object(call, call)
-        doing = ", ".join(
-            f"replica {rank} called {other}" for rank, other in zip(communicator.ranks, calls, strict=True)
-        )
-        raise ReplicaDivergenceError(
-            f"the replicas no longer make the same calls: {doing}. Every replica has to make the same optimizer steps, "
-            "backward passes, collectives and merge calls, in the same order; look for a branch that depends on the "
-            "replica's data or rank."
-        )
-    return [other[1 : count + 1] for other in headers]
+        is_over = not all(is_of(AGREEMENT, other) for other in headers)  # those in other calls cannot go on
+        raise ReplicaDivergenceError(communicator.calls_differ(call, is_over=is_over))
+    return [numbers_in(other, count) for other in headers]
 
 
 def all_equal(rows: list[list[float]]) -> bool:

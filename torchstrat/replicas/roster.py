@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.collectives.headers import code
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.replicas.agreement import code
 from torchstrat.variables import Members, VariableRegistry
 
 Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]

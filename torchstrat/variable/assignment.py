@@ -14,6 +14,7 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError, WrongTypeError
 from torchstrat.reduction import VariableAggregation
+from torchstrat.replicas.agreement import within
 from torchstrat.values import PerReplica, select_replica
 from torchstrat.variable.aggregation import Given, exchange_values, merge_values
 from torchstrat.variable.creation import from_first_replica, spans_processes
@@ -70,7 +71,8 @@ def _across(variable: Variable, edit: Edit, value: Any) -> Variable:
     strategy, only = variable._strategy, updated_replica()
     if not variable._components:
         if isinstance(value, PerReplica):
-            value = from_first_replica(strategy, to_tensor(value.values[0], variable.dtype, edit.value))
+            with within(f"{edit.value} of Variable {variable.name!r}"):
+                value = from_first_replica(strategy, to_tensor(value.values[0], variable.dtype, edit.value))
         _write(variable, variable._cells, edit, to_tensor(value, variable.dtype, edit.value))
         return variable
     if only is None and variable._is_on_read and variable.aggregation is VariableAggregation.SUM:
@@ -111,7 +113,8 @@ def _in_replica(variable: Variable, edit: Edit, value: Any, replica: int) -> Var
         merged: Variable = engine.merge_call(_merge, (variable, edit, Given(value)), {})
         return merged
     where = torch_device(engine.device_of_replica(replica))
-    total = exchange_values(engine, variable.aggregation, edit, value, variable.dtype, where)
+    with within(f"{edit.value} of Variable {variable.name!r}"):
+        total = exchange_values(engine, variable.aggregation, edit, value, variable.dtype, where)
     _write(variable, variable._cells, edit, total)
     return variable._components[0] if variable._components else variable
 

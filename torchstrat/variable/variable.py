@@ -12,6 +12,7 @@ from torchstrat import context, reduction
 from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.reduction import Axis, ReduceOp, VariableAggregation, VariableSynchronization
+from torchstrat.replicas.agreement import within
 from torchstrat.values import PerReplica
 from torchstrat.variable.aggregation import Given
 from torchstrat.variable.assignment import apply, updated_replica
@@ -122,7 +123,8 @@ class Variable(TensorLike):
         initial = initial_tensor(initial_value, dtype, self.name)
         if mirrored:
             check_mirrored(self.name, self.aggregation, self.synchronization, initial.dtype)
-        initial = agreed_initial(strategy, initial)
+        with within(f"the first value of Variable {self.name!r}"):
+            initial = agreed_initial(strategy, initial)
         self._declared = parse_shape(shape, initial)
         devices = strategy.extended._parameter_devices
         places = devices if mirrored else devices[:1]
@@ -252,10 +254,11 @@ class Variable(TensorLike):
                 "it in a replica, open it with strategy.local_results, or create it with aggregation SUM, MEAN or "
                 "ONLY_FIRST_REPLICA."
             )
-        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return from_first_replica(self._strategy, self._cells[0].copy())
-        op = ReduceOp.from_variable_aggregation(self.aggregation)
-        total: torch.Tensor = self._strategy._engine.reduce(op, self._per_replica(), None)
+        with within(f"reading Variable {self.name!r}"):
+            if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                return from_first_replica(self._strategy, self._cells[0].copy())
+            op = ReduceOp.from_variable_aggregation(self.aggregation)
+            total: torch.Tensor = self._strategy._engine.reduce(op, self._per_replica(), None)
         return total.to(self._cells[0].value_device)
 
     def _per_replica(self) -> PerReplica:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchstrat.collectives.shared_memory import futex
 from torchstrat.collectives.shared_memory.segment import Segment
@@ -50,6 +50,8 @@ class Lockstep:
         ]
         self._processes = processes
         self._count = 0
+        self.look: Callable[[], object] | None = None
+        """Called now and then while this rank waits; what it raises ends that."""
         self._looks = _LOOKS if size <= len(os.sched_getaffinity(0)) else 0
 
     def meet(self, seconds: float, call: int = 0) -> None:
@@ -77,6 +79,8 @@ class Lockstep:
         while (seen := words[place]) - count & 0x80000000:
             if not futex.wait(address, seen, _SLICE_MILLISECONDS):
                 self._look_around(count, is_late=time.monotonic() >= deadline)
+                if self.look is not None:
+                    self.look()
 
     def _look_around(self, count: int, *, is_late: bool) -> None:
         """Raise if somebody who is missing will not come. One that is here may end: it has done its part."""

@@ -1,0 +1,129 @@
+"""Rules about calls that one rank makes alone, switched off: the table has to notice each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+from tests.matrix.places import LOGICAL_DEVICES
+from tests.matrix.table import PlantedFault
+from torchstrat.checkpoint import job_state
+from torchstrat.collectives import process_group, standstill, words
+from torchstrat.collectives.failures import FailureBoard
+from torchstrat.collectives.shared_memory.lockstep import Lockstep
+from torchstrat.dtensor.devices import LogicalDevices
+from torchstrat.replicas import agreement, per_process
+from torchstrat.variable import assignment, variable
+
+SHARED, SOCKETS = "torchrun mirrored", "torchrun multi_worker_mirrored"
+
+
+def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: patch.object(owner, name, instead)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _cell(row: str, column: str, place: str) -> str:
+    return f"{row} | {column} | {place}"
+
+
+def _unchecked(communicator: Any, call: str, headers: list[list[float]], count: int) -> list[list[float]]:
+    return [row[1 : count + 1] for row in headers]
+
+
+def _without_names() -> AbstractContextManager[object]:
+    return patch.object(LogicalDevices, "_call", "a sum or an exchange of pieces")
+
+
+_heard = words.Words._listen
+
+
+def _listen_in_vain(self: words.Words) -> dict[int, str]:
+    try:
+        return _heard(self)
+    except process_group.PeersMissingError:
+        return {}
+
+
+_meet = Lockstep.meet
+
+FAULTS = (
+    PlantedFault(
+        "an assignment's exchange is not told from another's",
+        _off(assignment, "within", lambda call: nullcontext()),
+        (_cell("assign_add", "makes its twin", SHARED), _cell("assign_add", "makes its twin", SOCKETS)),
+    ),
+    PlantedFault(
+        "reading a variable is not told from a reduce",
+        _off(variable, "within", lambda call: nullcontext()),
+        (_cell("read", "makes its twin", SOCKETS),),
+    ),
+    PlantedFault(
+        "ranks that send objects over sockets are not compared",
+        _off(process_group, "header", lambda kind, call, numbers: agreement.header(kind, "any", numbers)),
+        (_cell("next batch", "makes its twin", SHARED), _cell("state of a data set", "makes its twin", SOCKETS)),
+    ),
+    PlantedFault(
+        "who waits does not look what the others wait in",
+        _off(standstill.Standstill, "look", _nothing),
+        (_cell("next batch", "runs nothing", SHARED), _cell("next batch", "runs nothing", SOCKETS)),
+    ),
+    PlantedFault(
+        "who waits for words does not look what the others wait in",
+        _off(process_group._WordsPlace, "look", _nothing),
+        (_cell("end of a pass", "is stopped", SOCKETS), _cell("end of a pass", "reduces", SHARED)),
+    ),
+    PlantedFault(
+        "words that do not come are no error",
+        _off(words.Words, "_listen", _listen_in_vain),
+        (_cell("end of a pass", "is stopped", SHARED),),
+    ),
+    PlantedFault(
+        "saves do not announce themselves",
+        _off(job_state, "everyone_of", lambda objects: None),
+        (_cell("save", "runs a step", SHARED), _cell("save by a manager", "runs nothing", SOCKETS)),
+    ),
+    PlantedFault(
+        "what ranks agree on is not compared",
+        _off(agreement, "_checked", _unchecked),
+        (_cell("reduce", "runs nothing", SHARED), _cell("merge_call", "runs nothing", SOCKETS)),
+    ),
+    PlantedFault(
+        "calls in shared memory are not compared",
+        _off(Lockstep, "meet", lambda self, seconds, call=0: _meet(self, seconds)),
+        (_cell("sum", "runs a step", LOGICAL_DEVICES), _cell("state_dict", "runs a step", LOGICAL_DEVICES)),
+    ),
+    PlantedFault(
+        "exchanges of pieces do not say for which call they are",
+        _without_names,
+        (_cell("sum", "runs a step", LOGICAL_DEVICES), _cell("state_dict", "runs nothing", LOGICAL_DEVICES)),
+    ),
+    PlantedFault(
+        "a rank that fails does not say why",
+        _off(FailureBoard, "post", _nothing),
+        (_cell("reduce", "raises", SHARED), _cell("reduce", "raises", SOCKETS)),
+    ),
+    PlantedFault(
+        "who waits does not hear of failures",
+        _off(standstill.Standstill, "_failed", lambda *_: {}),
+        (
+            _cell("gather", "fails in a run, and stays", SHARED),
+            _cell("all_gather", "fails in a run, and stays", SOCKETS),
+        ),
+    ),
+    PlantedFault(
+        "nobody sees that a process in shared memory has ended",
+        _off(Lockstep, "_ended", lambda self: set()),
+        (_cell("reduce", "dies", SHARED),),
+    ),
+    PlantedFault(
+        "input does not announce itself",
+        _off(per_process, "INPUT", "the end of a run (bringing buffers and edited parameters together)"),
+        (_cell("distribute_dataset", "runs nothing", SHARED),),
+    ),
+)

@@ -1,0 +1,134 @@
+"""Ranks that wait for each other in different calls, and those that only seem to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from torchstrat.collectives import standstill
+from torchstrat.collectives.failures import FailureBoard, StoreVisits
+from torchstrat.collectives.standstill import Channel, Standstill, StandstillError
+
+BOARD = "board"
+
+
+class Rank:
+    """One rank of a job, whose threads wait where the test says so."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.visits = StoreVisits(store)
+        self.rank, self.size = rank, size
+        self.view = Standstill(self.visits, rank, size)
+        self.channels: dict[str, Channel] = {}
+
+    def channel(self, name: str, ranks: tuple[int, ...] = ()) -> Channel:
+        if name not in self.channels:
+            self.channels[name] = self.view.channel(self, name, ranks or range(self.size), BOARD)
+        return self.channels[name]
+
+    def passes(self, name: str) -> None:
+        """Makes a call that comes to its end."""
+        self.channel(name).count += 1
+
+    def waits(self, name: str, call: str, ranks: tuple[int, ...] = ()) -> Channel:
+        channel = self.channel(name, ranks)
+        channel.count += 1
+        channel.call, channel.number = call, channel.count
+        return channel
+
+    def looks(self, channel: Channel) -> None:
+        """Twice: a wait that has just begun is none yet."""
+        self.view.look(channel)
+        channel.noted = (channel.number, 0.0)
+        self.view.look(channel)
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+def ranks(store: Any, size: int) -> list[Rank]:
+    return [Rank(store, rank, size) for rank in range(size)]
+
+
+def test_two_that_wait_on_different_channels_are_told_who_is_in_what(store: Any) -> None:
+    first, second = ranks(store, 2)
+    data, steps = first.waits("data", "the next batch"), second.waits("steps", "backward()")
+    first.looks(data)  # alone so far: the other may be at work
+    with pytest.raises(StandstillError) as raised:
+        second.looks(steps)
+    assert raised.value.calls == {0: "the next batch", 1: "backward()"}
+    with pytest.raises(StandstillError) as raised:
+        first.looks(data)
+    assert raised.value.calls == {0: "the next batch", 1: "backward()"}
+
+
+def test_who_waits_in_the_same_call_waits_for_somebody_else(store: Any) -> None:
+    first, second, _ = ranks(store, 3)
+    for one in (first, second) * 2:
+        one.looks(one.channel("steps") if "steps" in one.channels else one.waits("steps", "backward()"))
+
+
+def test_what_is_left_in_the_store_of_a_call_that_has_ended_is_no_wait(store: Any) -> None:
+    """The other rank has not said anything since; this one has come where it waited."""
+    first, second = ranks(store, 2)
+    first.looks(first.waits("data", "the next batch"))
+    second.passes("data")
+    second.looks(second.waits("steps", "backward()"))
+
+
+def test_nor_is_it_when_the_channel_is_gone(store: Any) -> None:
+    first, second = ranks(store, 2)
+    first.looks(first.waits("data", "the next batch"))
+    user = Rank(store, 1, 2)
+    second.view.channel(user, "data", (0, 1), BOARD).count = 1
+    del user
+    second.looks(second.waits("steps", "backward()"))
+
+
+def test_three_in_a_circle(store: Any) -> None:
+    members = {0: (0, 1), 1: (1, 2), 2: (0, 2)}
+    three = ranks(store, 3)
+    waits = [one.waits(f"of {members[rank]}", f"call {rank}", members[rank]) for rank, one in enumerate(three)]
+    three[0].looks(waits[0])
+    three[1].looks(waits[1])
+    for rank in (2, 0, 1):
+        with pytest.raises(StandstillError) as raised:
+            three[rank].looks(waits[rank])
+        assert raised.value.calls == {0: "call 0", 1: "call 1", 2: "call 2"}
+
+
+def test_another_thread_keeps_nobody_and_may_come(store: Any) -> None:
+    """A save in the background waits for its like; the program goes on, and waits for the other's."""
+    first, second = ranks(store, 2)
+    saving = first.waits("saving", "Checkpoint.save")
+    saving.in_background = True
+    first.looks(saving)
+    second.looks(second.waits("steps", "backward()"))
+    blocking = second.waits("another save", "Checkpoint.save")
+    first.channel("another save").in_background = True
+    first.looks(first.waits("steps", "backward()"))
+    second.looks(blocking)
+
+
+def test_who_has_failed_and_does_not_come_is_not_waited_for(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ranks(store, 2)
+    board = FailureBoard(second.visits, BOARD, 1)
+    board.post("raised ValueError: no more")
+    steps = first.waits("steps", "backward()")
+    first.looks(steps)  # it may go on after its error
+    monkeypatch.setattr(standstill, "_GIVEN_UP_SECONDS", 0.0)
+    with pytest.raises(StandstillError) as raised:
+        first.looks(steps)
+    assert raised.value.failed == {1: "raised ValueError: no more"}
+    board.clear()
+    first.looks(first.waits("steps", "SGD.step()"))
+
+
+def test_a_store_that_does_not_answer_says_nothing(store: Any) -> None:
+    (first, _) = ranks(store, 2)
+    first.visits.is_gone = True
+    first.looks(first.waits("steps", "backward()"))
