@@ -33,9 +33,9 @@ def is_of(kind: float, first: Sequence[float]) -> bool:
     return first[0] * kind > 0
 
 
-def numbers_in(first: Sequence[float], count: int) -> list[float]:
-    """What was given to `header`."""
-    return list(first[1 : count + 1])
+def numbers_in(messages: Sequence[list[float]], count: int) -> list[list[float]]:
+    """What each rank gave to `header`."""
+    return [first[1 : count + 1] for first in messages]
 
 
 def length_in(first: Sequence[float]) -> int:

@@ -81,7 +81,7 @@ def _checked(communicator: Communicator, call: str, headers: list[list[float]], 
     if [other[0] for other in headers].count(own) != len(headers):
         is_over = not all(is_of(AGREEMENT, other) for other in headers)  # those in other calls cannot go on
         raise ReplicaDivergenceError(communicator.calls_differ(call, is_over=is_over))
-    return [numbers_in(other, count) for other in headers]
+    return numbers_in(headers, count)
 
 
 def all_equal(rows: list[list[float]]) -> bool:
