@@ -640,7 +640,7 @@ FAULTS = (
     ),
     PlantedFault(
         "lists in attributes are shared",
-        _off(component_attributes, "private_value", lambda value: value),
+        _off(component_attributes, "private_value", lambda value, vectors=(): value),
         _at("attribute, list", "edited alike"),
     ),
     PlantedFault(

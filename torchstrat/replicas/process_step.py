@@ -19,7 +19,7 @@ from torchstrat._torch_private import (
     remove_clipping_hook,
 )
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
 from torchstrat.optimizer_blocks import step_in_blocks
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.replicas import hyperparameters
@@ -262,6 +262,13 @@ class ProcessStep:
         )
         everyone = self._communicator.all_gather_object(prints, call)
         first = everyone[0]
+        if any(len(one[0]) != len(first[0]) for one in everyone):
+            counts = ", ".join(str(len(one[0])) for one in everyone)
+            raise ReplicaDivergenceError(
+                f"in {call} the replicas' optimizers have different numbers of parameters ({counts}): some have added "
+                "groups that others have not. Do it on every replica, or outside of Strategy.run; and not by what "
+                "optimizer.state holds, where rank 0 alone has it."
+            )
 
         def differs(which: int, place: int) -> bool:
             return any(one[which][place] != first[which][place] for one in everyone)

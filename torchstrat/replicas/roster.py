@@ -100,11 +100,14 @@ class Rosters:
     def __init__(self, registry: VariableRegistry) -> None:
         self._registry = registry
         self._latest = Layout({})
+        self._counts = (0, 0, 0)
 
     def now(self, members: Members | None = None) -> Roster:
         """All variables that have values by now. ``members``: of the registry, if they have just been looked up."""
         tensors = self._registry.tensors() if members is None else members.tensors
-        if not self._latest.describes(tensors):
+        # A tensor that an optimizer has brought may get another name once a step reaches it.
+        if self._counts != self._registry.counts or not self._latest.describes(tensors):
+            self._counts = self._registry.counts
             named = {
                 name: tensor
                 for name, tensor in self._registry.named_tensors().items()

@@ -182,11 +182,29 @@ def plain() -> Training:
 uneven = partial(regression, UNEVEN_ROWS)
 empty = partial(regression, EMPTY_ROWS, (3, 2))
 
+
+def in_no_module() -> Training:
+    """Bare parameters, which an optimizer alone holds; each step returns a column of its scores."""
+    weight, bias = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.SGD([weight, bias], lr=0.1, momentum=0.9)
+
+    def step(batch: Batch) -> torch.Tensor:
+        x, y = batch
+        optimizer.zero_grad()
+        squares = (x @ weight + bias - y).square()
+        squares.mean().backward()
+        optimizer.step()
+        return squares.detach()[:, 0]
+
+    return Training(step, {"weight": weight, "bias": bias, "optimizer": optimizer})
+
+
 CASES = (
     Case("uneven_batches", plain, uneven),
     Case("uneven_batches_clipped", clipped, uneven),
     Case("empty_batches", refuses_no_rows, empty),
     Case("empty_batches_clipped", clipped, empty),
+    Case("empty_batches_of_bare_parameters", in_no_module, partial(regression, (8, 1, 5, 1))),
     Case("token_weighted", token_weighted, _sentences),
     Case("sum_loss", sum_loss, gradient_reduce_op="sum"),
     Case("sum_loss_uneven", sum_loss, uneven, gradient_reduce_op="sum"),
