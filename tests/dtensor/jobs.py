@@ -294,6 +294,9 @@ def mistakes() -> dict[str, str]:
         "written to": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.data.t().zero_())),
         "written to with a graph": _with_model(lambda s, m, o: s.run(lambda: m[1].weight.mul_(2))),
         "compiled": _with_model(lambda s, m, o: s.run(lambda: torch.compile(_backward, backend="eager")(m))),
+        "mapped": _with_model(
+            lambda s, m, o: s.run(lambda: torch.vmap(m[1])(torch.ones(4, m[1].in_features, dtype=m[1].weight.dtype)))
+        ),
         "scaled": _with_model(scaled),
         "nothing": _with_model(steps),
     }

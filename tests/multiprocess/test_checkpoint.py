@@ -126,6 +126,23 @@ def test_quantized_buffers(two_processes: Workers, tmp_path: Path) -> None:
         assert scale == 0.1
 
 
+def keep_expanded(path: str) -> list[list[float]]:
+    """A buffer of which one row is in memory, and stands for all."""
+    strategy = ts.MirroredStrategy()
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        model.register_buffer("row", torch.tensor([1.0, 2.0] if strategy.is_chief else [9.0, 9.0]).expand(3, 2))
+    strategy.run(lambda: model(torch.ones(1, 2)) + model.row.sum())
+    strategy.extended.check_replicas()
+    Checkpoint(model=model).save(path)
+    strategy.close()
+    return model.row.tolist()
+
+
+def test_expanded_buffers(two_processes: Workers, tmp_path: Path) -> None:
+    assert two_processes.run(keep_expanded, str(tmp_path / "saved")) == [[[1.0, 2.0]] * 3] * 2
+
+
 def fail_together(path: str) -> list[str]:
     """Rank 1 cannot see what rank 0 sees; both learn it."""
     strategy = ts.MirroredStrategy()

@@ -105,7 +105,8 @@ def read_by_workers() -> tuple[list[list[float]], Any]:
     seed(3)
     data = Noisy()
     try:
-        batches = strategy.distribute_dataset(DataLoader(data, batch_size=4, num_workers=1))
+        loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
+        batches = strategy.distribute_dataset(loader)
         rows = [[row[0], *row[4:]] for batch in batches for row in batch.values[0].tolist()]
         return rows, (stand(), repr(data.own.bit_generator.state), data.transform.generator.getstate())
     finally:

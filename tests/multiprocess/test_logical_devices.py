@@ -130,7 +130,8 @@ def test_what_mistakes_say(two_processes: Workers) -> None:
         "hook in a step": "UnsupportedError: register_hook .* would last for this run only",
         "written to": "UnsupportedError: zero_ on a tensor that is cut over logical devices would change it in place",
         "written to with a graph": "UnsupportedError: mul_ .*; do it under torch.no_grad",
-        "compiled": "UnsupportedError: _is_view on a tensor that is cut",
+        "compiled": "^UnsupportedError: torch.compile of a function that works on tensors that are cut",
+        "mapped": r"^UnsupportedError: linear on a tensor that is cut .* in a transform of torch.func",
         "scaled": "UnsupportedError: _amp_foreach_non_finite_check_and_unscale_ on a tensor that is cut",
         "nothing": "nothing",
     }

@@ -245,6 +245,28 @@ def test_a_step_that_failed_has_left_nothing_behind():
     strategy.close()
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda parameters: torch.optim.Adam(parameters, fused=True), r"Adam has fused=True.*Leave fused out"),
+        (lambda parameters: torch.optim.Adam(parameters, capturable=True), r"capturable=True.*Leave capturable out"),
+        (torch.optim.SparseAdam, r"SparseAdam steps on sparse gradients.*torch\.optim\.Adam.*sparse=False"),
+    ],
+)
+def test_optimizers_of_other_devices(strategy, make, message):
+    with strategy.scope():
+        model = nn.Linear(3, 5)
+        optimizer = make(model.parameters())
+
+    def step(batch: Batch) -> None:
+        models.classification_loss(model, *batch).backward()
+        optimizer.step()
+
+    (batch,) = list(strategy.distribute_dataset(models.dataset([16], [3], 5)))
+    with pytest.raises(UnsupportedError, match=message):
+        strategy.run(step, args=(batch,))
+
+
 # --- what cannot be mapped over replicas
 
 
