@@ -122,8 +122,8 @@ def _cut_gradient(job: Job) -> torch.Tensor:
 _STEP = r"backward\(\)|SGD\.step|end of a run|run \(all logical devices"
 
 _NOT_HEARD = ("raises", "fails in a run, and stays")
-"""What a rank tells of its failure stays among those of its strategy: who waits in another group learns that its process
-has ended, and else nothing before the timeout."""
+"""What a rank tells of its failure stays within its strategy: who waits in another group learns that its process has
+ended, and else nothing before the timeout."""
 
 ROWS = (
     Row("run", lambda job: job.run(lambda: None), "end of a run", like="runs nothing"),
