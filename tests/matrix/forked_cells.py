@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,11 +62,19 @@ def _observe_one(cell: Cell, fault: PlantedFault | None, place: Path) -> Outcome
 
     found = in_fork(LIMIT_SECONDS, is_over, _told, cell, fault)
     _ended(me).touch()
+    _wait_for_others()
     if found.how == "returned":
         return Outcome(*json.loads(found.text))
     if _evidence(me).exists() and found.how in ("SIGKILL", "still running"):
         return Outcome("gone", found.how)
     return Outcome("failed", f"{found.how} after {found.seconds:.1f} s {found.text}")
+
+
+def _wait_for_others() -> None:
+    """Or this process's next cell would meet theirs of this one, in the store of all."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not others_have_ended() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _told(cell: Cell, fault: PlantedFault | None) -> str:

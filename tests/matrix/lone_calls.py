@@ -31,6 +31,8 @@ class Row:
     central: bool = False
     """Whether it is another thing in central storage: then it has cells there, too."""
     only_central: bool = False
+    without: Sequence[str] = ()
+    """Columns that say nothing about it: the other rank's part is one that the call allows."""
 
 
 def _in_run(name: str, call: Callable[[Job], Any], says: str, **options: Any) -> Row:
@@ -119,6 +121,10 @@ def _cut_gradient(job: Job) -> torch.Tensor:
 
 _STEP = r"backward\(\)|SGD\.step|end of a run|run \(all logical devices"
 
+_NOT_HEARD = ("raises", "fails in a run, and stays")
+"""What a rank tells of its failure stays within its strategy: who waits in another group learns that its process has
+ended, and else nothing before the timeout."""
+
 ROWS = (
     Row("run", lambda job: job.run(lambda: None), "end of a run", like="runs nothing"),
     Row("run of a step", lambda job: job.run(job.step), _STEP, like="runs a step", central=True),
@@ -153,7 +159,12 @@ ROWS = (
     Row("optimizer step outside", lambda job: job.optimizer.step(), r"SGD\.step", only_central=True),
     # -- data
     Row("distribute_dataset", lambda job: job.batches, "distribute_dataset"),
-    Row("distribute_datasets_from_function", lambda job: job.stream, "distribute_dataset"),
+    Row(
+        "distribute_datasets_from_function",
+        lambda job: job.stream,
+        "distribute_dataset",
+        without=("asks for its next batch",),  # for which it is made before
+    ),
     Row(
         "next batch",
         lambda job: next(job.stream[1]),
@@ -163,7 +174,13 @@ ROWS = (
         twin="state of a data set",
     ),
     Row("first batch", lambda job: next(job.batches), "checksum of the first batch", before=(_batches,)),
-    Row("end of a pass", _to_the_end, "end of a pass", before=(_started,)),
+    Row(
+        "end of a pass",
+        _to_the_end,
+        "end of a pass",
+        before=(_started,),
+        without=("ends", "raises"),  # which drops its iterator: who leaves a loop early has nothing against the pass
+    ),
     Row(
         "state of a data set",
         lambda job: job.stream[0].state_dict(),
@@ -204,11 +221,13 @@ ROWS = (
         lambda job: [job.handler.should_stop() for _ in range(2)],
         r"agreement to stop|start of a group|first meeting",
         before=(lambda job: job.handler,),
+        without=_NOT_HEARD,
     ),
     Row(
         "another strategy",
         lambda job: type(job.strategy)(timeout=job.timeout).close(),
         r"start of a group|first meeting",
+        without=_NOT_HEARD,
     ),
     # -- in a step
     _in_run(

@@ -198,7 +198,12 @@ def cells() -> Iterator[Cell]:
         for column in COLUMNS:
             is_elsewhere = not column.everywhere and place not in (MIRRORED[0], LOGICAL_DEVICES)
             is_same = column.name == row.like or (column.alone and row.like == "runs a step")
-            if is_same or is_elsewhere or (column.name == "makes its twin" and not row.twin):
+            if (
+                is_same
+                or is_elsewhere
+                or column.name in row.without
+                or (column.name == "makes its twin" and not row.twin)
+            ):
                 continue
             yield Cell(row.name, column.name, place, partial(_play, place, row, column), _expected(row, column))
     for place in (*MIRRORED, *CENTRAL):
