@@ -155,9 +155,9 @@ FAULTS = [
         _at("optimizers", "dropped", "torchrun central_storage"),
     ),
     PlantedFault(
-        "optimizers keep the hooks of strategies that were closed",
+        "optimizers keep the hooks of earlier strategies",
         _off(OwnerSteps, "_let_go"),
-        _at("strategies", "500 trials", "torchrun central_storage"),
+        _at("strategies", "dropped", "torchrun central_storage"),
     ),
     PlantedFault(
         _RESULTS,

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import shared_cache
 
 from torchstrat import reachable
+from torchstrat.collectives import process_group
 from torchstrat.parameter_server.travel.code_names import names_in
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -87,6 +88,7 @@ def held_here(tracked: Tracked) -> Held:
     for cache in (reachable._names, names_in):  # by code, and of bounded size
         cache.cache_clear()
     collect()
+    process_group._destroy_abandoned()  # as whoever makes the next one does
     shared_cache.free_dead_references()  # torch's own, of what came from loader processes: at every 128th
     found = held_by("self")
     return found._replace(megabytes=allocated(), tracked=tracked.count(), objects=len(gc.get_objects()) - _of_torch())
@@ -142,6 +144,7 @@ def require_flat(
     look: Callable[[], Mapping[str, Held]],
     megabytes: int,
     first: int | None = None,
+    patience_seconds: float = SETTLE_SECONDS,
 ) -> None:
     """Raise AssertionError if processes hold more after ``turns`` turns than before them: descriptors, threads,
     children or objects that are watched; or more of Python's objects, one for each turn.
@@ -150,6 +153,7 @@ def require_flat(
         turn: does it once; called with numbers from 0 on.
         look: what each process holds now, by its name.
         first: how often it is done before, if not ``turns`` times.
+        patience_seconds: for what is on its way out.
         megabytes: by how much one of them may grow; a turn that left its item would make it grow by twice that.
     """
     first = turns if first is None else first
@@ -159,7 +163,7 @@ def require_flat(
     before = look()  # as at the end, when there is what it has found now
     for number in range(first, first + turns):
         turn(number)
-    until = time.monotonic() + SETTLE_SECONDS
+    until = time.monotonic() + patience_seconds
     while (wrong := _grown(before, look(), megabytes, turns - 1)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not wrong, f"after {turns} turns more: {'; '.join(wrong)}"

@@ -28,7 +28,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrat as ts
-from tests.matrix.lifetime_measures import Held, Tracked, collect, held_by, held_here, only_what_is_new, require_flat
+from tests.matrix.lifetime_measures import (
+    SETTLE_SECONDS,
+    Held,
+    Tracked,
+    collect,
+    held_by,
+    held_here,
+    only_what_is_new,
+    require_flat,
+)
 from tests.matrix.lifetime_rows import COLUMNS as WIDTH
 from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
@@ -390,26 +399,30 @@ def run_cells(wanted: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 def _check(job: Job, row: str, column: str) -> None:
     turn, turns = _turns(job, row, column)
     # Each worker keeps the last 256 functions that it ran.
-    require_flat(turn, turns, job.look, 10, max(turns, 700) if column == MANY else turns)
+    first = max(turns, 700) if column == MANY else turns
+    is_open = expected(row, column).verdict == "open"
+    require_flat(turn, turns, job.look, 10, first, 0.0 if is_open else SETTLE_SECONDS)
 
 
 def _in_processes(row: str, column: str) -> None:
-    """Raise what the cell came to. All of the sample run in one program, and all others in another."""
+    """Raise what the cell came to. All of the sample run in one program, and the others of a row in one."""
     from tests.matrix.lifetimes import TABLE
 
     is_sampled = f"{row} | {column} | {PLACE}" in TABLE.sample
-    outcome = _outcomes(_planted[0] if _planted else None, is_sampled)[f"{row} | {column}"]
+    outcome = _outcomes(_planted[0] if _planted else None, "" if is_sampled else row)[f"{row} | {column}"]
     if outcome["kind"] == "refused":
         raise getattr(ts.errors, outcome["classes"][0])(outcome["text"])
     assert outcome["kind"] == "right", outcome["text"]
 
 
 @functools.cache
-def _outcomes(fault: str | None, is_sampled: bool) -> dict[str, Any]:
+def _outcomes(fault: str | None, row: str) -> dict[str, Any]:
+    """``row``: empty for the sample."""
     from tests.matrix.lifetimes import TABLE
 
     of_place = [cell for cell in TABLE.cells.values() if cell.place == PLACE]
-    wanted = [(one.row, one.column) for one in of_place if (one.id in TABLE.sample) == is_sampled]
+    asked = [one for one in of_place if (one.id in TABLE.sample) == (not row) and row in (one.row, "")]
+    wanted = [(one.row, one.column) for one in asked]
     if fault is not None:
         ids = next(one for one in TABLE.faults if one.name == fault).cells
         wanted = [(one.row, one.column) for one in of_place if one.id in ids]
@@ -417,7 +430,7 @@ def _outcomes(fault: str | None, is_sampled: bool) -> dict[str, Any]:
     program = subprocess.run(
         [
             *(sys.executable, "-m", "tests.matrix.lifetime_servers"),
-            json.dumps({"cells": wanted, "fault": fault, "is_sampled": is_sampled}),
+            json.dumps({"cells": wanted, "fault": fault, "is_sampled": not row}),
         ],
         check=False,
         cwd=root,

@@ -7,6 +7,7 @@ Python's objects and memory. A thing is 4 MB where it can be, so that one that s
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -56,6 +57,9 @@ SERVERS = lifetime_servers.PLACE
 FEW_FUNCTIONS, SOME_FUNCTIONS, MANY_FUNCTIONS = 100, 500, 10_000
 FEW_TRIALS, SOME_TRIALS, MANY_TRIALS = 4, 6, 250
 """Before it is measured, and as many after that: in the sample; in soak; and there in the row that is about them."""
+
+MEETINGS = 50
+"""The same of strategies for which processes have to meet: ten a second."""
 
 REMEMBERED = 300
 """More functions than anything remembers, but for caches that are emptied to measure."""
@@ -181,7 +185,9 @@ def _trials(row: Row, strategy: Any, opener: Any, tracked: Tracked, is_sampled: 
         if number % 2:
             (own or kept.thing).close()
 
-    return turn, FEW_TRIALS if is_sampled else MANY_TRIALS if strategy is None else SOME_TRIALS
+    if is_sampled:
+        return turn, FEW_TRIALS
+    return turn, SOME_TRIALS if strategy is not None else MEETINGS if "RANK" in os.environ else MANY_TRIALS
 
 
 _TURNS = {DROPPED: _dropped, REPLACED: _replaced, FAILED: _failed, MANY: _many, TRIALS: _trials}
