@@ -49,6 +49,7 @@ class GradientHooks:
     def __init__(self, sink: GradientSink) -> None:
         self._sink = weakref.ref(sink)
         self._own: dict[int, _Own] = {}
+        weakref.finalize(self, _detach, self._own).atexit = False  # tensors may outlive the strategy, and meet others
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
         """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation, as do hooks of
@@ -86,11 +87,15 @@ class GradientHooks:
         return own
 
     def detach(self) -> None:
-        for own in self._own.values():
-            for handle in (own.early, own.late):
-                if handle is not None:
-                    handle.remove()
-        self._own.clear()
+        _detach(self._own)
+
+
+def _detach(hooked: dict[int, _Own]) -> None:
+    for own in list(hooked.values()):
+        for handle in (own.early, own.late):
+            if handle is not None:
+                handle.remove()
+    hooked.clear()
 
 
 class _Own:

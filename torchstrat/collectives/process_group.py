@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -90,6 +91,21 @@ class Done:
         return None
 
 
+_abandoned: collections.deque[Any] = collections.deque()
+"""Groups that nobody refers to any more. Not destroyed right there: a garbage collection may come in the middle of any
+other call to torch.distributed."""
+
+
+def abandon(groups: Iterable[Any]) -> None:
+    """Have these destroyed by the next call here that makes or closes groups."""
+    _abandoned.extend(groups)
+
+
+def _destroy_abandoned() -> None:
+    while _abandoned:
+        _destroy(_abandoned.popleft())
+
+
 class _Family:
     """What the communicators derived from one another share."""
 
@@ -98,8 +114,9 @@ class _Family:
         self.default = default
         self.failure: CommunicationError | None = None
         self.store, self.words = store, itertools.count()
-        self.abandoned: list[Any] = []  # groups of channels that nobody refers to any more
+        self.groups: list[Any] = []  # but for those of channels
         self.closed = False
+        weakref.finalize(self, abandon, self.groups).atexit = False  # of strategies that were dropped without `close`
 
 
 class ProcessGroupCommunicator:
@@ -121,6 +138,7 @@ class ProcessGroupCommunicator:
         self.rank, self.size = plan.rank, plan.size
         self.ranks = tuple(range(self.size))
         self._global_rank = plan.rank
+        _destroy_abandoned()
         self._uses_nccl = device.startswith("cuda")
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
         default = DefaultGroup.join(self, plan, backend, timeout, is_passing=is_passing)
@@ -138,11 +156,14 @@ class ProcessGroupCommunicator:
     def _make_groups(self, *, host_only: bool) -> None:
         _leave_garbage_to_the_parent()
         self._group = self._device_group = self._new_group("gloo")
+        if not host_only:
+            self._family.groups.append(self._group)
         if self._family.default.peers is None:
             told = self.all_gather_object(Identity.own(), "the first meeting of all processes")
             self._family.default.peers = Peers(told)
         if self._uses_nccl and not host_only:
             self._device_group = self._new_group("nccl")
+            self._family.groups.append(self._device_group)
 
     def _new_group(self, backend: str) -> Any:
         # All processes of the job make every group: with use_local_synchronization torch names a group after the number
@@ -165,10 +186,9 @@ class ProcessGroupCommunicator:
         return self._subgroups[ranks]
 
     def split(self) -> ProcessGroupCommunicator:
-        self._destroy_abandoned()
+        _destroy_abandoned()
         channel = self._derive(self.ranks, host_only=True)
-        # Not destroyed right there: a garbage collection may come in the middle of any other call to torch.distributed.
-        weakref.finalize(channel, self._family.abandoned.append, channel._group).atexit = False
+        weakref.finalize(channel, abandon, [channel._group]).atexit = False
         return channel
 
     def _derive(self, ranks: tuple[int, ...], *, host_only: bool) -> ProcessGroupCommunicator:
@@ -180,24 +200,16 @@ class ProcessGroupCommunicator:
         derived._make_groups(host_only=host_only)
         return derived
 
-    def _destroy_abandoned(self) -> None:
-        while self._family.abandoned:
-            _destroy(self._family.abandoned.pop())
-
     def close(self) -> None:
         family = self._family
         if family.closed:
             return
         family.closed = True
         family.board.post("closed its strategy")
-        for communicator in (self, *self._subgroups.values()):
-            for group in {id(group): group for group in communicator._own_groups()}.values():
-                _destroy(group)
-        self._destroy_abandoned()
+        abandon(family.groups)
+        family.groups.clear()
+        _destroy_abandoned()
         family.default.leave(self)
-
-    def _own_groups(self) -> list[Any]:
-        return [self.__dict__[name] for name in ("_group", "_device_group") if name in self.__dict__]
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.choose import choose_communicator
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.collectives.process_group import abandon
 from torchstrat.collectives.shared_memory.neighbours import NotNeighboursError
 from torchstrat.collectives.shm import SharedMemoryCommunicator
 from torchstrat.devices import torch_device
@@ -55,15 +57,10 @@ def replicas_of_processes(
         )
         made = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
 
-        def close() -> None:
-            for group in made:
-                if dist.is_initialized():
-                    dist.destroy_process_group(group)
-
         return LogicalReplicas(
             strategy,
             everyone,
-            of_column(column, _Closing(everyone, groups, close), logical),
+            of_column(column, _Closing(everyone, groups, made), logical),
             devices,
             device,
             op,
@@ -123,13 +120,16 @@ class _Borrowed:
 class _Closing:
     """All processes of the job; closing them closes what was made of them."""
 
-    def __init__(self, everyone: Communicator, groups: _Groups, close: Any) -> None:
-        self._everyone, self._groups, self._close = everyone, groups, close
+    def __init__(self, everyone: Communicator, groups: _Groups, made: list[Any]) -> None:
+        """``made``: groups of torch's own."""
+        self._everyone, self._groups = everyone, groups
+        self._abandon = weakref.finalize(self, abandon, made)
+        self._abandon.atexit = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._everyone, name)
 
     def close(self) -> None:
         self._groups.close()
-        self._close()
+        self._abandon()
         self._everyone.close()

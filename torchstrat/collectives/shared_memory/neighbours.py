@@ -60,6 +60,7 @@ class Neighbours:
     def __init__(self, communicator: Communicator) -> None:
         """Every rank calls it. Raises `NotNeighboursError` on all of them if it fails on one."""
         self._communicator = communicator
+        self._listener: socket.socket | None = None  # of rank 0, until all have connected
         self._sockets: list[socket.socket] = []  # rank 0: to each of the others, in order; others: to rank 0
         self.processes: tuple[int, ...] = ()
         try:
@@ -115,27 +116,36 @@ class Neighbours:
     def _open_meeting(self) -> tuple[str, bytes]:
         """A name in the abstract namespace, which no file stands for, and a secret."""
         name = f"\0torchstrat-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(name)
-        self._listener.listen(self._communicator.size)
+        self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(name)
+        listener.listen(self._communicator.size)
         return name, secrets.token_bytes(32)
 
     def _connect(self, name: str, key: bytes) -> None:
         own = os.pidfd_open(os.getpid())
         self.processes = (own,)
-        if self._communicator.rank == 0:
+        if self._listener is not None:
             with self._listener:
-                self._receive_everyone(key, own)
+                self._receive_everyone(self._listener, key, own)
         else:
             self._introduce(name, key, own)
 
-    def _receive_everyone(self, key: bytes, own: int) -> None:
+    def _receive_everyone(self, listener: socket.socket, key: bytes, own: int) -> None:
         found: dict[int, tuple[socket.socket, int]] = {}
+        try:
+            self._receive(listener, key, found)
+        finally:
+            self._sockets = [found[rank][0] for rank in sorted(found)]
+            self.processes = (own, *(found[rank][1] for rank in sorted(found)))
+        for connection in self._sockets:
+            socket.send_fds(connection, [b"p"], list(self.processes))
+
+    def _receive(self, listener: socket.socket, key: bytes, found: dict[int, tuple[socket.socket, int]]) -> None:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while len(found) < self._communicator.size - 1:
-            self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except TimeoutError:
                 missing = [rank for rank in range(1, self._communicator.size) if rank not in found]
                 raise TimeoutError(f"replicas {missing} did not connect within {_PATIENCE_SECONDS:g} s") from None
@@ -143,12 +153,10 @@ class Neighbours:
             caller = _receive_hello(connection, key)
             if caller is None or caller[0] in found:
                 connection.close()
+                if caller is not None:
+                    os.close(caller[1])
                 continue
             found[caller[0]] = connection, caller[1]
-        self._sockets = [found[rank][0] for rank in sorted(found)]
-        self.processes = (own, *(found[rank][1] for rank in sorted(found)))
-        for connection in self._sockets:
-            socket.send_fds(connection, [b"p"], list(self.processes))
 
     def _introduce(self, name: str, key: bytes, own: int) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -159,10 +167,10 @@ class Neighbours:
             raise PermissionError("another user's process answers at the socket of replica 0")
         socket.send_fds(connection, [_HELLO.pack(key, self._communicator.rank)], [own])
         _, processes, _, _ = socket.recv_fds(connection, 1, self._communicator.size)
-        if len(processes) != self._communicator.size:
-            raise ConnectionError("replica 0 hung up")
         os.close(own)
         self.processes = tuple(processes)
+        if len(processes) != self._communicator.size:
+            raise ConnectionError("replica 0 hung up")
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -204,12 +212,15 @@ class Neighbours:
         return Segment(descriptors[0], size)
 
     def close(self) -> None:
-        for connection in self._sockets:
+        for connection in (*self._sockets, *([self._listener] if self._listener is not None else [])):
             connection.close()
         for descriptor in self.processes:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._sockets, self.processes = [], ()
+
+    def __del__(self) -> None:
+        self.close()  # of a strategy that was dropped
 
 
 def _receive_hello(connection: socket.socket, key: bytes) -> tuple[int, int] | None:
