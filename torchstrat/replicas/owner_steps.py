@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
@@ -15,7 +15,12 @@ from torchstrat.replicas.process_step import ProcessStep
 
 
 class OwnerSteps:
-    """Watches optimizers for good. ``begin`` and ``end`` surround a step: the variables are known only in between."""
+    """Watches optimizers until `stop`. ``begin`` and ``end`` surround a step: the variables are known only in between.
+
+    An optimizer that a later strategy watches is that one's.
+    """
+
+    _watchers: ClassVar[weakref.WeakKeyDictionary[Optimizer, weakref.ref[OwnerSteps]]] = weakref.WeakKeyDictionary()
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class OwnerSteps:
         self._begin, self._end = begin, end
         self._owns = owns
         self._watched = weakref.WeakSet[Optimizer]()
+        self._handles: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._paused = 0
         self._keeps_state = owns
 
@@ -41,10 +47,16 @@ class OwnerSteps:
                 self._watched.add(optimizer)
                 if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
                     continue  # a wrapper that does without torch's constructor: what it wraps is watched
-                optimizer.register_step_pre_hook(before_step(self._before))
-                optimizer.register_step_post_hook(after_step(self._after))
+                earlier = self._watchers.get(optimizer)
+                if earlier is not None and (other := earlier()) is not None:
+                    other._let_go(optimizer)  # its hooks would keep a strategy that the program has dropped
+                self._watchers[optimizer] = weakref.ref(self)
+                self._handles[optimizer] = handles = [
+                    optimizer.register_step_pre_hook(before_step(self._before)),
+                    optimizer.register_step_post_hook(after_step(self._after)),
+                ]
                 if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-                    optimizer.register_load_state_dict_post_hook(self._after_loading)
+                    handles.append(optimizer.register_load_state_dict_post_hook(self._after_loading))
 
     def pause(self) -> None:
         """In a run its own hooks are at work."""
@@ -66,6 +78,12 @@ class OwnerSteps:
         """The strategy is closed: optimizers are ordinary ones again."""
         self._paused += 1
         self._keeps_state = True
+        for optimizer in list(self._handles):
+            self._let_go(optimizer)
+
+    def _let_go(self, optimizer: Optimizer) -> None:
+        for handle in self._handles.pop(optimizer, ()):
+            handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._paused:
