@@ -22,6 +22,8 @@ from torchstrat.reachable import Reached, Start
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.common_storage import address_of, has_address
 
+_REMEMBERED_STEPS = 256
+
 
 class BufferSlot(NamedTuple):
     """One entry of a module's buffers. The entry, not the tensor: modules may replace the tensor by assignment."""
@@ -113,7 +115,7 @@ class VariableRegistry:
         self._watcher = Watcher(is_current, self._on_member, self._on_copy, self._on_helper)
         self._members_watch = MembersWatch(self._watcher)
         self._opened: list[Callable[[], None] | None] = []  # what ends the watch for copies and helpers
-        self._walked: dict[Any, Start] = {}
+        self._walked: dict[Any, Start] = {}  # of the last so many steps
         self.buffer_rules = BufferRules()
         self._step: Any = None  # what the last adopted function is known by
         self._copying: set[Any] = set()  # step functions that have been seen to make deep copies
@@ -183,8 +185,16 @@ class VariableRegistry:
         if is_new:
             self._note_vectors(found.plain)
         start.forget_objects()
-        self._walked[step] = start
+        self._remember(step, start)
         return adopted if is_new else []  # else it may have been made by an earlier run of the step
+
+    def _remember(self, step: Any, start: Start) -> None:
+        self._walked.pop(step, None)
+        self._walked[step] = start
+        if len(self._walked) > _REMEMBERED_STEPS:  # a notebook makes a new one each time that a cell is run
+            oldest = next(iter(self._walked))
+            del self._walked[oldest]
+            self._copying.discard(oldest)
 
     def _record(self, found: Reached) -> list[str]:
         adopted: list[str] = []
