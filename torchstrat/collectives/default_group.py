@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -25,8 +26,9 @@ _made: DefaultGroup | None = None  # the latest one that torchstrat made; torch.
 class DefaultGroup:
     """The default group while strategies work on it. ``store`` is where its processes met."""
 
-    def __init__(self, store: Any, *, is_ours: bool) -> None:
+    def __init__(self, store: Any, *, is_ours: bool, excepthook_before: Any = None) -> None:
         self.store = store
+        self._excepthooks = excepthook_before, sys.excepthook
         self._is_ours = is_ours
         self._group = dist.group.WORLD
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -63,10 +65,14 @@ class DefaultGroup:
             gc.collect()  # strategies refer to themselves: one that was dropped may still seem to be there
         if not self._users:
             dist.destroy_process_group()
+            before, its = self._excepthooks
+            if before is not None and sys.excepthook is its:
+                sys.excepthook = before  # torch hangs another one on it for each group, and takes none away
 
 
 def _make(plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
     store = _meet(plan, timeout)
+    excepthook = sys.excepthook
     try:
         dist.init_process_group(
             backend,
@@ -79,7 +85,7 @@ def _make(plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
         raise CommunicationTimeoutError(
             f"{plan.name} waited {timeout.total_seconds():g} s for all {plan.size} processes to start: {error}"
         ) from error
-    return DefaultGroup(store, is_ours=True)
+    return DefaultGroup(store, is_ours=True, excepthook_before=excepthook)
 
 
 def _meet(plan: ProcessPlan, timeout: timedelta) -> Any:
@@ -95,6 +101,13 @@ def _meet(plan: ProcessPlan, timeout: timedelta) -> Any:
             ) from error
         _stores[place] = fresh_store(store, plan.rank, plan.size, "process group", timeout)
     return _stores[place]
+
+
+def forget_meeting_points() -> None:
+    """What this process was part of is over: its next job meets elsewhere. Their stores have a connection each."""
+    global _made, _found
+    _stores.clear()
+    _made = _found = None
 
 
 def answers(store: Any) -> bool:
