@@ -218,6 +218,7 @@ class ParameterServerStrategy(Strategy):
         """Tell servers and workers that the job is over, and stop. Waits for a checkpoint that is being written. May be
         called twice."""
         self._closed = True
+        _open.discard(self)
         if not self._is_worker and self._connected is not None:
             # Imported here: checkpoints import what strategies are made of.
             from torchstrat.checkpoint.saving import wait_for_saves
@@ -456,8 +457,8 @@ _open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
 
 def _close_at_exit(strategy: ParameterServerStrategy) -> None:
     """An ordinary end of the program ends the job; a crash keeps the servers waiting for the next coordinator."""
-    if not _open:
-        atexit.register(_close_all)
+    atexit.unregister(_close_all)  # once, and before what was registered since
+    atexit.register(_close_all)
     _open.add(strategy)
 
 
