@@ -264,7 +264,7 @@ _PARTS: Mapping[str, tuple[Callable[[Job], Any], Callable[[Job, Any], Any], Call
     "data sets": (lambda job: None, _data_set, _read_new, 6),
     "iterators": (_per_worker(_Passes), _pass, _read_on, 6),
     "loader processes": (_per_worker(partial(_loader, 1)), _pass, _read_on, 2),
-    "functions": (lambda job: None, _function, lambda job, home, kept: kept.thing, 300),
+    "functions": (lambda job: None, _function, lambda job, home, kept: kept.thing, 700),
     "results": (lambda job: None, _result, lambda job, home, kept: _large, 6),
     "threads": (lambda job: None, lambda job, home: None, lambda job, home, kept: _nothing, 6),
 }
