@@ -18,6 +18,7 @@ MODULES: Mapping[str, str] = {
     "ps_state": "tests.matrix.ps_state",
     "round_trips": "tests.matrix.round_trips",
     "batches": "tests.matrix.batches",
+    "lifetimes": "tests.matrix.lifetimes",
 }
 
 

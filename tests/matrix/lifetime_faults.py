@@ -1,0 +1,172 @@
+"""What the table of lifetimes has to notice: things that are kept by one place or another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from tests.matrix import lifetime_servers
+from tests.matrix.table import PlantedFault
+from torchstrat import gradients
+from torchstrat.collectives import process_group
+from torchstrat.collectives.shared_memory.common_memory import CommonMemory
+from torchstrat.collectives.shared_memory.neighbours import Neighbours
+from torchstrat.data import prefetch
+from torchstrat.parameter_server.dispatch import Recent
+from torchstrat.parameter_server.dispatcher import Dispatcher
+from torchstrat.replicas import worker_threads
+from torchstrat.replicas.central.state import CentralState
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.owner_steps import OwnerSteps
+from torchstrat.variables import VariableRegistry, WeakOrdered
+
+Plant = Callable[[], AbstractContextManager[object]]
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _off(owner: Any, name: str) -> Plant:
+    return lambda: mock.patch.object(owner, name, _nothing)
+
+
+def _keeping(owner: Any, name: str) -> Plant:
+    """What the method gets, and returns, stays."""
+
+    @contextmanager
+    def plant() -> Iterator[None]:
+        whole, kept = getattr(owner, name), []
+
+        def keeps(self: Any, *args: Any, **options: Any) -> Any:
+            found = whole(self, *args, **options)
+            kept.append((args, found))
+            return found
+
+        with mock.patch.object(owner, name, keeps):
+            yield
+        kept.clear()
+
+    return plant
+
+
+@contextmanager
+def _later(owner: Any, name: str) -> Iterator[None]:
+    """What is called is called when the fault is over."""
+    whole, calls = getattr(owner, name), []
+    with mock.patch.object(owner, name, lambda *given: calls.append(given)):
+        yield
+    for given in calls:
+        whole(*given)
+
+
+def _added_for_good(self: Recent, key: Any, value: Any = None) -> None:
+    self._entries[key] = value
+
+
+def _without_an_end(self: VariableRegistry, step: Any, start: Any) -> None:
+    self._walked[step] = start
+
+
+def _in_processes(name: str, plant: Plant) -> Plant:
+    """Planted in the program that runs the cells of parameter servers, and in its tasks; a mark here."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with plant():
+            lifetime_servers._planted.append(name)
+            try:
+                yield
+            finally:
+                lifetime_servers._planted.clear()
+
+    return planted
+
+
+def _at(row: str, column: str, *places: str) -> tuple[str, ...]:
+    return tuple(f"{row} | {column} | {place}" for place in places)
+
+
+_MANY = "20,000 functions"
+_RESULTS, _CODES = "a coordinator keeps the results of functions", "workers keep every function"
+
+FAULTS = [
+    PlantedFault(
+        "results of runs are kept",
+        _keeping(InProcessReplicas, "run"),
+        _at("results", "dropped", "one_device", "mirrored x2"),
+    ),
+    PlantedFault(
+        "modules are held strongly",
+        _keeping(WeakOrdered, "add"),
+        _at("models", "dropped", "mirrored x2", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "steps are remembered for good",
+        lambda: mock.patch.object(VariableRegistry, "_remember", _without_an_end),
+        _at("functions", _MANY, "mirrored x2"),
+    ),
+    PlantedFault(
+        "hooks of a dropped strategy stay on the tensors",
+        _off(gradients, "_detach"),
+        _at("strategies", "dropped", "mirrored x2"),
+    ),
+    PlantedFault(
+        "threads of a dropped strategy go on",
+        lambda: _later(worker_threads, "_dismiss"),
+        _at("strategies", "dropped", "mirrored x2"),
+    ),
+    PlantedFault(
+        "a reader in the background goes on without its iterator",
+        lambda: _later(prefetch._Background, "stop"),
+        _at("iterators", "dropped", "one_device", "mirrored x2"),
+    ),
+    PlantedFault(
+        "loader processes go on without their iterator",
+        _off(_MultiProcessingDataLoaderIter, "_shutdown_workers"),
+        _at("loader processes", "dropped", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "groups that nobody has any more stay",
+        _off(process_group, "_destroy_abandoned"),
+        _at("strategies", "dropped", "torchrun multi_worker_mirrored"),
+    ),
+    PlantedFault(
+        "groups of a dropped strategy stay",
+        _off(process_group, "abandon"),
+        _at("data sets", "dropped", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "processes that share memory keep each other's descriptors",
+        _off(Neighbours, "close"),
+        _at("strategies", "500 trials", "torchrun mirrored"),
+    ),
+    PlantedFault(
+        "common memory stays mapped",
+        _keeping(CommonMemory, "places"),
+        _at("models", "dropped", "torchrun central_storage"),
+    ),
+    PlantedFault(
+        "common memory of state stays mapped",
+        _keeping(CentralState, "_bind"),
+        _at("optimizers", "dropped", "torchrun central_storage"),
+    ),
+    PlantedFault(
+        "optimizers keep the hooks of earlier strategies",
+        _off(OwnerSteps, "_let_go"),
+        _at("strategies", "dropped", "torchrun central_storage"),
+    ),
+    PlantedFault(
+        _RESULTS,
+        _in_processes(_RESULTS, _keeping(Dispatcher, "_handle_news")),
+        _at("results", "dropped", lifetime_servers.PLACE),
+    ),
+    PlantedFault(
+        _CODES,
+        _in_processes(_CODES, lambda: mock.patch.object(Recent, "add", _added_for_good)),
+        _at("functions", "dropped", lifetime_servers.PLACE),
+    ),
+]
