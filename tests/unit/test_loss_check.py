@@ -127,3 +127,21 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
         strategy.run({}.__getitem__, args=("x",))
     assert torch.autograd.backward is backward
     strategy.close()
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("central", [False, True])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_gradients_by_frequency_are_told(by_frequency: bool, central: bool, op: str) -> None:
+    make = ts.CentralStorageStrategy if central else ts.MirroredStrategy
+    strategy = make(["cpu:0", "cpu:1"], gradient_reduce_op=op)
+    with strategy.scope():
+        table = nn.Embedding(CLASSES, 3, scale_grad_by_freq=by_frequency)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            strategy.run(lambda: table(torch.tensor([1, 1, 2])).square().mean().backward())
+    strategy.close()
+    messages = [str(one.message) for one in caught]
+    assert [message for message in messages if "scale_grad_by_freq=True divides" in message] == messages
+    assert len(messages) == int(by_frequency)

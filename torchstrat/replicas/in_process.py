@@ -78,7 +78,7 @@ class InProcessReplicas:
         self._differing = DifferingEdits(self.registry.describe)
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
-        self._losses = LossCheck(strategy, gradient_op, len(devices))
+        self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
         self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0])
 

@@ -1,8 +1,10 @@
-"""Are the losses of a step such that the mean of the replicas' gradients is the gradient of the global batch?
+"""Are the losses of a step such that the replicas' gradients combined are the gradient of the global batch?
 
 Two that are not are common: a sum, whose gradients would have to be added up, and a mean over labels of which some are
 ignored, whose replicas count by their rows and not by their labels. Which loss it was is written in the graph that
 ``backward`` starts from. It is looked at in the first run that has a backward pass, and never after.
+
+An embedding that divides gradients by how often an id occurs is as wrong, whatever the loss is. Modules tell of it.
 
 A sum that is divided by something is not told: it may be the mean over rows. Nor is what a compiled function computed,
 whose graph does not say it.
@@ -12,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchstrat._torch_private import SUM_OF_LOSSES, ignored_labels, reduction_of
 from torchstrat.context import get_replica_context
@@ -38,14 +41,22 @@ _IGNORED = (
     "in how many count. Gradients are weighted by rows, so they are not those of one device. Use ts.global_mean(loss "
     "with reduction='sum', number of labels that count), or call get_replica_context().set_weight(that number)."
 )
+_FREQUENCIES = (
+    "an embedding with scale_grad_by_freq=True divides the gradient of an id by how often it occurs in one replica's "
+    "rows, so gradients are not those of one device, where it is how often it occurs in the global batch. Leave the "
+    "option out."
+)
 
 
 class LossCheck:
-    """Of one strategy."""
+    """Of one strategy. ``modules()``: all that it takes care of."""
 
-    def __init__(self, strategy: Any, op: ReduceOp, num_replicas: int) -> None:
-        self._strategy = strategy
-        self._is_over = op is ReduceOp.SUM or num_replicas == 1
+    def __init__(
+        self, strategy: Any, op: ReduceOp, num_replicas: int, modules: Callable[[], Iterable[nn.Module]]
+    ) -> None:
+        self._strategy, self._modules = strategy, modules
+        self._is_sum = op is ReduceOp.SUM
+        self._is_over = num_replicas == 1
         self._found: set[str] = set()
 
     def around(self, weights: StepWeights) -> AbstractContextManager[None]:
@@ -66,7 +77,10 @@ class LossCheck:
             ):
                 return
             self._is_over = True
-            self._found |= set(_findings(roots.grad_fn, weights.rows_of(replica.replica_id_in_sync_group)))
+            if not self._is_sum:
+                self._found |= set(_findings(roots.grad_fn, weights.rows_of(replica.replica_id_in_sync_group)))
+            if any(getattr(module, "scale_grad_by_freq", False) for module in self._modules()):
+                self._found.add(_FREQUENCIES)
 
         with _backward_calls(look):
             yield

@@ -123,7 +123,7 @@ class PerProcessReplica:
         self._streams = ReplicaStreams([self._torch_device], first_replica=communicator.rank)
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
-        self._losses = LossCheck(strategy, gradient_op, communicator.size)
+        self._losses = LossCheck(strategy, gradient_op, communicator.size, self.registry.modules)
         self._rosters = Rosters(self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
