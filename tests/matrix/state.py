@@ -361,7 +361,10 @@ ROWS: Mapping[str, Row] = {
     ),
     "attribute left by forward": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     "attribute carried on": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
-    "memory of parameters": Row("memory", lambda p: p.flat, _mul(lambda p: p.flat), frozenset({"in place"})),
+    **{
+        name: Row("memory", lambda p: p.flat, _mul(lambda p: p.flat), frozenset({"in place"}))
+        for name in ("memory of parameters", "memory of parameters, made later")
+    },
     **{
         name: Row("memory", lambda p: p.flat, _halve_flat, merges="own")
         for name in (

@@ -123,7 +123,8 @@ class CentralParameters:
     def call_back(self) -> bool:
         """A program may have put another tensor in the place of a parameter's elements (``p.data = p.data * 0.9``).
 
-        What has the same shape is an edit like any other. What has not lives elsewhere from now on; whether any has.
+        What has the same shape is an edit like any other. What has not, or is a part of something larger, which it
+        would be torn from, lives elsewhere from now on; whether any has.
         """
         has_left = self.staged is not None and self._let_staged_go(self.staged)
         for key, (reference, place, kind) in list(self._homes.items()):
@@ -133,7 +134,7 @@ class CentralParameters:
             is_alike = tensor.dtype == kind.dtype and tensor.shape == kind.shape and tensor.device.type == "cpu"
             if is_alike and tensor.data_ptr() == place.shown.data_ptr() and tensor.stride() == kind.stride:
                 continue
-            if is_alike:
+            if is_alike and tensor.untyped_storage().nbytes() == kind.bytes:
                 with torch.no_grad():
                     place.shown.copy_(tensor)
                 tensor.data = place.shown
