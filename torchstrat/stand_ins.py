@@ -104,16 +104,16 @@ def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
                 yield from _wrapped_by(member, seen)
 
 
-def take_over_steps(kind: type[Optimizer]) -> None:
+def take_over_steps(kind: type[Optimizer], *, without_compiler: bool = False) -> None:
     """From now on a step of this class asks the hooks of this process, and that of a stand-in made to `be_idle` does
     nothing: what a class of the user's own does with no parameters at all is not known.
 
     PyTorch puts its hooks around a class when the first of its objects is made; a class that has come from another
-    process has none, or those of the other process.
+    process has none, or those of the other process. ``without_compiler``: see `step_without_compiler`.
     """
     if getattr(kind.step, _TAKEN_OVER, None) is _HERE:
         return
-    inner = step_without_compiler(kind.step)
+    inner = step_without_compiler(kind.step) if without_compiler else _without_hooks(kind)
     if not hasattr(inner, _CAN_IDLE):
         inner = _idling(inner)
     kind.step = Optimizer.profile_hook_step(inner)  # type: ignore[method-assign,assignment]
@@ -145,4 +145,9 @@ _HERE = object()
 def bare_step(optimizer: Optimizer) -> None:
     """Without hooks: those of the user's optimizer run around its own step. By the class's method, for a scheduler may
     have put another into the attributes."""
-    inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))(optimizer)
+    _without_hooks(type(optimizer))(optimizer)
+
+
+def _without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
+    step: Callable[..., Any] = inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))
+    return step

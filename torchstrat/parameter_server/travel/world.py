@@ -81,7 +81,7 @@ class World:
         for token, value in objects:
             self.register(token, value)
             if isinstance(value, Optimizer) and not is_listed(type(value)):
-                take_over_steps(type(value))
+                take_over_steps(type(value), without_compiler=True)
         self.version = increment.number
 
     def unpickle(self, blob: bytes, tensors: tuple[torch.Tensor, ...], buffers: int, what: str) -> Any:
