@@ -93,7 +93,7 @@ def _save(job: Job, row: Row) -> None:
 
 
 _IS_OVER = "replica 1.*closed its strategy|nothing was heard from replica 1"
-_BOTH = r"make the same calls: process 0 called .*, process 1 called |waited .* s in .*: replica \d called |" + _IS_OVER
+_BOTH = r"make the same calls: replica 0 called .*, replica 1 called |waited .* s in .*: replica \d called |" + _IS_OVER
 
 COLUMNS = (
     Column("runs nothing", lambda job, _: job.run(lambda: None), _BOTH),

@@ -493,8 +493,8 @@ class _WordsPlace:
 def _differing(calls: Mapping[int, str]) -> str:
     """``calls``: what each rank has called."""
     return (
-        f"the processes no longer make the same calls: "
-        f"{', '.join(f'process {rank} called {calls[rank]}' for rank in sorted(calls))}. Each has to make the same in "
+        f"the replicas no longer make the same calls: "
+        f"{', '.join(f'replica {rank} called {calls[rank]}' for rank in sorted(calls))}. Each has to make the same in "
         "the same order, also those whose result only one of them prints; look for a branch that depends on the rank."
     )
 
