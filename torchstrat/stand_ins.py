@@ -91,7 +91,7 @@ def wrapped_among(optimizers: Iterable[Optimizer]) -> frozenset[int]:
 
 def wrapped_by(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Those in its attributes, and in theirs."""
-    return iter(()) if _wraps_none(optimizer) else _wrapped_by(optimizer, {id(optimizer)})
+    return iter(()) if _wraps_none(type(optimizer)) else _wrapped_by(optimizer, {id(optimizer)})
 
 
 def _wrapped_by(optimizer: Optimizer, seen: set[int]) -> Iterator[Optimizer]:
