@@ -56,7 +56,7 @@ def make_stand_in(optimizer: Optimizer, made: dict[int, Any] | None = None) -> O
 
 
 # Of classes: every step asks.
-_wraps_none: Callable[[Any], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch.optim."))
+_wraps_none: Callable[[type], bool] = functools.lru_cache(1024)(lambda kind: kind.__module__.startswith("torch.optim."))
 
 
 def _in_place_of(value: Any, made: dict[int, Any]) -> Any:
