@@ -439,7 +439,9 @@ def test_a_push_costs_what_its_rows_cost(name):
     assert {"aten::zeros", "aten::full"} & first.seen, "the control: the first push makes state for all rows"
     with LargestTensor(1000) as later:
         store.push(push_of(steps=(step,)))
-    assert later.seen <= {"aten::view", "aten::detach", "aten::alias"}, "what takes memory or time of its own"
+    assert later.seen <= {"aten::view", "aten::as_strided", "aten::detach", "aten::alias"}, (
+        "what takes memory or time of its own"
+    )
 
 
 def test_state_that_does_not_fit_is_told_before_anything_changes(monkeypatch):

@@ -17,10 +17,10 @@ BOARD = "board"
 class Rank:
     """One rank of a job, whose threads wait where the test says so."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, place: str = "waiting/0") -> None:
         self.visits = StoreVisits(store)
         self.rank, self.size = rank, size
-        self.view = Standstill(self.visits, rank, size)
+        self.view = Standstill(self.visits, rank, size, place)
         self.channels: dict[str, Channel] = {}
 
     def channel(self, name: str, ranks: tuple[int, ...] = ()) -> Channel:
@@ -50,8 +50,8 @@ def store() -> Any:
     return dist.HashStore()
 
 
-def ranks(store: Any, size: int) -> list[Rank]:
-    return [Rank(store, rank, size) for rank in range(size)]
+def ranks(store: Any, size: int, place: str = "waiting/0") -> list[Rank]:
+    return [Rank(store, rank, size, place) for rank in range(size)]
 
 
 def test_two_that_wait_on_different_channels_are_told_who_is_in_what(store: Any) -> None:
@@ -70,6 +70,14 @@ def test_who_waits_in_the_same_call_waits_for_somebody_else(store: Any) -> None:
     first, second, _ = ranks(store, 3)
     for one in (first, second) * 2:
         one.looks(one.channel("steps") if "steps" in one.channels else one.waits("steps", "backward()"))
+
+
+def test_what_an_earlier_group_has_left_in_the_store_is_no_wait(store: Any) -> None:
+    """A sweep makes one strategy after the other, whose processes meet at one store."""
+    first, _ = ranks(store, 2)
+    first.looks(first.waits("of the first strategy", "the next batch"))
+    _, second = ranks(store, 2, "waiting/1")
+    second.looks(second.waits("of the second strategy", "the start of shared memory"))
 
 
 def test_what_is_left_in_the_store_of_a_call_that_has_ended_is_no_wait(store: Any) -> None:

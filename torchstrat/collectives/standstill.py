@@ -83,10 +83,14 @@ class _Said(NamedTuple):
 
 
 class Standstill:
-    """One process's view of what the ranks of its job wait in."""
+    """One process's view of what the ranks of its job wait in.
 
-    def __init__(self, visits: StoreVisits, rank: int, size: int) -> None:
-        self._visits, self._rank = visits, rank
+    ``place``: where they say it in the store. What ranks of an earlier group have said there would be taken for theirs,
+    of whose calls this one knows nothing.
+    """
+
+    def __init__(self, visits: StoreVisits, rank: int, size: int, place: str) -> None:
+        self._visits, self._rank, self._place = visits, rank, place
         self._pause = max(MOMENT_SECONDS, size * _SECONDS_PER_RANK)
         self._channels: dict[str, Channel] = {}
         self._past: collections.deque[Channel] = collections.deque(maxlen=_PAST_CHANNELS)
@@ -126,12 +130,12 @@ class Standstill:
     def _find(self, store: Any, channel: Channel) -> StandstillError | None:
         own = self._own(channel)
         if own != self._told:
-            store.set(_key(self._rank), json.dumps(own))
+            store.set(_key(self._place, self._rank), json.dumps(own))
             self._told = own
         failed = self._failed(store, channel)
         if failed:
             return StandstillError({}, failed)
-        calls = _Circle(store, self._rank, own).find()
+        calls = _Circle(store, self._place, self._rank, own).find()
         return StandstillError(calls, {}) if calls is not None else None
 
     def _own(self, channel: Channel) -> _Said:
@@ -161,8 +165,8 @@ class Standstill:
 class _Circle:
     """Looks for ranks each of which waits for the next one, and the last for ``rank``."""
 
-    def __init__(self, store: Any, rank: int, own: _Said) -> None:
-        self._store, self._rank, self._own = store, rank, own
+    def __init__(self, store: Any, place: str, rank: int, own: _Said) -> None:
+        self._store, self._place, self._rank, self._own = store, place, rank, own
         self._asked: set[int] = set()
 
     def find(self) -> dict[int, str] | None:
@@ -186,9 +190,8 @@ class _Circle:
         return None
 
     def _said_by(self, rank: int) -> _Said | None:
-        if not self._store.check([_key(rank)]):
-            return None
-        return _Said(*json.loads(self._store.get(_key(rank))))
+        key = _key(self._place, rank)
+        return _Said(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
 
 def _others(ranks: Sequence[int], own: int) -> list[int]:
@@ -197,5 +200,5 @@ def _others(ranks: Sequence[int], own: int) -> list[int]:
     return [rank for rank in (*ranks[after:], *ranks[:after]) if rank != own][:_AT_ONCE]
 
 
-def _key(rank: int) -> str:
-    return f"waiting/{rank}"
+def _key(place: str, rank: int) -> str:
+    return f"{place}/{rank}"
