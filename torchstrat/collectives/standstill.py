@@ -93,7 +93,8 @@ class Standstill:
         self._visits, self._rank, self._place = visits, rank, place
         self._pause = max(MOMENT_SECONDS, size * _SECONDS_PER_RANK)
         self._channels: dict[str, Channel] = {}
-        self._past: collections.deque[Channel] = collections.deque(maxlen=_PAST_CHANNELS)
+        self._past: collections.deque[tuple[str, int, bool]] = collections.deque(maxlen=_PAST_CHANNELS)
+        """Name, count and ``in_background`` of channels that nobody uses any more."""
         self._told: _Said | None = None
 
     def channel(self, user: Any, name: str, ranks: Sequence[int], board: str) -> Channel:
@@ -106,7 +107,7 @@ class Standstill:
         # In the middle of any other call, as garbage collections are: no lock, and nothing that waits.
         if self._channels.get(channel.name) is channel:
             del self._channels[channel.name]
-        self._past.append(channel)
+        self._past.append((channel.name, channel.count, channel.in_background))
 
     def look(self, channel: Channel, *, at_once: bool = False) -> None:
         """Who waits in ``channel`` calls it now and then. Raises `StandstillError` if that will not end.
@@ -139,14 +140,15 @@ class Standstill:
         return StandstillError(calls, {}) if calls is not None else None
 
     def _own(self, channel: Channel) -> _Said:
-        known = [*list(self._past), *list(self._channels.values())]
+        now = [(one.name, one.count, one.in_background) for one in list(self._channels.values())]
+        known = [*list(self._past), *now]
         return _Said(
             channel.name,
             channel.number,
             channel.call,
             channel.ranks,
-            {one.name: one.count for one in known if one.count},
-            [one.name for one in known if one.in_background],
+            {name: count for name, count, _ in known if count},
+            [name for name, _, in_background in known if in_background],
         )
 
     def _failed(self, store: Any, channel: Channel) -> dict[int, str]:
