@@ -214,7 +214,7 @@ class Iterators(_Data):
 class LoaderProcesses(_Data):
     name = "loader processes"
     turns = 3
-    turns_failed = 1  # torch's iterator and the error of its worker hold each other, and its end then takes 5 s
+    turns_failed = 2  # torch's iterator and the error of its worker hold each other, and its end then takes 5 s
 
     def home(self, strategy: Any, *, fails: bool = False) -> Any:
         # A process that was spawned would spawn: another interpreter for every pass.
