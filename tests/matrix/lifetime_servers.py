@@ -401,7 +401,7 @@ def _check(job: Job, row: str, column: str) -> None:
     # Each worker keeps the last 256 functions that it ran.
     first = max(turns, 700) if column == MANY else turns
     is_open = expected(row, column).verdict == "open"
-    require_flat(turn, turns, job.look, 10, first, 0.0 if is_open else SETTLE_SECONDS)
+    require_flat(turn, turns, job.look, 10, first, 0.0 if is_open else SETTLE_SECONDS, 1 if is_open else 3)
 
 
 def _in_processes(row: str, column: str) -> None:
