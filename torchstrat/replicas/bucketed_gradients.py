@@ -496,7 +496,7 @@ class BucketedGradients:
         if tensor.grad is combined:
             self.records.note_combined(tensor)
             return
-        if tensor.grad is None or not is_plain(tensor.grad) or not _is_dense_in_memory(tensor.grad):
+        if tensor.grad is None or not is_plain(tensor.grad):
             tensor.grad = torch.empty_like(tensor, requires_grad=False)
         tensor.grad.copy_(combined)
         self.records.note_combined(tensor)
@@ -692,8 +692,3 @@ def _kinds(places: torch.Tensor) -> tuple[set[int], set[int], set[int]]:
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
-
-
-def _is_dense_in_memory(gradient: torch.Tensor) -> bool:
-    """Whether every element has a place of its own: an expanded tensor, assigned by hand, cannot be written to."""
-    return all(stride or size <= 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True))
