@@ -122,8 +122,12 @@ class FailureBoard:
 
 def note_of(store: Any, prefix: str, rank: int) -> str | None:
     """Why a rank stopped taking part, as it has told on the board of this ``prefix``."""
-    part = dist.PrefixStore(prefix, store)
-    return part.get(_key(rank)).decode() if part.check([_key(rank)]) else None
+    return said_at(dist.PrefixStore(prefix, store), _key(rank))
+
+
+def said_at(store: Any, key: str) -> str | None:
+    """What stands there; None where nothing does. Without waiting, as a store's own ``get`` would."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def collect(store: Any, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:
@@ -132,8 +136,8 @@ def collect(store: Any, keys: Mapping[str, int], said: dict[int, str], seconds: 
     deadline = time.monotonic() + seconds
     while missing:
         for key, rank in list(missing.items()):
-            if store.check([key]):
-                said[rank] = store.get(key).decode()
+            if (found := said_at(store, key)) is not None:
+                said[rank] = found
                 del missing[key]
         if not missing or time.monotonic() > deadline:
             return

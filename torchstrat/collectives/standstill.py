@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchstrat.collectives.failures import StoreVisits, note_of
+from torchstrat.collectives.failures import StoreVisits, note_of, said_at
 
 MOMENT_SECONDS = 0.5
 """How long a rank waits before it says so."""
@@ -192,8 +192,8 @@ class _Circle:
         return None
 
     def _said_by(self, rank: int) -> _Said | None:
-        key = _key(self._place, rank)
-        return _Said(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+        said = said_at(self._store, _key(self._place, rank))
+        return None if said is None else _Said(*json.loads(said))
 
 
 def _others(ranks: Sequence[int], own: int) -> list[int]:

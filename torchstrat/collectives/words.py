@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torchstrat.collectives.failures import said_at
 from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
 
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05
@@ -93,4 +94,4 @@ class Words:
 
 
 def _heard(missing: Sequence[int], store: Any) -> dict[int, str]:
-    return {rank: store.get(str(rank)).decode() for rank in missing if store.check([str(rank)])}
+    return {rank: word for rank in missing if (word := said_at(store, str(rank))) is not None}
