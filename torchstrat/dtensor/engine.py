@@ -116,7 +116,6 @@ class LogicalReplicas:
 
     @property
     def layout(self) -> InputLayout:
-        self._everyone.forget_failure()
         agree(self._everyone, INPUT)
         (replica,) = self.local_replicas
         return InputLayout(

@@ -157,7 +157,6 @@ class PerProcessReplica:
 
     @property
     def layout(self) -> InputLayout:
-        self._world.forget_failure()
         agree(self._world, INPUT)
         return InputLayout(
             num_replicas=self.num_replicas,
