@@ -83,7 +83,7 @@ def kind_of(optimizer: Optimizer) -> Kind:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return UNKNOWN  # its step is part of a graph of the user's
-    return _KINDS.get(type(optimizer), UNKNOWN)
+    return kind_of_class(type(optimizer))
 
 
 def tier_of(optimizer: Optimizer) -> Tier:

@@ -20,8 +20,7 @@ from torchstrat.collectives.standstill import Standstill
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
 
 _stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
-_count = itertools.count()  # of the groups made at it: the keys of an earlier one are still in the store
-_watches = itertools.count()  # of all default groups, for the same reason
+_count = itertools.count()  # of what is said there: the keys of an earlier group are still in the store
 _found: DefaultGroup | None = None  # the latest one that the user made
 _made: DefaultGroup | None = None  # the latest one that torchstrat made; torch.distributed has one at a time
 
@@ -37,7 +36,7 @@ class DefaultGroup:
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.peers: Peers | None = None
         self.visits = StoreVisits(store)
-        self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size(), f"waiting/{next(_watches)}")
+        self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size(), f"waiting/{next(_count)}")
 
     @staticmethod
     def join(

@@ -32,6 +32,8 @@ T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _NUMBERS = 1
 """The code of calls whose ranks tell each other what they are in."""
+_ANY = -1
+"""The size of messages of any lengths."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,7 +162,9 @@ class SharedMemoryCommunicator:
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         message = pickle.dumps(value)
-        return [pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _code(what, -1))]
+        return [
+            pickle.loads(told) for told in self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))
+        ]
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         """Messages of any lengths. What does not fit into the first round follows in as many as the longest takes."""
@@ -186,7 +190,7 @@ class SharedMemoryCommunicator:
 
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         message = pickle.dumps(value) if self.rank == source else b""
-        told = self._guard(what, lambda: self._gather_bytes(message), _code(what, -1))[source]
+        told = self._guard(what, lambda: self._gather_bytes(message), _code(what, _ANY))[source]
         return value if self.rank == source else pickle.loads(told)
 
     def barrier(self, what: str) -> None:

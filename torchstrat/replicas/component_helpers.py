@@ -102,8 +102,7 @@ class ComponentHelpers:
             changed = hyperparameters.changes(helper, before[id(helper)]) if id(helper) in before else []
             for own in attributes.values() if any(changed) else ():
                 if own is not vars(helper):
-                    for group, values in zip(own.get("param_groups", ()), changed, strict=False):
-                        group.update(values)
+                    hyperparameters.put(own.get("param_groups", ()), changed)
 
     def forget_state(self, optimizer: Optimizer) -> None:
         """For another replica, in its turn: what it has done to the state so far is undone by a step."""

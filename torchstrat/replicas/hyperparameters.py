@@ -43,6 +43,12 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [dict(group) for group in optimizer.param_groups]
 
 
+def put(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str, Any]]) -> None:
+    """Make in these ``groups`` the `changes` that there were in another replica's."""
+    for group, values in zip(groups, changed, strict=False):
+        group.update(values)
+
+
 def changes(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The values in its groups that are not those of ``before``, but for parameters."""
     return [

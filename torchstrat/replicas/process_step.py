@@ -172,14 +172,15 @@ class ProcessStep:
     def _tell_settings(self, optimizer: Optimizer) -> None:
         """What the owner's step has set in its groups (a count, the next rate) is every rank's."""
         before, self._settings = self._settings, []
-        stepped = (optimizer, *wrapped_by(optimizer)) if before else ()
-        if stepped:
-            call = f"{self._call_name(optimizer)}: what the owner's step has set"
-            own = [hyperparameters.changes(one, earlier) for one, earlier in zip(stepped, before, strict=False)]
-            told = self._communicator.broadcast_object(own, OWNER, call)
-            for one, changed in zip(stepped, told, strict=False) if not self._owns else ():
-                for group, values in zip(one.param_groups, changed, strict=False):
-                    group.update(values)
+        if not before:
+            return
+        stepped = (optimizer, *wrapped_by(optimizer))
+        call = f"{self._call_name(optimizer)}: what the owner's step has set"
+        own = [hyperparameters.changes(one, earlier) for one, earlier in zip(stepped, before, strict=False)]
+        told = self._communicator.broadcast_object(own, OWNER, call)
+        if not self._owns:
+            for one, changed in zip(stepped, told, strict=False):
+                hyperparameters.put(one.param_groups, changed)
 
     def _finish(self, optimizer: Optimizer, tensors: list[torch.Tensor], *, alone: bool) -> None:
         level = tensors
