@@ -10,6 +10,7 @@ from unittest import mock
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.matrix import lifetime_servers
+from tests.matrix.on_servers import marked
 from tests.matrix.table import PlantedFault
 from torchstrat import gradients
 from torchstrat.collectives import process_group
@@ -69,21 +70,6 @@ def _added_for_good(self: Recent, key: Any, value: Any = None) -> None:
 
 def _without_an_end(self: VariableRegistry, step: Any, start: Any) -> None:
     self._walked[step] = start
-
-
-def _in_processes(name: str, plant: Plant) -> Plant:
-    """Planted in the program that runs the cells of parameter servers, and in its tasks; a mark here."""
-
-    @contextmanager
-    def planted() -> Iterator[None]:
-        with plant():
-            lifetime_servers._planted.append(name)
-            try:
-                yield
-            finally:
-                lifetime_servers._planted.clear()
-
-    return planted
 
 
 def _at(row: str, column: str, *places: str) -> tuple[str, ...]:
@@ -161,12 +147,12 @@ FAULTS = [
     ),
     PlantedFault(
         _RESULTS,
-        _in_processes(_RESULTS, _keeping(Dispatcher, "_handle_news")),
+        lambda: marked(_RESULTS, _keeping(Dispatcher, "_handle_news")),
         _at("results", "dropped", lifetime_servers.PLACE),
     ),
     PlantedFault(
         _CODES,
-        _in_processes(_CODES, lambda: mock.patch.object(Recent, "add", _added_for_good)),
+        lambda: marked(_CODES, lambda: mock.patch.object(Recent, "add", _added_for_good)),
         _at("functions", "dropped", lifetime_servers.PLACE),
     ),
 ]

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
-import os
-import subprocess
-import sys
 import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrat as ts
+from tests.matrix import on_servers
 from tests.matrix.lifetime_measures import (
     SETTLE_SECONDS,
     Held,
@@ -321,12 +317,12 @@ def _new(function: Callable[..., Any]) -> Callable[..., Any]:
 # -- strategies -------------------------------------------------------------------------------------------------------
 
 
-def _check_strategies(column: str, command: Mapping[str, Any], *, is_sampled: bool) -> None:
-    """Each with a cluster of its own."""
+def _check_strategies(column: str, options: Mapping[str, Any], *, is_sampled: bool) -> None:
+    """Each with a cluster of its own, with these options."""
     tracked = Tracked()
 
     def turn(_: int) -> None:
-        with ts.testing.LocalCluster(workers=2, ps=2, **command) as cluster:
+        with ts.testing.LocalCluster(**options) as cluster:
             try:
                 job = Job(cluster, is_sampled=is_sampled)
                 tracked(job.strategy)
@@ -349,45 +345,27 @@ def _check_strategies(column: str, command: Mapping[str, Any], *, is_sampled: bo
 
 # -- the program ------------------------------------------------------------------------------------------------------
 
-_planted: list[str] = []
-"""The fault that is planted in this process, for the program that runs cells on real processes."""
 
-
-def planted(fault: str | None) -> AbstractContextManager[object]:
-    from tests.matrix.lifetimes import TABLE
-
-    return next((one.plant() for one in TABLE.faults if one.name == fault), nullcontext())
-
-
-def serve(fault: str) -> None:
-    """A worker or a server, as ``python -m torchstrat.server``, with a fault."""
-    from torchstrat.server import main as serve_main
-
-    with planted(fault):
-        serve_main()
-
-
-def run_cells(wanted: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def run_cells(wanted: Mapping[str, Any]) -> Iterator[on_servers.Answer]:
     """The outcome of each of the wanted cells."""
-    fault, is_sampled = wanted["fault"], wanted["is_sampled"]
-    serve_with = f"from tests.matrix.lifetime_servers import serve; serve({fault!r})"
-    command: dict[str, Any] = {"server_command": (sys.executable, "-c", serve_with)} if fault else {}
+    fault, is_sampled = ("lifetimes", wanted["fault"]), wanted["is_sampled"]
+    options = on_servers.cluster_with(*fault)
 
-    def outcome(row: str, column: str, check: Callable[[], None]) -> tuple[str, dict[str, Any]]:
+    def outcome(row: str, column: str, check: Callable[[], None]) -> on_servers.Answer:
         with only_what_is_new():
             return f"{row} | {column}", observe(Cell(row, column, PLACE, check))._asdict()
 
     others = [(row, column) for row, column in wanted["cells"] if row != "strategies"]
     # What is known to stay makes the others slower.
     others.sort(key=lambda cell: expected(*cell).verdict == "open")
-    with planted(fault), warnings.catch_warnings():
+    with on_servers.planted(*fault), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for row, column in wanted["cells"]:
             if row == "strategies":
-                yield outcome(row, column, partial(_check_strategies, column, command, is_sampled=is_sampled))
+                yield outcome(row, column, partial(_check_strategies, column, options, is_sampled=is_sampled))
         if not others:
             return
-        with ts.testing.LocalCluster(workers=2, ps=2, **command) as cluster:
+        with ts.testing.LocalCluster(**options) as cluster:
             job = Job(cluster, is_sampled=is_sampled)
             try:
                 for row, column in others:
@@ -409,46 +387,26 @@ def _in_processes(row: str, column: str) -> None:
     from tests.matrix.lifetimes import TABLE
 
     is_sampled = f"{row} | {column} | {PLACE}" in TABLE.sample
-    outcome = _outcomes(_planted[0] if _planted else None, "" if is_sampled else row)[f"{row} | {column}"]
-    if outcome["kind"] == "refused":
-        raise getattr(ts.errors, outcome["classes"][0])(outcome["text"])
-    assert outcome["kind"] == "right", outcome["text"]
+    outcomes = _outcomes(on_servers.fault_now(), "" if is_sampled else row)
+    on_servers.raise_outcome(outcomes[f"{row} | {column}"])
 
 
 @functools.cache
-def _outcomes(fault: str | None, row: str) -> dict[str, Any]:
+def _outcomes(fault: str | None, row: str) -> Any:
     """``row``: empty for the sample."""
     from tests.matrix.lifetimes import TABLE
 
-    of_place = [cell for cell in TABLE.cells.values() if cell.place == PLACE]
-    asked = [one for one in of_place if (one.id in TABLE.sample) == (not row) and row in (one.row, "")]
-    wanted = [(one.row, one.column) for one in asked]
-    if fault is not None:
-        ids = next(one for one in TABLE.faults if one.name == fault).cells
-        wanted = [(one.row, one.column) for one in of_place if one.id in ids]
-    root = Path(__file__).parents[2]
-    program = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.matrix.lifetime_servers"),
-            json.dumps({"cells": wanted, "fault": fault, "is_sampled": not row}),
-        ],
-        check=False,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=230,
-    )
-    found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
-    assert len(found) == len(wanted), program.stderr[-4000:]
-    return found
+    cells = on_servers.cells_of(TABLE, PLACE, fault)
+    if fault is None:
+        sampled = [cell for cell in cells if f"{cell[0]} | {cell[1]} | {PLACE}" in TABLE.sample]
+        cells = sampled if not row else [cell for cell in cells if cell[0] == row and cell not in sampled]
+    return on_servers.run_program("tests.matrix.lifetime_servers", cells, fault, seconds=230, is_sampled=not row)
 
 
 def main() -> None:
     from tests.matrix.lifetime_servers import run_cells as run
 
-    for line in run(json.loads(sys.argv[1])):
-        print(json.dumps(line), flush=True)
+    on_servers.answer(run)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.matrix.on_servers import Answer, cluster_with, planted
 from tests.matrix.table import Cell, assert_close, observe
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -157,31 +157,15 @@ def check_rows_stay(program: Program, make: Make, new_strategy: Callable[..., An
     assert moved == named, f"rows {named} have gradients, and {moved} have moved"
 
 
-def _planted(fault: str | None) -> AbstractContextManager[object]:
-    from tests.matrix.optimizers import TABLE
-
-    return next((one.plant() for one in TABLE.faults if one.name == fault), nullcontext())
-
-
-def serve(fault: str) -> None:
-    """A worker or a server, as ``python -m torchstrat.server``, with a fault."""
-    from torchstrat.server import main
-
-    with _planted(fault):
-        main()
-
-
 # -- in a program of its own ------------------------------------------------------------------------------------------
 
 
-def run_cells(own: Mapping[str, Make], wanted: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def run_cells(own: Mapping[str, Make], wanted: Mapping[str, Any]) -> Iterator[Answer]:
     """The outcome of each of the wanted cells, all on one cluster of processes; ``own``: the classes of the script."""
     from tests.matrix.optimizers import PROGRAMS, maker
 
-    fault = wanted["fault"]
-    serve_with = f"from tests.matrix.optimizer_programs import serve; serve({fault!r})"
-    command = {"server_command": (sys.executable, "-c", serve_with)} if fault else {}
-    with _planted(fault), ts.testing.LocalCluster(workers=2, ps=2, **command) as cluster:
+    fault = ("optimizers", wanted["fault"])
+    with planted(*fault), ts.testing.LocalCluster(**cluster_with(*fault)) as cluster:
 
         def new_strategy(partitioner: Any, **options: Any) -> Any:
             return ts.ParameterServerStrategy(cluster.resolver, partitioner, **options)

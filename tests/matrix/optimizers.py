@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 import torchstrat as ts
+from tests.matrix import on_servers
 from tests.matrix.optimizer_programs import Make, Program, check, check_rows_stay
 from tests.matrix.own_optimizers import OWN
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
@@ -173,53 +169,19 @@ def _in_fake_cluster(compare: Callable[..., None], row: str, column: str, server
 
 # -- real processes ---------------------------------------------------------------------------------------------------
 
-_planted: list[str] = []
-"""The fault that is planted in this process, for the program that runs cells on real processes."""
-
 
 def _check_in_processes(row: str, column: str) -> None:
     """Raise what the cell came to. All of them run in one program, when the first is asked for."""
-    outcome = _outcomes(_planted[0] if _planted else None)[f"{row} | {column}"]
-    if outcome["kind"] == "refused":
-        error = getattr(ts.errors, outcome["classes"][0])
-        raise error(outcome["text"])
-    assert outcome["kind"] == "right", outcome["text"]
+    on_servers.raise_outcome(_outcomes(on_servers.fault_now())[f"{row} | {column}"])
 
 
 @functools.cache
-def _outcomes(fault: str | None) -> dict[str, Any]:
-    wanted = [(cell.row, cell.column) for cell in TABLE.cells.values() if cell.place == PROCESSES]
-    if fault is not None:
-        ids = next(one for one in TABLE.faults if one.name == fault).cells
-        wanted = [(row, column) for row, column in wanted if f"{row} | {column} | {PROCESSES}" in ids]
-    root = Path(__file__).parents[2]
-    program = subprocess.run(
-        [sys.executable, "-m", "tests.matrix.own_optimizers", json.dumps({"cells": wanted, "fault": fault})],
-        check=False,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
-    found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
-    assert len(found) == len(wanted), program.stderr[-4000:]
-    return found
+def _outcomes(fault: str | None) -> Any:
+    cells = on_servers.cells_of(TABLE, PROCESSES, fault)
+    return on_servers.run_program("tests.matrix.own_optimizers", cells, fault, seconds=220)
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _planted_in_processes(name: str, *patches: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        _planted.append(name)
-        try:
-            yield
-        finally:
-            _planted.clear()
 
 
 def _ids(place: str, row: str, *columns: str) -> Sequence[str]:
@@ -249,28 +211,32 @@ def _forgetting(self: live_optimizer.LiveOptimizer, options: Any) -> None:
             del group[name]
 
 
+@contextmanager
+def _copying_hooks() -> Iterator[None]:
+    with (
+        mock.patch.object(pickling, "is_library", lambda name: name != "torch.optim.optimizer"),
+        mock.patch.object(world, "take_over_steps"),
+    ):
+        yield
+
+
+def _giving_each_its_cell() -> AbstractContextManager[object]:
+    plainly = pickling.cloudpickle.Pickler._dynamic_function_reduce
+    return mock.patch.object(pickling.ValuePickler, "_dynamic_function_reduce", plainly)
+
+
 _COPIED_HOOKS = "a class of the script brings a copy of PyTorch's hooks"
+_OWN_CELLS = "methods of a class that share a variable have one each where they arrive"
 
 FAULTS = [
     PlantedFault(
         _COPIED_HOOKS,
-        lambda: _planted_in_processes(
-            _COPIED_HOOKS,
-            mock.patch.object(pickling, "is_library", lambda name: name != "torch.optim.optimizer"),
-            mock.patch.object(world, "take_over_steps"),
-        ),
+        lambda: on_servers.marked(_COPIED_HOOKS, _copying_hooks),
         _ids(PROCESSES, "Lion of the script", "functions at once"),
     ),
     PlantedFault(
-        "methods of a class that share a variable have one each where they arrive",
-        lambda: _planted_in_processes(
-            "methods of a class that share a variable have one each where they arrive",
-            mock.patch.object(
-                pickling.ValuePickler,
-                "_dynamic_function_reduce",
-                pickling.cloudpickle.Pickler._dynamic_function_reduce,
-            ),
-        ),
+        _OWN_CELLS,
+        lambda: on_servers.marked(_OWN_CELLS, _giving_each_its_cell),
         _ids(PROCESSES, "Closing of the script", "dense, 2 shards"),
     ),
     PlantedFault(

@@ -7,8 +7,7 @@ which trains with them on a cluster of real processes.
 from __future__ import annotations
 
 import collections
-import json
-import sys
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -290,10 +289,10 @@ OWN: dict[str, Callable[[Params], Optimizer]] = {
 
 
 def main() -> None:
+    from tests.matrix import on_servers
     from tests.matrix.optimizer_programs import run_cells
 
-    for line in run_cells(OWN, json.loads(sys.argv[1])):
-        print(json.dumps(line), flush=True)
+    on_servers.answer(functools.partial(run_cells, OWN))
 
 
 if __name__ == "__main__":

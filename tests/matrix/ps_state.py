@@ -13,21 +13,16 @@ functions at once, which do not commute.
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial, partialmethod
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-import torchstrat as ts
+from tests.matrix import on_servers
 from tests.matrix.ps_state_programs import Edit, Parts, Program, check, check_draws
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, known_wrong, refused
 from torchstrat.errors import ContextError, UnsupportedError
@@ -308,52 +303,19 @@ def _in_fake_cluster(row: str, column: str, servers: int, workers: int) -> None:
 
 # -- real processes ---------------------------------------------------------------------------------------------------
 
-_planted: list[str] = []
-"""The fault that is planted in this process, for the program that runs cells on real processes."""
-
 
 def _in_processes(row: str, column: str) -> None:
     """Raise what the cell came to. All of them run in one program, when the first is asked for."""
-    outcome = _outcomes(_planted[0] if _planted else None)[f"{row} | {column}"]
-    if outcome["kind"] == "refused":
-        raise getattr(ts.errors, outcome["classes"][0])(outcome["text"])
-    assert outcome["kind"] == "right", outcome["text"]
+    on_servers.raise_outcome(_outcomes(on_servers.fault_now())[f"{row} | {column}"])
 
 
 @functools.cache
-def _outcomes(fault: str | None) -> dict[str, Any]:
-    wanted = [(cell.row, cell.column) for cell in TABLE.cells.values() if cell.place == PROCESSES]
-    if fault is not None:
-        ids = next(one for one in TABLE.faults if one.name == fault).cells
-        wanted = [(row, column) for row, column in wanted if f"{row} | {column} | {PROCESSES}" in ids]
-    root = Path(__file__).parents[2]
-    program = subprocess.run(
-        [sys.executable, "-m", "tests.matrix.ps_state_programs", json.dumps({"cells": wanted, "fault": fault})],
-        check=False,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
-    found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
-    assert len(found) == len(wanted), program.stderr[-4000:]
-    return found
+def _outcomes(fault: str | None) -> Any:
+    cells = on_servers.cells_of(TABLE, PROCESSES, fault)
+    return on_servers.run_program("tests.matrix.ps_state_programs", cells, fault, seconds=220)
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _planted_in_processes(name: str, *patches: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        _planted.append(name)
-        try:
-            yield
-        finally:
-            _planted.clear()
 
 
 def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
@@ -363,7 +325,7 @@ def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextMan
 def _in_worker_processes(
     fault: str, owner: Any, name: str, instead: Any
 ) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: _planted_in_processes(fault, mock.patch.object(owner, name, instead))
+    return lambda: on_servers.marked(fault, _off(owner, name, instead))
 
 
 def _at(row: str, *columns: str, place: str = "2 servers, 2 workers") -> tuple[str, ...]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.matrix.on_servers import Answer, answer, cluster_with, planted
 from tests.matrix.table import Cell, assert_close, observe
 
 SECONDS = 60
@@ -330,28 +329,12 @@ def check_draws(new_strategy: Callable[[], Any], column: str) -> None:
 # -- in a program of its own ------------------------------------------------------------------------------------------
 
 
-def planted(fault: str | None) -> AbstractContextManager[object]:
-    from tests.matrix.ps_state import TABLE
-
-    return next((one.plant() for one in TABLE.faults if one.name == fault), nullcontext())
-
-
-def serve(fault: str) -> None:
-    """A worker or a server, as ``python -m torchstrat.server``, with a fault."""
-    from torchstrat.server import main as serve_main
-
-    with planted(fault):
-        serve_main()
-
-
-def run_cells(wanted: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def run_cells(wanted: Mapping[str, Any]) -> Iterator[Answer]:
     """The outcome of each of the wanted cells, all on one cluster of processes."""
     from tests.matrix.ps_state import check_of
 
-    fault = wanted["fault"]
-    serve_with = f"from tests.matrix.ps_state_programs import serve; serve({fault!r})"
-    command = {"server_command": (sys.executable, "-c", serve_with)} if fault else {}
-    with planted(fault), ts.testing.LocalCluster(workers=2, ps=2, **command) as cluster:
+    fault = ("ps_state", wanted["fault"])
+    with planted(*fault), ts.testing.LocalCluster(**cluster_with(*fault)) as cluster:
         for row, column in wanted["cells"]:
             run = check_of(row, column, lambda: ts.ParameterServerStrategy(cluster.resolver), 2)
             yield f"{row} | {column}", observe(Cell(row, column, "processes", run))._asdict()
@@ -360,8 +343,7 @@ def run_cells(wanted: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 def main() -> None:
     from tests.matrix.ps_state_programs import run_cells as run
 
-    for line in run(json.loads(sys.argv[1])):
-        print(json.dumps(line), flush=True)
+    answer(run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Cells on parameter servers of real processes: they run in a program of their own, whose tasks can have a fault.
+
+The program is a module's ``main``, which calls `answer`; all cells that are asked for together share what it starts. A
+fault is planted there, and in its workers and servers; in the process of the test it is a mark, see `marked`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torchstrat as ts
+from tests.matrix import catalog
+from tests.matrix.table import Table
+
+Answer = tuple[str, dict[str, Any]]
+"""A cell, as ``row | column``, and what its outcome is made of."""
+
+_marked: list[str] = []
+
+
+# -- in the process of the test ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def marked(fault: str, plant: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """A fault that is planted here, and in the programs that run cells meanwhile."""
+    with plant():
+        _marked.append(fault)
+        try:
+            yield
+        finally:
+            _marked.clear()
+
+
+def fault_now() -> str | None:
+    return _marked[0] if _marked else None
+
+
+def cells_of(table: Table, place: str, fault: str | None) -> list[tuple[str, str]]:
+    """Row and column of all cells of a place, or of those that have to notice a fault."""
+    ids = None if fault is None else next(one for one in table.faults if one.name == fault).cells
+    cells = (cell for cell in table.cells.values() if cell.place == place)
+    return [(cell.row, cell.column) for cell in cells if ids is None or cell.id in ids]
+
+
+def run_program(module: str, cells: Sequence[tuple[str, str]], fault: str | None, seconds: float, **more: Any) -> Any:
+    """The outcomes of these cells, by ``row | column``. ``more``: what else the module's function wants to know."""
+    root = Path(__file__).parents[2]
+    program = subprocess.run(
+        [sys.executable, "-m", module, json.dumps({"cells": cells, "fault": fault, **more})],
+        check=False,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
+    assert len(found) == len(cells), program.stderr[-4000:]
+    return found
+
+
+def raise_outcome(outcome: Mapping[str, Any]) -> None:
+    """Raise what a cell came to there, if it is not right."""
+    if outcome["kind"] == "refused":
+        raise getattr(ts.errors, outcome["classes"][0])(outcome["text"])
+    assert outcome["kind"] == "right", outcome["text"]
+
+
+# -- in the program ---------------------------------------------------------------------------------------------------
+
+
+def answer(run_cells: Callable[[Mapping[str, Any]], Iterable[Answer]]) -> None:
+    """The program: print what becomes of the cells that its argument wants."""
+    for line in run_cells(json.loads(sys.argv[1])):
+        print(json.dumps(line), flush=True)
+
+
+def planted(table: str, fault: str | None) -> AbstractContextManager[object]:
+    return next((one.plant() for one in catalog.load(table).faults if one.name == fault), nullcontext())
+
+
+def cluster_with(table: str, fault: str | None) -> dict[str, Any]:
+    """Options of a `LocalCluster` whose workers and servers have the fault."""
+    command = f"from tests.matrix.on_servers import serve; serve({table!r}, {fault!r})"
+    return {"workers": 2, "ps": 2} | ({"server_command": (sys.executable, "-c", command)} if fault else {})
+
+
+def serve(table: str, fault: str) -> None:
+    """A worker or a server, as ``python -m torchstrat.server``, with a fault."""
+    from torchstrat.server import main
+
+    with planted(table, fault):
+        main()
