@@ -202,6 +202,31 @@ def test_a_replica_that_closes_is_not_waited_for(two_processes: Workers) -> None
     assert "replica 1 closed its strategy" in told
 
 
+def two_strategies_of_a_sweep() -> tuple[str, list[float]]:
+    """The first one ends on rank 1 alone, while rank 0 starts another group of both."""
+    told, patience = "", timedelta(seconds=240)
+    first = ts.MirroredStrategy(timeout=patience)
+    try:
+        if me() == 0:
+            world_of(first).split()
+    except CommunicationError as error:
+        told = str(error)
+    finally:
+        first.close()
+    second = ts.MirroredStrategy(timeout=patience)
+    try:
+        return told, second.reduce("sum", second.run(lambda: torch.ones(1))).tolist()
+    finally:
+        second.close()
+
+
+def test_a_start_that_was_given_up_keeps_no_later_strategy_from_the_store(two_processes: Workers) -> None:
+    (told, first), (_, second) = two_processes.run(two_strategies_of_a_sweep)
+    assert "in the start of a group" in told
+    assert "replica 1 closed its strategy" in told
+    assert first == second == [2.0]
+
+
 # -- who may attach ----------------------------------------------------------------------------------------------------
 
 

@@ -20,23 +20,28 @@ from torchstrat.collectives.standstill import Standstill
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, UnsupportedError
 
 _stores: dict[str, Any] = {}  # one per meeting point: rank 0 may not listen on the same port twice
-_count = itertools.count()  # of what is said there: the keys of an earlier group are still in the store
+_numbers = itertools.count()  # of groups made there: the keys of an earlier one are still in the store
+_joined = itertools.count()  # of the user's groups that strategies worked on: in a store of his own
 _found: DefaultGroup | None = None  # the latest one that the user made
 _made: DefaultGroup | None = None  # the latest one that torchstrat made; torch.distributed has one at a time
 
 
 class DefaultGroup:
-    """The default group while strategies work on it. ``store`` is where its processes met."""
+    """The default group while strategies work on it.
 
-    def __init__(self, store: Any, *, is_ours: bool, excepthook_before: Any = None) -> None:
+    ``store``: where its processes met. ``name``: where they talk about it there; the same in all of them.
+    """
+
+    def __init__(self, store: Any, name: str, *, is_ours: bool, excepthook_before: Any = None) -> None:
         self.store = store
+        self._name, self._families = name, itertools.count()
         self._excepthooks = excepthook_before, sys.excepthook
         self._is_ours = is_ours
         self._group = dist.group.WORLD
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.peers: Peers | None = None
         self.visits = StoreVisits(store)
-        self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size(), f"waiting/{next(_count)}")
+        self.standstill = Standstill(self.visits, dist.get_rank(), dist.get_world_size(), f"waiting/{name}")
 
     @staticmethod
     def join(
@@ -53,6 +58,10 @@ class DefaultGroup:
         if not is_passing:
             group._users.add(user)
         return group
+
+    def new_prefix(self) -> str:
+        """For what one family of communicators says in the store."""
+        return f"torchstrat/{self._name}/{next(self._families)}"
 
     @property
     def is_alive(self) -> bool:
@@ -75,12 +84,13 @@ class DefaultGroup:
 
 
 def _make(plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
-    store = _meet(plan, timeout)
+    store, name = _meet(plan, timeout), f"default/{next(_numbers)}"
     excepthook = sys.excepthook
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"torchstrat/default/{next(_count)}", store),
+            # On a connection of its own. A start that is given up keeps it to itself, and the next group needs one.
+            store=dist.PrefixStore(f"torchstrat/{name}", store.clone()),
             rank=plan.rank,
             world_size=plan.size,
             timeout=timeout,
@@ -89,7 +99,7 @@ def _make(plan: ProcessPlan, backend: str, timeout: timedelta) -> DefaultGroup:
         raise CommunicationTimeoutError(
             f"{plan.name} waited {timeout.total_seconds():g} s for all {plan.size} processes to start: {error}"
         ) from error
-    return DefaultGroup(store, is_ours=True, excepthook_before=excepthook)
+    return DefaultGroup(store, name, is_ours=True, excepthook_before=excepthook)
 
 
 def _meet(plan: ProcessPlan, timeout: timedelta) -> Any:
@@ -127,7 +137,7 @@ def _of_user(plan: ProcessPlan) -> DefaultGroup:
     store = _store_of_users_group(plan)
     if _found is not None and _found.is_alive:
         return _found
-    return DefaultGroup(store, is_ours=False)
+    return DefaultGroup(store, f"joined/{next(_joined)}", is_ours=False)
 
 
 def _store_of_users_group(plan: ProcessPlan) -> Any:

@@ -31,8 +31,6 @@ from torchstrat.tensor_bytes import bytes_of
 
 T = TypeVar("T")
 
-_generations = itertools.count()
-
 _SLICE = timedelta(seconds=MOMENT_SECONDS / 2)  # of a wait, between which a rank looks around
 _BRIEF_SECONDS = 0.3  # for a note of a process that has ended: it was written before, or not at all
 
@@ -152,7 +150,7 @@ class ProcessGroupCommunicator:
         self._uses_nccl = device.startswith("cuda")
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
         default = DefaultGroup.join(self, plan, backend, timeout, is_passing=is_passing)
-        self._family = _Family(default, f"torchstrat/{next(_generations)}", plan.rank)
+        self._family = _Family(default, default.new_prefix(), plan.rank)
         self._subgroups: dict[tuple[int, ...], ProcessGroupCommunicator] = {}
         try:
             self._make_groups(host_only=False)
