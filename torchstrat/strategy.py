@@ -64,6 +64,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     """
 
     _engine: ReplicaEngine
+    _closed: bool = False
     extended: StrategyExtended
     """The lower-level interface, for library code: `StrategyExtended`."""
 
@@ -309,6 +310,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     def close(self) -> None:
         """Give back what the strategy holds: threads, and the process group if it made one. May be called twice."""
+        self._closed = True
         self._engine.close()
 
     def __enter__(self) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -196,3 +197,32 @@ def test_an_error_that_only_some_have_asked_for(two_processes: Workers, tmp_path
     assert "failed on rank 1" in first[1]
     assert [message.split(":")[0] for message in second] == ["save"]
     Checkpoint(**make(7)).restore(tmp_path / "saved")
+
+
+def save_after_trials(lagging: int, path: str) -> float:
+    """Objects of no strategy, while one process still has two that are over: one closed, and one only dropped."""
+    closed, dropped = ts.MirroredStrategy(), ts.MirroredStrategy()
+    closed.close()
+    if int(os.environ["RANK"]) != lagging:
+        closed = None
+        del dropped
+        gc.collect()
+    fresh = ts.MirroredStrategy()
+    gc.disable()  # as if none happened to come before the save
+    try:
+        dropped = None
+        model = nn.Linear(2, 2)
+        wanted = model.weight.detach().clone()
+        Checkpoint(model=model).save(path)
+        with torch.no_grad():
+            model.weight.zero_()
+        Checkpoint(model=model).restore(path)
+    finally:
+        gc.enable()
+    fresh.close()
+    return float((model.weight - wanted).abs().max())
+
+
+@pytest.mark.parametrize("lagging", [0, 1])
+def test_strategies_that_are_over_take_no_part(tmp_path: Path, two_processes: Workers, lagging: int) -> None:
+    assert two_processes.run(save_after_trials, lagging, str(tmp_path / "saved"))[0] == 0

@@ -13,6 +13,7 @@ alone. So does a generator of the user's own, whose state is for the user to sav
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -139,14 +140,23 @@ def _load_numpy(state: Mapping[str, Any]) -> None:
 
 def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
     """The strategies that have any of the objects, in the order of the objects. Where none has (they were made outside
-    of a scope, and no run has met them), the one strategy there is."""
-    there = [one for one in context.strategies if one.extended._default_replica_context is None]
+    of a scope, and no run has met them), the one strategy that is open."""
     found: list[Strategy] = []
     for value in objects.values():
-        for strategy in there:
+        for strategy in _there():
             if strategy not in found and _belongs_to(value, strategy):
                 found.append(strategy)
-    return found or (there if len(there) == 1 else [])
+    if found:
+        return found
+    if sum(not one._closed for one in _there()) > 1:
+        gc.collect()  # strategies refer to themselves: one that was dropped may seem to be there, in some processes
+    still_open = [one for one in _there() if not one._closed]
+    return still_open if len(still_open) == 1 else []
+
+
+def _there() -> list[Strategy]:
+    """All but the default one, closed ones among them."""
+    return [one for one in context.strategies if one.extended._default_replica_context is None]
 
 
 def everyone_of(objects: Mapping[str, Any]) -> Communicator | None:

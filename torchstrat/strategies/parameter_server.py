@@ -130,7 +130,6 @@ class ParameterServerStrategy(Strategy):
         self._connected: Job | None = None
         self._coordinator: ClusterCoordinator | None = None
         self._lock = threading.RLock()
-        self._closed = False
         self._scopes: list[ExitStack] = []
         self._beside: list[VariableSpec] = []
         self._keeps_whole = False
