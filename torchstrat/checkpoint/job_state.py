@@ -141,13 +141,10 @@ def _load_numpy(state: Mapping[str, Any]) -> None:
 def strategies_of(objects: Mapping[str, Any]) -> list[Strategy]:
     """The strategies that have any of the objects, in the order of the objects. Where none has (they were made outside
     of a scope, and no run has met them), the one strategy that is open."""
-    found: list[Strategy] = []
-    for value in objects.values():
-        for strategy in _there():
-            if strategy not in found and _belongs_to(value, strategy):
-                found.append(strategy)
+    # In comprehensions: a name that is left from a loop would keep a dropped strategy there.
+    found = [one for value in objects.values() for one in _there() if _belongs_to(value, one)]
     if found:
-        return found
+        return list(dict.fromkeys(found))
     if sum(not one._closed for one in _there()) > 1:
         gc.collect()  # strategies refer to themselves: one that was dropped may seem to be there, in some processes
     still_open = [one for one in _there() if not one._closed]
