@@ -60,8 +60,8 @@ class DefaultGroup:
         return group
 
     def new_prefix(self) -> str:
-        """For what one family of communicators says in the store."""
-        return f"torchstrat/{self._name}/{next(self._families)}"
+        """For what one family of communicators says in the store, beside the keys that torch has for the group."""
+        return f"torchstrat/family/{self._name}/{next(self._families)}"
 
     @property
     def is_alive(self) -> bool:
