@@ -102,12 +102,13 @@ def _commands(kind: str, workload: Workload) -> list[tuple[list[str], bool]]:
 
 
 class _Process:
-    def __init__(self, command: list[str], environment: dict[str, str], *, is_silent: bool) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], root: Path, *, is_silent: bool) -> None:
         self.is_silent = is_silent
         self._complaints: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in `end`
         self._popen = subprocess.Popen(
             command,
             env=environment,
+            cwd=root,  # `python -m` of the servers that it starts looks there before PYTHONPATH
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
@@ -170,7 +171,7 @@ def _processes(
         for rank, ((program, *first), is_silent) in enumerate(commands):
             command = [sys.executable, str(HERE / program), *first, *arguments]
             environment = _environment(rank, len(commands), port, root) | variables
-            processes.append(_Process(command, environment, is_silent=is_silent))
+            processes.append(_Process(command, environment, root, is_silent=is_silent))
         watchdog.start()
         yield processes
         for process in processes:
