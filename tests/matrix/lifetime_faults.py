@@ -56,12 +56,23 @@ def _keeping(owner: Any, name: str) -> Plant:
 
 @contextmanager
 def _later(owner: Any, name: str) -> Iterator[None]:
-    """What is called is called when the fault is over."""
-    whole, calls = getattr(owner, name), []
-    with mock.patch.object(owner, name, lambda *given: calls.append(given)):
-        yield
-    for given in calls:
-        whole(*given)
+    """What is called is called when the fault is over. Finalizers that were made meanwhile know the replacement, which
+    may be called after that."""
+    whole, calls, is_over = getattr(owner, name), [], False
+
+    def postponed(*given: Any) -> None:
+        if is_over:
+            whole(*given)
+        else:
+            calls.append(given)
+
+    try:
+        with mock.patch.object(owner, name, postponed):
+            yield
+    finally:
+        is_over = True
+        for given in calls:
+            whole(*given)
 
 
 def _added_for_good(self: Recent, key: Any, value: Any = None) -> None:

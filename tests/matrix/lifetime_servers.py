@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import time
 import types
 import warnings
@@ -219,12 +220,14 @@ def _read(iterator: Any) -> float:
     return float(torch.as_tensor(next(iterator)[0]).sum())
 
 
+_numbers = itertools.count()
 SMALL = 1 << 14
 """Elements of what a function captures: workers keep the last 256 functions."""
 
 
 def _function(job: Job, home: Any) -> Any:
-    captured = job.tracked(torch.ones(SMALL))
+    # Another one each time: functions that are equal are sent, and kept, once.
+    captured = job.tracked(torch.full((SMALL,), float(next(_numbers))))
 
     def function() -> float:
         return float(captured[0])
