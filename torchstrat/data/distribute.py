@@ -61,6 +61,7 @@ def distribute_dataset(
         source.check_splittable()
     one_stream = policy is AutoShardPolicy.DATA or layout.num_workers == 1
     number = 0 if one_stream else layout.worker_index
+    source.pipeline = None if one_stream else number
 
     def terms() -> Terms:
         hinted = policy is AutoShardPolicy.HINT and whole.for_hint(0, 2) is not whole
@@ -107,7 +108,8 @@ def _opener(
                 for number, part in parts.items()
             }
         standing = FixedSizes(streams, source.declared_batch, layout, saved)
-        return Reading(standing.steps(), _nothing, standing, pipelines, agreed=False)
+        here = any(stream.here for stream in streams.values())
+        return Reading(standing.steps(), _nothing, standing, pipelines, agreed=False, here=here)
 
     def open_equal_chunks(saved: Saved | None) -> Reading:
         if saved is None:
@@ -130,7 +132,9 @@ def _pipeline(
         return source
     if pipelines == 1:
         return whole
-    return (whole.for_files if policy is AutoShardPolicy.FILE else whole.for_hint)(number, pipelines)
+    part = (whole.for_files if policy is AutoShardPolicy.FILE else whole.for_hint)(number, pipelines)
+    part.pipeline = number
+    return part
 
 
 def distribute_datasets_from_function(
@@ -140,6 +144,13 @@ def distribute_datasets_from_function(
     options: InputOptions | None,
 ) -> DistributedDataset:
     """Distribute what ``dataset_fn`` makes: whole elements, one for each replica and step.
+
+    Where there are several processes, what a data set draws while its batches are read is its pipeline's own, though
+    all processes are seeded equally: of map-style data sets, in a `DataLoader` or not, and of the functions of
+    ``ArrayDataset(…).map`` and its like. It is decided by the seeds, the pass, the batch and ``input_pipeline_id``, and
+    leaves the process's streams where they are. What ``dataset_fn`` itself draws, and the order in which a sampler or
+    ``shuffle`` draws rows, stay equal, so that shards fit together. So do the draws of an iterable data set of one's
+    own, which may shard itself by them: give it a generator that is seeded with ``input_pipeline_id``.
 
     Args:
         strategy: in whose scope, or outside of any, the result may be iterated.
@@ -185,13 +196,16 @@ def hand_out_elements(
 
     pipelines = len(sources) * layout.num_workers
     numbered = dict(enumerate(sources, start=len(sources) * layout.worker_index))
+    for number, source in numbered.items():
+        source.pipeline = number if layout.num_workers > 1 else None
 
     def open_pipelines(saved: Saved | None) -> Reading:
         resumes: Mapping[int, Resume] = {} if saved is None else saved.streams
         streams = {number: source.open(resumes.get(number)) for number, source in numbered.items()}
         elements = [stream.items for stream in streams.values()]
         steps = bare_steps(elements[0]) if layout.bare else element_steps(elements, layout)
-        return Reading(steps, _nothing, StepPerItem(streams, saved), pipelines, agreed=layout.bare)
+        here = any(stream.here for stream in streams.values())
+        return Reading(steps, _nothing, StepPerItem(streams, saved), pipelines, agreed=layout.bare, here=here)
 
     def terms() -> Terms:
         reads = f"{sources[0].reads} of a function's datasets"

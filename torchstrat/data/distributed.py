@@ -344,7 +344,7 @@ def _ahead(feed: Feed, options: InputOptions, copies: bool, here: bool) -> Ahead
     if feed.on_demand:
         return Ahead.NOTHING
     buffered = options.per_replica_buffer_size > 1
-    if feed.has_workers or (buffered and not here):
+    if not here and (feed.has_workers or buffered):
         return Ahead.READ_AND_COPY
     return Ahead.COPY if copies or buffered else Ahead.NOTHING
 

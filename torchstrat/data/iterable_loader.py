@@ -14,10 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
 
 from torchstrat.data import spec
 from torchstrat.data.loader_batches import CollateAndSplit
+from torchstrat.data.own_draws import (
+    Continuing,
+    OwnDraws,
+    Seeds,
+    Watched,
+    apart,
+    generators_of_data,
+    leave_for_next_pass,
+    seeds_of_pass,
+)
+from torchstrat.data.pass_draws import draw_for_workers, generator_of_workers
 from torchstrat.data.pipeline import PathLike, Pipeline
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -28,24 +39,31 @@ if TYPE_CHECKING:
     from torchstrat.data.sources import FileSource
 
 MakeLoader = Callable[..., DataLoader[Any]]
-"""``make(dataset, collate)``: a loader with the user's settings."""
+"""``make(dataset, collate, generator)``: a loader with the user's settings otherwise."""
 
 _END: Final[Any] = object()
 
 
 class _From(IterableDataset[Any]):
-    """The elements of a dataset after the first ``skipped``, which are read and dropped at once, by ``iter``."""
+    """The elements of a dataset after the first ``skipped``, which are read and dropped: at once, by ``iter``, or when
+    the first element is asked for."""
 
-    def __init__(self, dataset: Any, skipped: int) -> None:
-        self._dataset, self._skipped = dataset, skipped
+    def __init__(self, dataset: Any, skipped: int, at_once: bool = True) -> None:
+        self._dataset, self._skipped, self._at_once = dataset, skipped, at_once
         self.ended = False
 
     def __iter__(self) -> Iterator[Any]:
         elements = iter(self._dataset)
-        next(itertools.islice(elements, self._skipped, self._skipped), None)
+        if self._at_once:
+            self._skip(elements)
         return self._watched(elements)
 
+    def _skip(self, elements: Iterator[Any]) -> None:
+        next(itertools.islice(elements, self._skipped, self._skipped), None)
+
     def _watched(self, elements: Iterator[Any]) -> Iterator[Any]:
+        if not self._at_once:
+            self._skip(elements)
         yield from elements
         self.ended = True
 
@@ -54,11 +72,11 @@ class OwnFiles(IterableDataset[Any]):
     """The files of one process. Data-loading workers of that process take turns in its files' elements."""
 
     def __init__(self, dataset: FileSource, files: Sequence[PathLike]) -> None:
-        self._dataset, self._files = dataset, files
+        self.dataset, self._files = dataset, files
 
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
-        elements = iter(self._dataset.open(self._files))
+        elements = iter(self.dataset.open(self._files))
         return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
 
 
@@ -72,6 +90,13 @@ class Opened(IterableDataset[Any]):
         worker = torch.utils.data.get_worker_info()
         elements = self.source.open().items
         return elements if worker is None else itertools.islice(elements, worker.id, None, worker.num_workers)
+
+
+def read_by(dataset: Any) -> Any:
+    """The user's data set in ours."""
+    if isinstance(dataset, OwnFiles):
+        return dataset.dataset
+    return getattr(dataset.source, "data", dataset) if isinstance(dataset, Opened) else dataset
 
 
 def _counting_passes(dataset: Any) -> Any:
@@ -97,16 +122,20 @@ class IterableLoader:
         self._by_element = workers == 0 and batched and not piped
         self._by_turns = workers > 0 or (piped and batched)
         self._stateful: Any = self._dataset if is_stateful(self._dataset) and workers == 0 and not piped else None
-        owners = (loader,) if workers else (loader, self._dataset)
+        owners = (loader,) if workers else (loader, read_by(self._dataset))
         self._streams = RandomStreams(own=generators_in(*owners))
         self._kept: DataLoader[Any] | None = None
         # Of persistent workers: the states from which their seed was drawn, and how often they have started over.
         self._started: dict[str, Any] | None = None
         self._passes = 0
         self._again: Resume | None = None
+        self._pipeline: int | None = None
 
-    def open(self, collate: Callable[[list[Any]], Any], resume: Resume | None) -> Stream[Any]:
-        """The batches as ``collate`` makes them."""
+    def open(
+        self, collate: Callable[[list[Any]], Any], resume: Resume | None, pipeline: int | None = None
+    ) -> Stream[Any]:
+        """The batches as ``collate`` makes them. ``pipeline``: as of `Source`."""
+        self._pipeline = pipeline
         resume, self._again = resume or self._again, None
         if resume is None:
             return self._open_new(collate)
@@ -130,10 +159,9 @@ class IterableLoader:
                 self._passes += 1
             states, passes = self._started, self._passes
         first = Place(own=own_state(self._stateful))
-        if collate is self._loader.collate_fn and self._stateful is None and not self._persistent:
-            return self._counted(iter(self._loader), first, states, passes, None)
         watched = None if self._stateful is None else _From(self._dataset, 0)
-        return self._counted(iter(self._loader_of(watched, collate)), first, states, passes, watched)
+        batches, seeds = self._opened(watched, collate)
+        return self._counted(batches, first, states, passes, watched, seeds)
 
     def _open_again(self, collate: Callable[[list[Any]], Any], resume: Resume) -> Stream[Any]:
         place, states, passes = resume.place, resume.beginning["streams"], resume.beginning["passes"]
@@ -147,16 +175,16 @@ class IterableLoader:
         self._kept = None  # workers that have begun cannot go back
         if self._persistent:
             self._started, self._passes = states, passes
-        watched = _From(self._dataset, skipped) if self._by_element else None
+        watched = _From(self._dataset, skipped, at_once=not self._apart) if self._by_element else None
         with self._at_pass(passes):
-            batches: Iterator[Any] = iter(self._loader_of(watched, collate))
+            batches, seeds = self._opened(watched, collate, resume.beginning.get("draws"))
         if self._by_turns:
             batches = skip_extra(skip(batches, Place(place.batches, None)), place)
         elif not self._by_element:
             batches = skip_extra(batches if place.own is not None else skip(batches, place), place)
         if self._loader.num_workers:
             self._streams.put(resume.beginning["own_now"])
-        return self._counted(batches, place, states, passes, watched)
+        return self._counted(batches, place, states, passes, watched, seeds)
 
     def _ended(self, resume: Resume) -> Stream[Any]:
         """Nothing is left of this pass; the next one begins as it would have."""
@@ -165,13 +193,60 @@ class IterableLoader:
         self.settle(between | ({"started": beginning["streams"]} if self._persistent else {}))
         return _stream(iter(()), resume.place, lambda place, _: place, lambda: dict(beginning))
 
-    def _loader_of(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> DataLoader[Any]:
+    @property
+    def _apart(self) -> bool:
+        """Whether the data set draws in streams of its pipeline.
+
+        One that shards itself may do that by what all processes draw alike: it is left alone. So are workers that
+        shuffle by their seed what is sharded after that.
+        """
+        data = read_by(self._dataset)
+        ours = isinstance(data, Pipeline)
+        if self._pipeline is None or (ours and not data.functions and self._loader.collate_fn is default_collate):
+            return False
+        return isinstance(self._dataset, OwnFiles) or (ours and not (self._loader.num_workers and data.needs_seed))
+
+    def _opened(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: Seeds | None = None
+    ) -> tuple[Iterator[Any], Seeds | None]:
+        """``seeds``: of what is read in this process, if the pass has some already."""
+        loader, pipeline = self._loader, self._pipeline
+        if pipeline is None or not self._apart:
+            batches = iter(self._loader_of(dataset, collate, loader.generator))
+            watched = pipeline == 0 and not loader.num_workers
+            return (Watched(batches, type(self._dataset).__qualname__) if watched else batches), None
+        owned = generators_of_data(read_by(self._dataset), loader.collate_fn)
+        if loader.num_workers:
+            starts = not self._persistent or self._kept is None
+            inner = self._loader_of(dataset, collate, generator_of_workers(loader, pipeline))
+            with apart(owned, pipeline):
+                batches = iter(inner)
+            if starts and pipeline:
+                draw_for_workers(loader)
+            return batches, None
+        seeds = seeds_of_pass(loader.generator, owned) if seeds is None else (seeds[0], seeds[1])
+        leave_for_next_pass(owned)
+        batches = iter(self._loader_of(dataset, collate, loader.generator))
+        return Continuing(batches, OwnDraws(seeds, owned), 0, pipeline), seeds
+
+    def _loader_of(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], generator: torch.Generator | None
+    ) -> DataLoader[Any]:
+        plain = collate is self._loader.collate_fn and generator is self._loader.generator
+        if plain and dataset is None and not self._persistent:
+            return self._loader
         if self._kept is None or not self._persistent:
-            self._kept = self._make(self._dataset if dataset is None else dataset, collate)
+            self._kept = self._make(self._dataset if dataset is None else dataset, collate, generator)
         return self._kept
 
     def _counted(
-        self, batches: Iterator[Any], first: Place, states: dict[str, Any], passes: int, watched: _From | None
+        self,
+        batches: Iterator[Any],
+        first: Place,
+        states: dict[str, Any],
+        passes: int,
+        watched: _From | None,
+        seeds: Seeds | None,
     ) -> Stream[Any]:
         def after(place: Place, batch: Any) -> Place:
             if batch is _END:
@@ -180,9 +255,9 @@ class IterableLoader:
             return Place(place.batches + 1, self._rows_after(place, batch), own=own_state(self._stateful), ended=ended)
 
         def beginning() -> dict[str, Any]:
-            return {"streams": states, "passes": passes, "own_now": self._streams.own_states()}
+            return {"streams": states, "passes": passes, "own_now": self._streams.own_states(), "draws": seeds}
 
-        return _stream(batches, first, after, beginning)
+        return _stream(batches, first, after, beginning, here=seeds is not None)
 
     def _rows_after(self, place: Place, batch: Any) -> int | None:
         if self._by_turns or place.rows is None:
@@ -238,9 +313,10 @@ def _stream(
     first: Place,
     after: Callable[..., Place],
     beginning: Callable[[], dict[str, Any]],
+    here: bool = False,
 ) -> Stream[Any]:
     counting = _Counting(batches, first, after)
-    return Stream(counting, counting.stand, beginning)
+    return Stream(counting, counting.stand, beginning, here)
 
 
 class _Counting:

@@ -7,10 +7,11 @@ a map-style dataset is shared by index: a process fetches and collates the rows 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
@@ -30,7 +31,7 @@ from torchstrat.data.order import (
     streams_of,
 )
 from torchstrat.data.own_draws import Leaving, OwnDraws, apart, draws_nothing, generators_of_data, treats_rows_alone
-from torchstrat.data.pass_draws import PassDraws, beginning_with
+from torchstrat.data.pass_draws import PassDraws, beginning_with, draw_for_workers
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, Pipeline, View
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -70,7 +71,9 @@ class LoaderSource(Source):
         batching = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         self._sequence = IterableLoader(
             loader,
-            lambda dataset, collate: _like(loader, dataset, generator=loader.generator, collate_fn=collate, **batching),
+            lambda dataset, collate, generator: _like(
+                loader, dataset, generator=generator, collate_fn=collate, **batching
+            ),
         )
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
@@ -113,18 +116,29 @@ class LoaderSource(Source):
     def _read(self, collate: Collate, resume: Resume | None) -> Stream[Any]:
         """Batches as ``collate`` makes them, in the loader's own order."""
         if self._iterable:
-            return self._sequence.open(collate, resume)
+            return self._sequence.open(collate, resume, self.pipeline)
         opened: list[tuple[Draws, Counted]] = []
-        self._given.draw = _ordering(self.loader, self._streams, resume, opened)
-        with self._opening(resume):
-            batches = iter(self._inner_loader(self.loader.generator, collate))
+        owned = self._owned()
+        own, generator, seeds = None, self.loader.generator, None
+        if self.pipeline is not None:
+            of_pass = PassDraws(self.loader, owned, False, resume)
+            own, generator = of_pass.begin_alone(self.pipeline)
+            seeds = of_pass.seeds
+        read_in = _Reads(own, 0 if resume is None else resume.place.batches, self.pipeline or 0)
+        self._given.begin(_ordering(self.loader, self._streams, resume, opened, read_in), self._between(generator))
+        with self._opening(resume), apart(self._copied() if self.pipeline else (), self.pipeline or 0):
+            batches = iter(self._inner_loader(generator, collate))
             draws, order = opened[-1]
             draws.begin()
-        owned = self._owned()
         if resume is not None:
             RandomStreams((), owned).put(resume.beginning.get("data", {}))
-        served = Served(batches, order, draws.first_place)
-        return Stream(served, served.stand, beginning_with(draws.beginning, owned))
+        served = Served(batches if own is None else Leaving(batches, own), order, draws.first_place)
+        beginning = beginning_with(draws.beginning, owned, seeds)
+        return Stream(served, served.stand, beginning, here=own is not None)
+
+    def _between(self, generator: torch.Generator | None) -> Callable[[], None]:
+        """What to draw when torch draws the seed of workers, from ``generator``."""
+        return _no_draw if generator is self.loader.generator else functools.partial(draw_for_workers, self.loader)
 
     def _open_by_index(
         self, layout: InputLayout, ahead: int, resume: Resume | None
@@ -144,7 +158,7 @@ class LoaderSource(Source):
         collate = loader.collate_fn if by_rows or not auto_collated else self._splitting(layout, compare=False)
         inner = self._inner_loader(generator, collate)
         requests = _requests(to_request, draws.first, own)
-        self._given.draw = lambda: requests
+        self._given.begin(lambda: requests, self._between(generator))
         with self._opening(resume), apart(self._copied() if by_rows else (), layout.worker_index):
             batches = iter(inner) if own is None else Leaving(iter(inner), own)
             order.begin()
@@ -303,9 +317,13 @@ def _requests(shares: Iterator[Share], first: int, draws: OwnDraws | None) -> It
 
 
 def _ordering(
-    loader: DataLoader[Any], streams: RandomStreams, resume: Resume | None, opened: list[tuple[Draws, Counted]]
+    loader: DataLoader[Any],
+    streams: RandomStreams,
+    resume: Resume | None,
+    opened: list[tuple[Draws, Counted]],
+    read_in: _Reads,
 ) -> Callable[[], Iterator[Index]]:
-    """What opens the loader's own order, and notes it in ``opened``.
+    """What opens the loader's own order, and notes it in ``opened``; batches are read as ``read_in`` says.
 
     A `DataLoader` with workers opens it twice, before and after it draws their seed; the second is what it uses. Not a
     method: what is kept by a loader must not keep its source, and so the loader and its workers, alive.
@@ -316,22 +334,46 @@ def _ordering(
         draws = Draws(index_sampler(loader), streams, grouped, resume)
         order = Counted(draws, lambda: draws.first_place, grouped, draws)
         opened.append((draws, order))
-        return order
+        return order if read_in.draws is None else read_in.entering(order)
 
     return open_order
+
+
+class _Reads(NamedTuple):
+    """From what a pipeline's batches are read."""
+
+    draws: OwnDraws | None
+    first: int
+    """The number of the first batch."""
+    pipeline: int
+
+    def entering(self, order: Iterable[Index]) -> Iterator[Index]:
+        """A loader without workers reads a batch as soon as it has been given its indices."""
+        assert self.draws is not None
+        for number, index in enumerate(order, self.first):
+            self.draws.enter(number, self.pipeline)
+            yield index
 
 
 class _Requests:
     """The (batch) sampler of the inner loader: hands on what is to be fetched in the current epoch."""
 
     def __init__(self) -> None:
-        self.draw: Callable[[], Iterator[Index]] = lambda: iter(())
+        self.begin(lambda: iter(()), _no_draw)
         self._streams = RandomStreams(())
         self._before: dict[str, Any] = {}
 
+    def begin(self, draw: Callable[[], Iterator[Index]], between: Callable[[], None]) -> None:
+        """For the next epoch, which ``draw`` opens. A loader that starts workers has it opened twice, and draws their
+        seed ``between``."""
+        self._draw, self._between, self._opened = draw, between, False
+
     def __iter__(self) -> Iterator[Index]:
+        if self._opened:
+            self._between()
+        self._opened = True
         self._streams.put(self._before)
-        return self.draw()
+        return self._draw()
 
     @contextlib.contextmanager
     def drawn_from(self, streams: RandomStreams) -> Iterator[None]:
@@ -370,6 +412,10 @@ def _refuse_out_of_order() -> NoReturn:
         "the DataLoader has in_order=False: its batches come as workers finish them, so what has been handed out is no "
         "part of an order that one could go on with. Leave in_order out, or save the data position between passes."
     )
+
+
+def _no_draw() -> None:
+    """Torch draws from the user's own."""
 
 
 def _nothing(step: int) -> None:

@@ -10,22 +10,28 @@ pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
+from torchstrat.data.pipeline import Pipeline
 from torchstrat.data.process_streams import NUMPYS, PYTHONS, NumpyStream, PythonStream
 from torchstrat.data.random_states import RandomStreams
 from torchstrat.reachable import Start
 
+logger = logging.getLogger("torchstrat.data")
 T = TypeVar("T")
 Seeds = tuple[int, int]
 """For the process's streams, and for generators that belong to the data set."""
+_Stand = tuple[torch.Tensor, Any, Any, dict[str, Any]]
+"""Where PyTorch's, Python's and NumPy's streams and those of the data set are."""
 
 COMMON = -1
 """The stream of what every process reads alike."""
@@ -41,15 +47,15 @@ class OwnDraws:
 
     def __init__(self, seeds: Seeds, owned: Sequence[Any]) -> None:
         self._seeds, self._owned, self._streams = seeds, owned, RandomStreams((), owned)
-        self._outside: tuple[torch.Tensor, Any, Any, dict[str, Any]] | None = None
+        self._outside: _Stand | None = None
+        self._inside: _Stand | None = None
         # What they remember of these streams is for one thread.
         self._python, self._numpy = PythonStream(), NumpyStream()
 
     def enter(self, number: int, stream: int) -> None:
         """Before batch ``number`` of the pass is read for ``stream``."""
         if self._outside is None:
-            owned = self._streams.own_states()
-            self._outside = (torch.default_generator.get_state(), self._python.state(), self._numpy.state(), owned)
+            self._outside = self._stand()
         words = _digest(self._seeds[0], number, stream)
         torch.default_generator.manual_seed(words[0])
         random.seed(words[1])
@@ -57,14 +63,34 @@ class OwnDraws:
         for position, generator in enumerate(self._owned):
             _seed(generator, _digest(self._seeds[1], number, stream, position)[0])
 
+    def go_on(self, number: int, stream: int) -> None:
+        """`enter`, or back to where `pause` left."""
+        if self._inside is None:
+            self.enter(number, stream)
+            return
+        self._outside = self._stand()
+        self._put(self._inside)
+
+    def pause(self) -> None:
+        """`leave`, and remember these streams for `go_on`."""
+        self._inside = self._stand()
+        self.leave()
+
     def leave(self) -> None:
         """After it, however reading it ended. Idempotent."""
         outside, self._outside = self._outside, None
         if outside is not None:
-            torch.default_generator.set_state(outside[0])
-            self._python.put(outside[1])
-            self._numpy.put(outside[2])
-            self._streams.put(outside[3])
+            self._put(outside)
+
+    def _stand(self) -> _Stand:
+        owned = self._streams.own_states()
+        return torch.default_generator.get_state(), self._python.state(), self._numpy.state(), owned
+
+    def _put(self, stand: _Stand) -> None:
+        torch.default_generator.set_state(stand[0])
+        self._python.put(stand[1])
+        self._numpy.put(stand[2])
+        self._streams.put(stand[3])
 
 
 class Leaving(Iterator[T]):
@@ -80,17 +106,77 @@ class Leaving(Iterator[T]):
             self._draws.leave()
 
 
+class Continuing(Iterator[T]):
+    """``items`` that are read in sequence, from one end to the other in streams of their own.
+
+    Args:
+        items: opened already.
+        draws: for these alone.
+        number: of the pass, where its seeds do not tell passes apart.
+        stream: of whoever reads them.
+    """
+
+    def __init__(self, items: Iterator[T], draws: OwnDraws, number: int, stream: int) -> None:
+        self._items, self._draws, self._number, self._stream = items, draws, number, stream
+
+    def __next__(self) -> T:
+        self._draws.go_on(self._number, self._stream)
+        try:
+            return next(self._items)
+        finally:
+            self._draws.pause()
+
+
+class Watched(Iterator[T]):
+    """``items`` of a data set that shards itself, perhaps by what every process draws alike: it goes on to draw from
+    the process's streams, and if it does, `tell_of_common_draws` says so."""
+
+    def __init__(self, items: Iterator[T], name: str) -> None:
+        self._items, self._name, self._count = items, name, 0
+
+    def __next__(self) -> T:
+        self._count += 1
+        if self._count != 2:  # with the first one a generator draws what its beginning needs
+            return next(self._items)
+        before = _process_stands()
+        item = next(self._items)
+        if _process_stands() != before:
+            tell_of_common_draws(self._name)
+        return item
+
+
+@functools.cache
+def tell_of_common_draws(name: str) -> None:
+    """Once for each kind of data set."""
+    logger.warning(
+        "%s draws from the process's random streams while it is read. It may shard itself by what all processes draw "
+        "alike, so these streams are left to it: where they are seeded equally, all processes draw the same. Let it "
+        "augment from a generator of its own, seeded with the number of the pipeline "
+        "(torch.Generator().manual_seed(seed + context.input_pipeline_id)), or use a map-style data set.",
+        name,
+    )
+
+
 def seeds_of_pass(generator: torch.Generator | None, owned: Sequence[Any]) -> Seeds:
     """Decided by where the process's streams and those of the data set stand, which stay there.
 
     ``generator``: what a loader draws from once for every pass, so that every pass has other seeds.
     """
-    shared = (_seen_of(generator), _seen_of(None), random.getstate(), np.random.get_state(legacy=False))
+    shared = (next_of(generator), next_of(None), random.getstate(), np.random.get_state(legacy=False))
     streams = RandomStreams((), owned)
     states = streams.own_states()
     seeds = _number(*shared), _number(*map(_next_of, owned))
     streams.put(states)
     return seeds
+
+
+def draws_without_loader(dataset: Any, beginning: Mapping[str, Any] | None) -> tuple[OwnDraws, Seeds]:
+    """For one pass over ``dataset``, with its seeds: those of its ``beginning``, where it is gone on with. Nothing is
+    drawn for it, so the seeds of several passes may be equal."""
+    owned = generators_of_data(dataset, default_collate)
+    saved = None if beginning is None else beginning.get("draws")
+    seeds = seeds_of_pass(None, owned) if saved is None else (saved[0], saved[1])
+    return OwnDraws(seeds, owned), seeds
 
 
 def leave_for_next_pass(owned: Sequence[Any]) -> None:
@@ -125,7 +211,8 @@ def generators_of_data(dataset: Any, collate: Any) -> list[Any]:
     """Generators of torch, NumPy and Python that reading a row or collating a batch can reach."""
     parts = parts_of(dataset)
     methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values() if callable(one)]
-    found = Start(collate, [*parts, *methods]).walk().generators
+    functions = dataset.functions if isinstance(dataset, Pipeline) else []
+    found = Start(collate, [*parts, *functions, *methods]).walk().generators
     process = (torch.default_generator, PYTHONS, NUMPYS)
     return [one for one in found if not any(one is other for other in process)]
 
@@ -166,7 +253,8 @@ def parts_of(dataset: Any) -> list[Any]:
     return [dataset]
 
 
-def _seen_of(generator: torch.Generator | None) -> int:
+def next_of(generator: torch.Generator | None) -> int:
+    """What it would draw for the workers of a loader; it stays where it is."""
     # Its next number, and not its state: that has bits which no draw sees, and which runs of a strategy change.
     clone = torch.Generator()
     clone.set_state((torch.default_generator if generator is None else generator).get_state())
@@ -180,6 +268,10 @@ def _next_of(generator: Any) -> int:
     if isinstance(generator, random.Random):
         return generator.getrandbits(63)
     return int.from_bytes(generator.bytes(7), "little")
+
+
+def _process_stands() -> int:
+    return _number(torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
 
 
 def _number(*parts: Any) -> int:

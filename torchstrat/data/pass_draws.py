@@ -1,4 +1,4 @@
-"""From which random streams a loader's data set draws in one pass that several processes make together."""
+"""From which random streams a loader's data set draws in one pass that several processes make, each its part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchstrat.data.order import IndexOrder
-from torchstrat.data.own_draws import OwnDraws, Seeds, draws_nothing, leave_for_next_pass, seeds_of_pass, stream_seed
+from torchstrat.data.own_draws import (
+    OwnDraws,
+    Seeds,
+    draws_nothing,
+    leave_for_next_pass,
+    next_of,
+    seeds_of_pass,
+    stream_seed,
+)
 from torchstrat.data.position import Resume
 from torchstrat.data.random_states import RandomStreams
 
@@ -17,9 +25,9 @@ from torchstrat.data.random_states import RandomStreams
 class PassDraws:
     """Decides it for one pass.
 
-    Where each process reads its own rows, every replica has streams of its own. Where each reads whole batches, all
-    draw the same: from the process's streams, as plain PyTorch does, if those stand at the same place on all ranks;
-    else from streams made for it.
+    Where each process reads its own rows, every replica has streams of its own; where each reads a pipeline of its own,
+    every pipeline has. Where each reads whole batches, all draw the same: from the process's streams, as plain PyTorch
+    does, if those stand at the same place on all ranks; else from streams made for it.
 
     Args:
         loader: the user's.
@@ -49,19 +57,20 @@ class PassDraws:
         if shared:
             self.seeds = None
             return None, self._loader.generator
-        draws = None
-        if self._here and self.seeds is not None:
-            draws = OwnDraws(self.seeds, self._owned)
-            if self._resume is None:
-                leave_for_next_pass(self._owned)
-        return draws, self._loader.generator if rank == 0 and not self._whole else self._generator(rank)
+        if self._whole and self.seeds is not None and self._loader.num_workers:
+            return None, torch.Generator().manual_seed(stream_seed(self.seeds[0], self.first))
+        return self._own(), generator_of_workers(self._loader, rank)
 
-    def _generator(self, rank: int) -> torch.Generator:
-        # Drawn as torch would, so that random streams stay equal on all ranks.
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
-        if self._whole and self.seeds is not None:
-            return torch.Generator().manual_seed(stream_seed(self.seeds[0], self.first))
-        return torch.Generator().manual_seed((drawn + rank) % 2**63)
+    def begin_alone(self, pipeline: int) -> tuple[OwnDraws | None, torch.Generator | None]:
+        """`begin`, where no other process reads the same."""
+        return self._own(), generator_of_workers(self._loader, pipeline)
+
+    def _own(self) -> OwnDraws | None:
+        if not self._here or self.seeds is None:
+            return None
+        if self._resume is None:
+            leave_for_next_pass(self._owned)
+        return OwnDraws(self.seeds, self._owned)
 
     @property
     def first(self) -> int:
@@ -72,6 +81,20 @@ class PassDraws:
     def here(self) -> bool:
         """Whether batches have to be taken in the caller's thread."""
         return self._here
+
+
+def generator_of_workers(loader: DataLoader[Any], number: int) -> torch.Generator | None:
+    """What the loader of one of several processes or pipelines draws the seed of its workers from: the first one's from
+    what the user's does. Where the others' is another, `draw_for_workers` has to be called when torch draws."""
+    users: torch.Generator | None = loader.generator
+    if not loader.num_workers or not number:
+        return users
+    return torch.Generator().manual_seed((next_of(users) + number) % 2**63)
+
+
+def draw_for_workers(loader: DataLoader[Any]) -> None:
+    """As torch does, so that random streams stay equal on all ranks."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 def beginning_with(

@@ -51,6 +51,8 @@ class View:
     """Of this pass, for shuffles that have no seed of their own."""
     passes: tuple[int, ...] = ()
     """The number of the pass, and of the rounds of each `repeat` in it: every one is shuffled anew."""
+    here: bool = False
+    """Whether everything is read in the thread that asks."""
 
 
 def draw_seed() -> int:
@@ -153,6 +155,11 @@ class Pipeline(IterableDataset[Any]):
         depth = _PREFETCHED_ELEMENTS if buffer_size == AUTOTUNE else _positive(buffer_size, "buffer_size")
         return _Prefetch(self, depth)
 
+    @property
+    def functions(self) -> list[Callable[[Any], Any]]:
+        """Those of `map`, all that may draw random numbers."""
+        return []
+
     def shard(self, num_shards: int, index: int) -> Pipeline:
         """Every ``num_shards``-th element from ``index`` on. ``shard(SHARD_HINT, SHARD_HINT)``: see `SHARD_HINT`."""
         if (num_shards, index) != (SHARD_HINT, SHARD_HINT) and not 0 <= index < _positive(num_shards, "num_shards"):
@@ -190,6 +197,10 @@ class _Transformed(Pipeline):
     @property
     def needs_seed(self) -> bool:
         return self.source.needs_seed
+
+    @property
+    def functions(self) -> list[Callable[[Any], Any]]:
+        return self.source.functions
 
     @property
     def element_spec(self) -> nest.Nest:
@@ -270,6 +281,10 @@ class _Map(_Transformed):
         return map(self.fn, self.source.read_from(view, start))
 
     @property
+    def functions(self) -> list[Callable[[Any], Any]]:
+        return [*self.source.functions, self.fn]
+
+    @property
     def element_spec(self) -> nest.Nest:
         with spec.undisturbed_randomness():
             first = next(iter(self.read(View())), None)
@@ -346,6 +361,9 @@ class _Prefetch(_Transformed):
     buffer_size: int
 
     def read(self, view: View) -> Iterator[nest.Nest]:
+        return self.source.read(view) if view.here else self._read_ahead(view)
+
+    def _read_ahead(self, view: View) -> Iterator[nest.Nest]:
         boxed = zip(self.source.read(view))  # a 1-tuple is never the None that ends a prefetcher
         prefetcher: Prefetcher[tuple[nest.Nest]] = Prefetcher(boxed, _itself, self.buffer_size, Ahead.READ_AND_COPY)
         try:

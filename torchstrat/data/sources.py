@@ -24,6 +24,7 @@ from torchstrat.data.containers import children, is_container
 from torchstrat.data.datasets import ArrayDataset
 from torchstrat.data.layout import InputLayout
 from torchstrat.data.marks import Marked
+from torchstrat.data.own_draws import Continuing, Seeds, Watched, draws_without_loader, stream_seed
 from torchstrat.data.pipeline import UNKNOWN_CARDINALITY, PathLike, Pipeline, View, draw_seed
 from torchstrat.data.position import Place, Resume, Stream
 from torchstrat.data.random_states import RandomStreams, generators_in
@@ -67,6 +68,8 @@ class Source(ABC):
     """Whether leaves with different numbers of rows are split nevertheless, as by TensorFlow, whose data these are."""
     on_demand: bool = False
     """Whether an element may not be read before it is asked for, because reading it has effects."""
+    pipeline: int | None = None
+    """The number of this one, where other processes read others. Decides what its data set draws; see `OwnDraws`."""
     rows_alone: bool = False
     """Whether the user said that no row of a batch depends on the others; see ``collate`` of `InputOptions`."""
 
@@ -153,7 +156,7 @@ class PipelineSource(Source):
     splits_each_by_itself = True
 
     def __init__(self, pipeline: Pipeline, view: View | None = None) -> None:
-        self._pipeline = pipeline
+        self.data = pipeline
         self._view = view or View()
         self.declared_batch = pipeline.batch_size
         self.cardinality = pipeline.cardinality
@@ -162,7 +165,7 @@ class PipelineSource(Source):
         self._agreed_seed: int | None = None
 
     def agree(self, peers: Communicator | None) -> None:
-        if peers is not None and self._pipeline.needs_seed:
+        if peers is not None and self.data.needs_seed:
             self._agreed_seed = peers.broadcast_object(draw_seed(), 0, "the seed of a shuffled dataset")
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
@@ -170,31 +173,46 @@ class PipelineSource(Source):
         if resume is not None:
             self.passes, seed = resume.beginning["passes"], resume.beginning["seed"]
         elif seed is None:
-            seed = self._pipeline.pass_seed()
-        view = replace(self._view, seed=seed, passes=(self.passes,))
-        beginning = {"passes": self.passes, "seed": seed, "global_batch": self.declared_batch or 0}
+            seed = self.data.pass_seed()
+        read, seeds = self._reading(replace(self._view, seed=seed, passes=(self.passes,)), resume)
+        beginning = {"passes": self.passes, "seed": seed, "global_batch": self.declared_batch or 0, "draws": seeds}
         self.passes += 1
-        batches: Iterator[nest.Nest]
         if resume is None:
-            batches, place = map(rows.to_tensors, self._pipeline.read(view)), Place()
+            batches, place = read(0), Place()
         else:
             place = resume.place
             alike = place.rows is None or resume.beginning["global_batch"] == beginning["global_batch"]
             if not alike:
                 beginning["global_batch"] = _MIXED
-            batches = self._read_on(view, place, by_batches=alike)
+            batches = self._read_on(read, place, by_batches=alike)
         counted = Sequentially(batches, place)
-        return Stream(counted, counted.stand, lambda: beginning)
+        return Stream(counted, counted.stand, lambda: beginning, here=seeds is not None)
 
-    def _read_on(self, view: View, place: Place, by_batches: bool) -> Iterator[nest.Nest]:
+    def _reading(self, view: View, resume: Resume | None) -> tuple[Callable[[int], Iterator[nest.Nest]], Seeds | None]:
+        """What reads the batches from one on; with the seeds of what is drawn for this pipeline, if that is so."""
+        pipeline = self.pipeline
+        if pipeline is None or not self.data.functions:
+            return lambda start: map(rows.to_tensors, self.data.read_from(view, start)), None
+        own, seeds = draws_without_loader(self.data, None if resume is None else resume.beginning)
+
+        def read(start: int) -> Iterator[nest.Nest]:
+            batches = map(rows.to_tensors, self.data.read(replace(view, here=True)))
+            # What is dropped has to be read: it draws from the same streams.
+            return skip(Continuing(batches, own, view.passes[0], pipeline), Place(start, None))
+
+        return read, seeds
+
+    def _read_on(
+        self, read: Callable[[int], Iterator[nest.Nest]], place: Place, by_batches: bool
+    ) -> Iterator[nest.Nest]:
         if place.ended:
             return iter(())
         with spec.undisturbed_randomness():
-            batches = map(rows.to_tensors, self._pipeline.read_from(view, place.batches if by_batches else 0))
+            batches = read(place.batches if by_batches else 0)
             return skip_extra(batches if by_batches else skip(batches, place), place)
 
     def settings(self) -> dict[str, Any]:
-        root: Any = self._pipeline
+        root: Any = self.data
         while hasattr(root, "source"):
             root = root.source
         return {"dataset": type(root).__name__} | ({"its rows": len(root)} if hasattr(root, "__len__") else {})
@@ -206,22 +224,22 @@ class PipelineSource(Source):
         self.passes = between.get("passes", 0)
 
     def element_spec(self) -> nest.Nest:
-        return self._pipeline.element_spec
+        return self.data.element_spec
 
     @property
     def reads_files(self) -> bool:
-        return reads_files(self._pipeline)
+        return reads_files(self.data)
 
     def for_files(self, worker: int, workers: int) -> Source:
         if not self.reads_files:
             return super().for_files(worker, workers)
-        files = files_of_worker(self._pipeline.files, worker, workers)  # type: ignore[attr-defined]
-        return PipelineSource(self._pipeline, View(files, self._view.hint))
+        files = files_of_worker(self.data.files, worker, workers)  # type: ignore[attr-defined]
+        return PipelineSource(self.data, View(files, self._view.hint))
 
     def for_hint(self, worker: int, workers: int) -> Source:
-        if not self._pipeline.hinted:
+        if not self.data.hinted:
             return self
-        return PipelineSource(self._pipeline, View(self._view.files, (workers, worker)))
+        return PipelineSource(self.data, View(self._view.files, (workers, worker)))
 
     def check_splittable(self) -> None:
         if any(not leaf.shape for leaf in nest.leaves(self.element_spec())):
@@ -265,6 +283,9 @@ class IterableSource(Source):
     An iterator can be read once: opening it a second time is an error, not an empty epoch.
     """
 
+    sharded = False
+    """Whether it was opened for this process's part. One that shards itself may do that by what all draw alike."""
+
     def __init__(self, iterable: Iterable[nest.Nest]) -> None:
         self._iterable = iterable
         self._once = iter(iterable) if isinstance(iterable, Iterator) else None
@@ -273,18 +294,39 @@ class IterableSource(Source):
         self.cardinality = _length(iterable)
         self._streams = RandomStreams(own=generators_in(iterable))
         self._stateful: Any = iterable if is_stateful(iterable) else None
+        self._passes = 0
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
-        return in_sequence(self._read, resume, self._streams, self._stateful)
+        if self.pipeline is None or not self.sharded:
+            return in_sequence(self._watched, resume, self._streams, self._stateful)
+        beginning = {} if resume is None else resume.beginning
+        pipeline, passes = self.pipeline, beginning.get("passes", self._passes)
+        own, seeds = draws_without_loader(self._data, beginning)
+        self._passes = passes + 1
+
+        def read() -> Iterator[nest.Nest]:
+            return Continuing(self._read(), own, passes, pipeline)
+
+        found = in_sequence(read, resume, self._streams, self._stateful)
+        seeded = {"draws": seeds, "passes": passes}
+        return replace(found, beginning=lambda: {**found.beginning(), **seeded}, here=True)
+
+    @property
+    def _data(self) -> Any:
+        return self._iterable
+
+    def _watched(self) -> Iterator[nest.Nest]:
+        return self._read() if self.pipeline != 0 else Watched(self._read(), type(self._data).__qualname__)
 
     def settings(self) -> dict[str, Any]:
         return {"dataset": type(self._iterable).__name__}
 
     def between(self) -> dict[str, Any]:
         own = {} if self._stateful is None else {"own": self._stateful.state_dict()}
-        return {"streams": self._streams.own_states(), **own}
+        return {"streams": self._streams.own_states(), "passes": self._passes, **own}
 
     def settle(self, between: Mapping[str, Any]) -> None:
+        self._passes = between.get("passes", 0)
         if self._stateful is not None and "own" in between:
             self._stateful.load_state_dict(between["own"])
         else:
@@ -326,6 +368,7 @@ class MapSource(Source):
         self._dataset = dataset
         self.cardinality = len(dataset)
         self._split = False
+        self._passes = 0
 
     def check_splittable(self) -> None:
         self._split = True
@@ -333,9 +376,35 @@ class MapSource(Source):
 
     def open(self, resume: Resume | None = None) -> Stream[nest.Nest]:
         place = Place() if resume is None else resume.place
-        batches = map(self._batch, range(place.batches, len(self._dataset)))
+        beginning = {} if resume is None else resume.beginning
+        passes = beginning.get("passes", self._passes)
+        read, seeds = self._reading(passes, beginning)
+        self._passes = passes + 1
+        batches = map(read, range(place.batches, len(self._dataset)))
         counted = Sequentially(skip_extra(batches, place), place)
-        return Stream(counted, counted.stand)
+        return Stream(counted, counted.stand, lambda: {"draws": seeds, "passes": passes}, here=seeds is not None)
+
+    def _reading(self, passes: int, beginning: Mapping[str, Any]) -> tuple[Callable[[int], nest.Nest], Seeds | None]:
+        """What reads a batch; with the seeds of what is drawn for this pipeline, if that is so."""
+        pipeline = self.pipeline
+        if pipeline is None:
+            return self._batch, None
+        own, seeds = draws_without_loader(self._dataset, beginning)
+
+        def read(index: int) -> nest.Nest:
+            own.enter(index, stream_seed(pipeline, passes))
+            try:
+                return self._batch(index)
+            finally:
+                own.leave()
+
+        return read, seeds
+
+    def between(self) -> dict[str, Any]:
+        return {"passes": self._passes}
+
+    def settle(self, between: Mapping[str, Any]) -> None:
+        self._passes = between.get("passes", 0)
 
     def _batch(self, index: int) -> nest.Nest:
         batch = rows.to_tensors(self._dataset[index])
@@ -387,7 +456,11 @@ class ForeignFileSource(IterableSource):
     def __init__(self, dataset: Any, files: Sequence[PathLike] | None = None) -> None:
         super().__init__(_Files(dataset, tuple(dataset.files) if files is None else tuple(files)))
         self.declared_batch = _whole(getattr(dataset, "batch_size", None))
-        self._dataset = dataset
+        self._dataset, self.sharded = dataset, files is not None
+
+    @property
+    def _data(self) -> Any:
+        return self._dataset
 
     @property
     def reads_files(self) -> bool:
