@@ -6,6 +6,7 @@ import itertools
 import logging
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ _of_the_script = np.random.default_rng(7)
 
 
 def draws() -> list[float]:
+    assert threading.current_thread() is threading.main_thread(), "streams that others draw from are put aside"
     return [torch.rand(()).item(), random.random(), np.random.randn(), _of_the_script.random()]
 
 
