@@ -45,7 +45,8 @@ import sys, venv, ensurepip
 newest = tuple(int(part) for part in sys.argv[1].split("."))
 sys.exit(not (3, 10) <= sys.version_info[:2] <= newest)
 PROGRAM
-            "$candidate" -c 'import sys; print(sys.executable)'
+            # Not an environment's own: with one on PATH, the next script would take another interpreter to be meant.
+            "$candidate" -c 'import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))'
             return
         fi
     done
