@@ -1,14 +1,16 @@
 """Train one ConvNet on handwritten digits under eight set-ups and compare them; called by ``./scripts/demo``.
 
-Every set-up is a real run of ``scripts/train.py`` in its own processes. The comparison reads what the runs left in
-their folders, ends with a table and a picture, and exits non-zero if a set-up misses what is promised:
+Every set-up is a real run of ``scripts/train.py`` in its own processes, and leaves its log in its folder. The
+comparison reads what the runs left there, ends with a table and a picture, and exits non-zero if a set-up misses what
+is promised:
 
 * the accuracy on held-out digits reaches ACCURACY;
 * after 20 float32 steps no parameter is further than FROM_ONE_DEVICE from training on one device: replicas sum their
   gradients in another order, and nothing else may differ;
 * at the same moment the same strategy in one process and under torchrun agree to BETWEEN_LAUNCHES;
 * on eight devices of a TPU, which the CPU pretends to be, four replicas that share each image between two devices are
-  no further from one device either; it needs torch_xla, and is left out where TPU_ENVIRONMENT does not have it;
+  no further from one device either; torch_xla gets an environment of its own, which is made while the others train, and
+  the row is left out where that cannot be, or with ``--no-tpu``;
 * on parameter servers, where training is asynchronous, a worker that is killed half-way costs neither the run nor the
   accuracy. Its steps do not average momentum over workers, so it trains without, at a higher
   rate and for longer;
@@ -19,11 +21,13 @@ their folders, ends with a table and a picture, and exits non-zero if a set-up m
 At the end of training, hundreds of steps later, the differences have grown as rounding does; they are shown only.
 """
 
+import argparse
 import itertools
 import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -49,16 +53,26 @@ BETWEEN_LAUNCHES = 1e-6
 SNAPSHOT_STEPS = 20
 REPLICAS = 2
 RUN_DEADLINE_SECONDS = 300
+LOG = "log.txt"
 SEAM = 0.1
 SEAM_STEPS = 5
 """On either side of the end, over which the loss is averaged. Few: asynchronous training now and then has twenty bad
 steps, and those before the end are no seam."""
 
 TPU_ENVIRONMENT = ROOT / ".venv-tpu"
-"""Made by scripts/_environment.sh, which leaves its stamp when all is there."""
-TPU_LEFT_OUT = (
-    f"left out: there is no {TPU_ENVIRONMENT.name} with torch_xla (Linux on x86-64); ./scripts/test tests/tpu makes it"
-)
+"""Made by scripts/_environment.sh."""
+
+SECONDS = {
+    "one_device": 7,
+    "mirrored": 9,
+    "central_storage": 9,
+    "mirrored-torchrun": 9,
+    "central_storage-torchrun": 9,
+    "parameter_server": 11,
+    "parameter_server-resumed": 17,
+    "tpu": 24,
+}
+"""What each set-up takes on two cores: for the time left, which goes by how long those before have taken of theirs."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ def common_overrides(folder: Path) -> list[str]:
     return [
         "experiment=digits_convnet",
         "cluster.accelerator=cpu",
-        f"progress={'bar' if sys.stderr.isatty() else 'off'}",
+        "progress=off",
         f"hydra.run.dir={folder}",
     ]
 
@@ -140,34 +154,121 @@ class Outcome:
     """The step after which the run ended and went on."""
 
 
+class Progress:
+    """Which set-up runs, and about how long the rest takes: one line that is rewritten, or a line for each set-up where
+    stderr is no terminal."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names, self._began, self._number = names, time.monotonic(), 0
+        self._note, self._over = "", threading.Event()
+        self._shows = sys.stderr.isatty()
+        if self._shows:
+            threading.Thread(target=self._show, daemon=True).start()
+
+    def begin(self, name: str) -> None:
+        self._number, self._note = self._names.index(name) + 1, ""
+        if not self._shows:
+            print(self._line(), file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        self._note = text
+        if not self._shows:
+            print(f"      {text}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        self._over.set()
+        if self._shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        taken = time.monotonic() - self._began
+        done = sum(SECONDS[name] for name in self._names[: self._number - 1])
+        slowness = taken / done if done else 1.0
+        left = max(0.0, slowness * sum(SECONDS[name] for name in self._names) - taken)
+        name = self._names[self._number - 1]
+        note = f", {self._note}" if self._note and self._shows else ""
+        return f"[{self._number}/{len(self._names)}] {name}{note}: about {left:.0f} s left"
+
+    def _show(self) -> None:
+        while not self._over.wait(0.5):
+            if self._number:
+                print(f"\r\x1b[K{self._line()}", end="", file=sys.stderr, flush=True)
+
+
+class TpuEnvironment:
+    """The environment with torch_xla, made in the background: it takes minutes of downloading, once."""
+
+    def __init__(self, log: Path) -> None:
+        program = 'ROOT="$1"; source "$ROOT/scripts/_environment.sh"'
+        self._log = log
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                ["bash", "-c", program, "bash", str(ROOT)],
+                env={**os.environ, "TORCHSTRAT_ENV": "tpu"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    def why_not(self) -> str | None:
+        """Wait until it is there, and then None; else in a line why it is not."""
+        if self._process.wait() == 0:
+            return None
+        lines = self._log.read_text().split("\n")
+        return next((line for line in reversed(lines) if line.strip()), f"{TPU_ENVIRONMENT.name} could not be made")
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="./scripts/demo", description="Trains one ConvNet under eight set-ups.")
+    parser.add_argument("--no-tpu", action="store_true", help="seven set-ups: without TPUStrategy on virtual devices")
+    arguments = parser.parse_args()
     began = time.perf_counter()
     folder = ROOT / "outputs" / "demo" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder.mkdir(parents=True)
+    tpu = None if arguments.no_tpu else TpuEnvironment(folder / "tpu_environment.log")
+    setups = [*SETUPS, PARAMETER_SERVERS, RESUMED, *([] if tpu is None else [TPU])]
+    progress = Progress([setup.name for setup in setups])
+    left_out = "--no-tpu"
     try:
-        outcomes = [run(setup, folder / setup.name) for setup in SETUPS]
-        outcomes += run_tpu(folder / TPU.name)
-        outcomes.append(run_parameter_servers(folder / PARAMETER_SERVERS.name))
-        outcomes.append(run_resumed(folder / RESUMED.name))
+        outcomes = [run(setup, folder / setup.name, progress) for setup in SETUPS]
+        outcomes.append(run_parameter_servers(folder / PARAMETER_SERVERS.name, progress))
+        outcomes.append(run_resumed(folder / RESUMED.name, progress))
+        if tpu is not None:
+            progress.begin(TPU.name)
+            progress.note(f"{TPU_ENVIRONMENT.name} has to be there, which is made once")
+            left_out = tpu.why_not() or ""
+            if not left_out:
+                outcomes.append(run_tpu(folder / TPU.name, progress))
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        progress.end()
         print(f"error: {error}", file=sys.stderr)
         return 1
+    finally:
+        progress.end()
+        if tpu is not None:
+            tpu.close()
     baseline = outcomes[0]
     picture = folder / "curves.png"
     draw(picture, outcomes)
 
-    print()
-    print_table(outcomes, baseline)
+    print_table(outcomes, baseline, left_out)
     misses = judge(outcomes, baseline)
-    print(f"\ncurves: {picture}")
-    print(f"took:   {time.perf_counter() - began:.0f} s")
+    print(f"\ntook {time.perf_counter() - began:.0f} s; the runs are in {folder.relative_to(ROOT)}")
     for miss in misses:
         print(f"MISSED: {miss}", file=sys.stderr)
+    print(f"the curves, and how far they are apart: {picture.relative_to(ROOT)}")
+    print("next: docs/quickstart.md, a first program; scripts/examples, ten to copy; README.md, what there is")
     return int(bool(misses))
 
 
-def run(setup: Setup, folder: Path, environment: dict[str, str] | None = None) -> Outcome:
-    print(f"→ {setup.name}", file=sys.stderr, flush=True)
-    finish(subprocess.Popen(setup.command(folder), cwd=ROOT, env=environment))
+def run(setup: Setup, folder: Path, progress: Progress, environment: dict[str, str] | None = None) -> Outcome:
+    progress.begin(setup.name)
+    finish(start(setup.command(folder), folder, environment), folder)
     return Outcome(
         setup=setup,
         result=read_metrics(folder, "result")[-1],
@@ -178,33 +279,38 @@ def run(setup: Setup, folder: Path, environment: dict[str, str] | None = None) -
     )
 
 
-def run_tpu(folder: Path) -> list[Outcome]:
-    """In an environment of its own, for torch_xla works with one release of PyTorch; without it there is no outcome."""
-    if not (TPU_ENVIRONMENT / "stamp").exists():
-        print(f"→ {TPU.name}: {TPU_LEFT_OUT}", file=sys.stderr, flush=True)
-        return []
+def start(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    """A run whose output goes to a file in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG).open("w") as output:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+
+def run_tpu(folder: Path, progress: Progress) -> Outcome:
+    """In an environment of its own, for torch_xla works with one release of PyTorch."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-    outcome = run(TPU, folder, {"TF_CPP_MIN_LOG_LEVEL": "2", **kept})  # XLA warns at each compilation of its own plans
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **kept}  # XLA warns at each compilation of its own plans
+    outcome = run(TPU, folder, progress, environment)
     (programs,) = read_metrics(folder, "programs")
     note = (
         f"{programs['replicas']} replicas × {programs['logical_devices']} logical devices on {programs['devices']} "
         f"virtual devices; {len(programs['compilations'])} compilations; each replica's images in "
         f"{programs['logical_devices']} bands of rows"
     )
-    return [replace(outcome, note=note)]
+    return replace(outcome, note=note)
 
 
-def run_parameter_servers(folder: Path) -> Outcome:
+def run_parameter_servers(folder: Path, progress: Progress) -> Outcome:
     """One coordinator, WORKERS workers, SERVERS servers; worker 0 is killed when half of the epochs are over."""
-    print(f"→ {PARAMETER_SERVERS.name}", file=sys.stderr, flush=True)
+    progress.begin(PARAMETER_SERVERS.name)
     with LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
         process = start_coordinator(cluster, folder)
         try:
             epoch, epochs = wait_for_half(process, folder)
             cluster.kill("worker", 0)
-            print(f"  killed worker 0 (kill -9) in epoch {epoch} of {epochs}", file=sys.stderr, flush=True)
+            progress.note(f"worker 0 killed (kill -9) in epoch {epoch} of {epochs}")
         finally:
-            finish(process)
+            finish(process, folder)
     return Outcome(
         setup=PARAMETER_SERVERS,
         result=read_metrics(folder, "result")[-1],
@@ -216,20 +322,20 @@ def run_parameter_servers(folder: Path) -> Outcome:
     )
 
 
-def run_resumed(folder: Path) -> Outcome:
+def run_resumed(folder: Path, progress: Progress) -> Outcome:
     """As above, but half-way the whole cluster ends, and a run on OTHER_SERVERS servers goes on with what it saved."""
-    print(f"→ {RESUMED.name}", file=sys.stderr, flush=True)
+    progress.begin(RESUMED.name)
     kept = ("resume=auto", f"checkpoint.directory={folder / 'checkpoints'}")
     with LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
         process = start_coordinator(cluster, folder / "first", *kept)
         try:
             epoch, epochs = wait_for_half(process, folder / "first")
             process.terminate()
-            print(f"  told to end (SIGTERM) in epoch {epoch} of {epochs}", file=sys.stderr, flush=True)
+            progress.note(f"told to end (SIGTERM) in epoch {epoch} of {epochs}")
         finally:
-            finish(process, expected=RUN_AGAIN)
+            finish(process, folder / "first", expected=RUN_AGAIN)
     with LocalCluster(workers=WORKERS, ps=OTHER_SERVERS) as cluster:
-        finish(start_coordinator(cluster, folder / "second", *kept))
+        finish(start_coordinator(cluster, folder / "second", *kept), folder / "second")
     run, seam = folder / "second", len(read_metrics(folder / "first", "step"))
     steps, ledgers = read_metrics(run, "step"), read_metrics(run, "ledger")
     return Outcome(
@@ -259,7 +365,7 @@ def start_coordinator(cluster: LocalCluster, folder: Path, *overrides: str) -> "
     ]
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's RPC warns of every connection that ends
     environment = {**quiet, **os.environ, **cluster.environment_of("chief", 0)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment)
+    return start(command, folder, environment)
 
 
 def broken_promises(
@@ -295,8 +401,9 @@ def wait_for_half(process: "subprocess.Popen[bytes]", folder: Path) -> tuple[int
     raise subprocess.TimeoutExpired(process.args, RUN_DEADLINE_SECONDS)
 
 
-def finish(process: "subprocess.Popen[bytes]", expected: int = 0) -> None:
-    """Wait for a run to end with this status; whatever happens, leave none of its processes behind."""
+def finish(process: "subprocess.Popen[bytes]", folder: Path, expected: int = 0) -> None:
+    """Wait for a run to end with this status; whatever happens, leave none of its processes behind. Of a run that ends
+    with another one, the end of its log is shown."""
     try:
         status = process.wait(RUN_DEADLINE_SECONDS)
     finally:
@@ -304,6 +411,7 @@ def finish(process: "subprocess.Popen[bytes]", expected: int = 0) -> None:
             process.terminate()  # not kill: torchrun ends its processes when it is asked to end
             process.wait(RUN_DEADLINE_SECONDS)
     if status != expected:
+        print("\n".join(["", *(folder / LOG).read_text().split("\n")[-40:]]), file=sys.stderr)
         raise subprocess.CalledProcessError(status, process.args)
 
 
@@ -338,7 +446,8 @@ def judge(outcomes: list[Outcome], baseline: Outcome) -> list[str]:
     return misses
 
 
-def print_table(outcomes: list[Outcome], baseline: Outcome) -> None:
+def print_table(outcomes: list[Outcome], baseline: Outcome, left_out: str) -> None:
+    """``left_out``: why there is no TPU, where there is none."""
     header = [
         "strategy",
         "processes",
@@ -362,7 +471,7 @@ def print_table(outcomes: list[Outcome], baseline: Outcome) -> None:
         ]
         for outcome in outcomes
     ]
-    if not any(outcome.setup.strategy == TPU.strategy for outcome in outcomes):
+    if left_out:
         rows.append([TPU.strategy, "left out", *"–" * (len(header) - 2)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in [header, ["-" * width for width in widths], *rows]:
@@ -372,8 +481,8 @@ def print_table(outcomes: list[Outcome], baseline: Outcome) -> None:
     for outcome in outcomes:
         if outcome.note:
             print(f"{outcome.setup.name}: {outcome.note}")
-    if not any(outcome.setup.strategy == TPU.strategy for outcome in outcomes):
-        print(f"{TPU.name}: {TPU_LEFT_OUT}")
+    if left_out:
+        print(f"{TPU.name}: left out: {left_out}")
 
 
 def shown_replicas(result: dict[str, Any]) -> str:
@@ -383,23 +492,36 @@ def shown_replicas(result: dict[str, Any]) -> str:
 
 
 def draw(file: Path, outcomes: list[Outcome]) -> None:
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    """The curves, which lie on each other, and below them how far they are from one device's."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    losses, accuracies = figure.subplots(1, 2)
-    # The curves lie on each other, which is the point: draw the earlier ones wider, so that all can be seen.
-    for width, outcome in zip(range(2 * len(outcomes), 0, -2), outcomes, strict=True):
-        style = {"label": outcome.setup.name, "linewidth": width / 2, "alpha": 0.7}
-        losses.plot([step["step"] for step in outcome.steps], [step["loss"] for step in outcome.steps], **style)
+    panels = figure.subplot_mosaic([["loss", "accuracy"], ["apart", "apart"]], height_ratios=[3, 2])
+    baseline = outcomes[0]
+    # Later ones hide earlier ones: those are drawn wider.
+    for number, outcome in enumerate(outcomes):
+        style = {"color": f"C{number}", "linewidth": len(outcomes) - number, "alpha": 0.7}
+        steps, losses = zip(*((step["step"], step["loss"]) for step in outcome.steps), strict=True)
+        panels["loss"].plot(steps, losses, label=outcome.setup.name, **style)
         epochs = [evaluation["epoch"] for evaluation in outcome.evaluations]
-        accuracies.plot(epochs, [evaluation["accuracy"] for evaluation in outcome.evaluations], **style)
+        panels["accuracy"].plot(epochs, [evaluation["accuracy"] for evaluation in outcome.evaluations], **style)
         if outcome.seam is not None:
-            losses.axvline(outcome.seam, color="grey", linestyle=":", label=f"{outcome.setup.name}: end, and on")
-    losses.set(title="training loss", xlabel="step", ylabel="cross entropy", yscale="log")
-    accuracies.set(title="accuracy on held-out digits", xlabel="epoch", ylim=(0.8, 1.0))
-    accuracies.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (losses, accuracies):
+            panels["loss"].axvline(outcome.seam, color=style["color"], linestyle=":", label="  it ended, and went on")
+        if outcome.early and outcome is not baseline:
+            apart = [abs(step["loss"] - one["loss"]) for step, one in zip(outcome.steps, baseline.steps, strict=True)]
+            largest = list(itertools.accumulate(apart, max))
+            panels["apart"].plot(steps, largest, color=style["color"], linewidth=1.5)
+    panels["loss"].set(title="training loss", xlabel="step", ylabel="cross entropy", yscale="log")
+    panels["accuracy"].set(title="accuracy on held-out digits", xlabel="epoch", ylim=(0.8, 1.0))
+    panels["accuracy"].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels["apart"].set(
+        title=f"synchronous strategies: the largest difference from the loss of {baseline.setup.name} so far",
+        xlabel="step",
+        ylabel="difference",
+        yscale="log",
+    )
+    for axes in panels.values():
         axes.grid(alpha=0.3)
-        axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(file, dpi=120)
 
 
