@@ -22,6 +22,7 @@ At the end of training, hundreds of steps later, the differences have grown as r
 """
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -53,7 +54,7 @@ BETWEEN_LAUNCHES = 1e-6
 SNAPSHOT_STEPS = 20
 REPLICAS = 2
 RUN_DEADLINE_SECONDS = 300
-LOG = "log.txt"
+LOG, CLUSTER_LOG = "log.txt", "cluster.log"
 SEAM = 0.1
 SEAM_STEPS = 5
 """On either side of the end, over which the loss is averaged. Few: asynchronous training now and then has twenty bad
@@ -161,24 +162,25 @@ class Progress:
     def __init__(self, names: list[str]) -> None:
         self._names, self._began, self._number = names, time.monotonic(), 0
         self._note, self._over = "", threading.Event()
-        self._shows = sys.stderr.isatty()
+        self._stream = sys.stderr
+        self._shows = self._stream.isatty()
         if self._shows:
             threading.Thread(target=self._show, daemon=True).start()
 
     def begin(self, name: str) -> None:
         self._number, self._note = self._names.index(name) + 1, ""
         if not self._shows:
-            print(self._line(), file=sys.stderr, flush=True)
+            print(self._line(), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         self._note = text
         if not self._shows:
-            print(f"      {text}", file=sys.stderr, flush=True)
+            print(f"      {text}", file=self._stream, flush=True)
 
     def end(self) -> None:
         self._over.set()
         if self._shows:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
 
     def _line(self) -> str:
         taken = time.monotonic() - self._began
@@ -192,7 +194,7 @@ class Progress:
     def _show(self) -> None:
         while not self._over.wait(0.5):
             if self._number:
-                print(f"\r\x1b[K{self._line()}", end="", file=sys.stderr, flush=True)
+                print(f"\r\x1b[K{self._line()}", end="", file=self._stream, flush=True)
 
 
 class TpuEnvironment:
@@ -303,7 +305,7 @@ def run_tpu(folder: Path, progress: Progress) -> Outcome:
 def run_parameter_servers(folder: Path, progress: Progress) -> Outcome:
     """One coordinator, WORKERS workers, SERVERS servers; worker 0 is killed when half of the epochs are over."""
     progress.begin(PARAMETER_SERVERS.name)
-    with LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
+    with running_cluster(SERVERS, folder) as cluster:
         process = start_coordinator(cluster, folder)
         try:
             epoch, epochs = wait_for_half(process, folder)
@@ -326,7 +328,7 @@ def run_resumed(folder: Path, progress: Progress) -> Outcome:
     """As above, but half-way the whole cluster ends, and a run on OTHER_SERVERS servers goes on with what it saved."""
     progress.begin(RESUMED.name)
     kept = ("resume=auto", f"checkpoint.directory={folder / 'checkpoints'}")
-    with LocalCluster(workers=WORKERS, ps=SERVERS) as cluster:
+    with running_cluster(SERVERS, folder) as cluster:
         process = start_coordinator(cluster, folder / "first", *kept)
         try:
             epoch, epochs = wait_for_half(process, folder / "first")
@@ -334,7 +336,7 @@ def run_resumed(folder: Path, progress: Progress) -> Outcome:
             progress.note(f"told to end (SIGTERM) in epoch {epoch} of {epochs}")
         finally:
             finish(process, folder / "first", expected=RUN_AGAIN)
-    with LocalCluster(workers=WORKERS, ps=OTHER_SERVERS) as cluster:
+    with running_cluster(OTHER_SERVERS, folder) as cluster:
         finish(start_coordinator(cluster, folder / "second", *kept), folder / "second")
     run, seam = folder / "second", len(read_metrics(folder / "first", "step"))
     steps, ledgers = read_metrics(run, "step"), read_metrics(run, "ledger")
@@ -350,6 +352,15 @@ def run_resumed(folder: Path, progress: Progress) -> Outcome:
         misses=tuple(broken_promises(steps, ledgers, seam, epochs)),
         seam=seam,
     )
+
+
+@contextlib.contextmanager
+def running_cluster(servers: int, folder: Path) -> Iterator[LocalCluster]:
+    """Workers and servers, which say what happens to them in a file of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / CLUSTER_LOG).open("a") as output, contextlib.redirect_stderr(output):
+        with LocalCluster(workers=WORKERS, ps=servers) as cluster:
+            yield cluster
 
 
 def start_coordinator(cluster: LocalCluster, folder: Path, *overrides: str) -> "subprocess.Popen[bytes]":
@@ -411,7 +422,7 @@ def finish(process: "subprocess.Popen[bytes]", folder: Path, expected: int = 0) 
             process.terminate()  # not kill: torchrun ends its processes when it is asked to end
             process.wait(RUN_DEADLINE_SECONDS)
     if status != expected:
-        print("\n".join(["", *(folder / LOG).read_text().split("\n")[-40:]]), file=sys.stderr)
+        print("\n".join(["", *(folder / LOG).read_text().split("\n")[-40:]]), file=sys.__stderr__)
         raise subprocess.CalledProcessError(status, process.args)
 
 
