@@ -200,7 +200,9 @@ def _clipped(rows: torch.Tensor, max_norm: float | None) -> torch.Tensor:
     if not max_norm > 0:
         raise InvalidArgumentError(f"max_norm={max_norm} must be positive, or None for rows as they are.")
     norms: torch.Tensor = torch.linalg.vector_norm(rows.unsqueeze(-1).flatten(1), dim=1)
-    return rows * (max_norm / _column(norms.clamp(min=max_norm), rows.dim()))
+    # At max_norm itself the gradient is the longer rows', as TensorFlow's; clamp's is that up to torch 2.13 only.
+    longest = norms.masked_fill(norms < max_norm, max_norm)
+    return rows * (max_norm / _column(longest, rows.dim()))
 
 
 def _combiner(combiner: str | None, call: str) -> str:

@@ -160,6 +160,16 @@ def test_long_rows_are_scaled_down_and_the_table_is_not() -> None:
         embedding_lookup(variable, [0], max_norm=0)
 
 
+def test_a_row_of_exactly_the_largest_norm_has_the_gradient_of_the_longer_ones() -> None:
+    gradients = []
+    for length in (1.0, 2.0):
+        row = (length * torch.tensor([[3.0, 4.0]])).requires_grad_()
+        embedding_lookup(row, [0], max_norm=5.0).sum().backward()
+        assert row.grad is not None
+        gradients.append(row.grad * length)
+    torch.testing.assert_close(*gradients)
+
+
 def test_an_embedding_keeps_its_own_kind_of_gradient() -> None:
     for sparse in (False, True):
         module = torch.nn.Embedding(5, 2, padding_idx=1, sparse=sparse)

@@ -64,9 +64,11 @@ def prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A
 
 def _elu(x: torch.Tensor, alpha: float, scale: float, input_scale: float) -> torch.Tensor:
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    # Clamped, since the gradient of a branch that is not taken is multiplied by 0, and may not be infinite.
-    negative = (scale * alpha) * torch.expm1(wide.clamp(max=0) * input_scale)
-    return torch.where(wide > 0, scale * wide, negative).to(x.dtype)
+    positive = wide > 0
+    # Filled, since the gradient of a branch that is not taken is multiplied by 0, and may not be infinite. Not clamped:
+    # at 0 itself clamp's gradient is 1 up to torch 2.13 and 0 in 2.15; the original's is that of the negative branch.
+    negative = (scale * alpha) * torch.expm1(wide.masked_fill(positive, 0) * input_scale)
+    return torch.where(positive, scale * wide, negative).to(x.dtype)
 
 
 def _store(x: torch.Tensor, inplace: bool, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
