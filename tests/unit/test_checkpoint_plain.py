@@ -287,9 +287,11 @@ def test_the_command(
     assert "model" in torch.load(tmp_path / "model.pt", weights_only=True)
     assert run(str(tmp_path / "nothing"), str(tmp_path / "other.pt")) == 1
     assert "torchstrat consolidate: there is no checkpoint at" in capsys.readouterr().err
-    assert run(str(saved[0])) == 2
-    assert run("--help") == 0
-    assert "torchstrat consolidate CHECKPOINT FILE" in capsys.readouterr().out
+    for words, status in (([str(saved[0])], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as end:
+            run(*words)
+        assert end.value.code == status
+    assert "example: torchstrat consolidate " in capsys.readouterr().out
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------

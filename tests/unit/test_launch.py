@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from torchstrat import cli
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
@@ -101,17 +100,6 @@ def test_one_clear_message_and_status_2(
     said = capsys.readouterr().err
     assert re.search(message, said), said
     assert said.count("error:") == 1
-
-
-def test_the_command_torchstrat_without_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, status in (([], 2), (["lunch"], 2), (["--help"], 0)):
-        monkeypatch.setattr(sys, "argv", ["torchstrat", *words])
-        assert cli.main() == status
-        said = capsys.readouterr()
-        assert "launch" in (said.err if status else said.out)
-        assert all(word in said.err for word in words if status)
 
 
 # ---- restarts --------------------------------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         description="Run SCRIPT as the coordinator of a cluster on this machine, with parameter servers and workers "
         "that are started again when they end. Everything ends with SCRIPT, whose exit status is the launcher's. A "
         "SCRIPT that exits with 75 is run again. SIGTERM and the like go to SCRIPT alone.",
-        epilog="SCRIPT is a Python file or a program; -- may stand before it: "
-        f"{program} --ps 1 --workers 2 -- python -m package.train --epochs 3",
+        epilog=f"examples: {program} --ps 2 --workers 2 train.py --epochs 3. SCRIPT is a Python file or a program; -- "
+        f"may stand before it: {program} --ps 1 --workers 2 -- python -m package.train --epochs 3",
         allow_abbrev=False,
     )
     parser.add_argument("--ps", type=_at_least_one, required=True, metavar="N", help="parameter servers")

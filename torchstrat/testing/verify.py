@@ -18,6 +18,7 @@ def main(words: list[str]) -> int:
         prog="torchstrat verify",
         description="Run a program plainly and under each strategy, and print the first variable, step and line that "
         "differ. See torchstrat.testing.compare.",
+        epilog="example: torchstrat verify train:build train:step train:batches mirrored",
     )
     parser.add_argument("build", metavar="MODULE:BUILD", help="makes modules and optimizers, and returns them")
     parser.add_argument("step", metavar="MODULE:STEP", help="step(program, batch), on what BUILD returned")
