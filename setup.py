@@ -1,11 +1,23 @@
 """Installation: ``pip install .`` for the library, ``pip install -e .[experiments,dev]`` to work on it."""
 
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-README = HERE / "README.md"
+
+# Addresses. Empty until there is one; each is written here and nowhere else.
+SOURCE = ""  # of the repository, such as https://host/owner/torchstrat
+SOURCE_FILES = ""  # what a path in the repository is put behind, such as https://host/owner/torchstrat/blob/main
+DOCS = ""
+MAIL = ""  # for what SECURITY.md asks not to be public
+
+PROGRESS = [
+    "tqdm>=4.66",  # ts.progress: bars where people wait
+]
 
 EXPERIMENTS = [
     "hydra-core>=1.3.2",  # composes configs/ into one run, and sweeps over them; 1.3.2 is the first for Python 3.11
@@ -13,7 +25,7 @@ EXPERIMENTS = [
     "scikit-learn>=1.3",  # carries the handwritten digits inside the package: real images without a download
     "tensorboard>=2.14",  # torch.utils.tensorboard writes its event files
     "matplotlib>=3.7",  # the picture of the curves
-    "tqdm>=4.66",  # the progress bar
+    *PROGRESS,
 ]
 
 TPU = [
@@ -26,6 +38,16 @@ DEV = [
     "ruff>=0.9",  # lint
     "mypy>=1.14",  # types, strict
     "hypothesis>=6.100",  # generated histories for the state machine that schedules functions
+    "build>=1.2",  # sdist and wheel
+    "setuptools>=77",  # builds them without isolation, so that their test needs no index; see pyproject.toml
+    "twine>=6.1",  # checks them; 6.1 knows License-Expression
+]
+
+DOCS_TOOLS = [
+    "sphinx>=7.4",  # scripts/docs
+    "myst-parser>=3.0",  # pages in Markdown
+    "furo>=2024.8",  # the theme
+    "sphinx-copybutton>=0.5",  # code to copy without prompts
 ]
 
 PROGRAMS = [
@@ -38,18 +60,51 @@ PROGRAMS = [
     "schedulefree>=1.4",  # optimizers with two sets of weights
 ]
 
+
+def long_description() -> str:
+    """README.md, as a package index shows it: relative links lead into the repository once it has an address."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    if not SOURCE_FILES:
+        return text
+    # ](docs/x.md), ](#part) and src="picture.png"; what has a scheme, or begins with # or /, is left.
+    relative = re.compile(r"(\]\(|(?:src|href)=\")(?![a-z+.-]+:|[#/])")
+    return relative.sub(lambda link: f"{link[1]}{SOURCE_FILES}/", text)
+
+
+class BuildWithConfigs(build_py):
+    """Copies configs/ into the wheel, for ``torchstrat train``. An editable install reads configs/ itself."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            copy = Path(self.build_lib, "torchstrat", "experiments", "configs")
+            shutil.rmtree(copy, ignore_errors=True)  # of an earlier build, with files that are gone
+            shutil.copytree(HERE / "configs", copy)
+
+
 setup(
     name="torchstrat",
     version="0.1.0",
     description="One training step, many distribution strategies: the PyTorch counterpart of tf.distribute.",
-    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description=long_description(),
     long_description_content_type="text/markdown",
+    author="The torchstrat authors",
+    author_email=MAIL or None,
+    license_expression="BSD-3-Clause",
+    license_files=["LICENSE"],
+    keywords=["pytorch", "distributed training", "tf.distribute", "parameter server", "data parallel"],
+    url=DOCS or SOURCE or None,
+    project_urls={name: address for name, address in (("Source", SOURCE), ("Documentation", DOCS)) if address},
     python_requires=">=3.10",
+    # Said although it is the default: setuptools makes a plain path entry of an editable install where it is said, and
+    # else an import hook, which type checkers do not see through.
+    package_dir={"": "."},
     packages=find_packages(include=["torchstrat", "torchstrat.*"]),
     # py.typed tells type checkers that the annotations are to be used; the notes on one part live beside its code.
     package_data={"": ["py.typed", "*.md"]},
     include_package_data=False,
     zip_safe=False,
+    cmdclass={"build_py": BuildWithConfigs},
     install_requires=[
         "torch>=2.9",
         "numpy>=1.26",  # torch does not require it; arrays are accepted as data, and strings travel as object arrays
@@ -57,14 +112,22 @@ setup(
     ],
     entry_points={"console_scripts": ["torchstrat = torchstrat.cli:main"]},
     extras_require={
-        "experiments": EXPERIMENTS,  # scripts/train.py and scripts/demo
+        "progress": PROGRESS,  # ts.progress
+        "experiments": EXPERIMENTS,  # torchstrat train, scripts/train.py and scripts/demo
         "tpu": TPU,  # TPUStrategy
+        "docs": DOCS_TOOLS,  # scripts/docs
         "dev": DEV,  # scripts/test and scripts/check
         "programs": PROGRAMS,  # scripts/soak programs
     },
+    # What has been run: on CPUs, Linux and no other system, these versions of Python.
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Operating System :: POSIX",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
 )

@@ -42,7 +42,7 @@ COMMANDS = {
     "consolidate": Command(
         "write a checkpoint as one plain state_dict, which needs no torchstrat",
         "torchstrat.cli:consolidate",
-        "torchstrat consolidate checkpoints/step-100 model.safetensors",
+        "torchstrat consolidate checkpoints/step-00000100 model.safetensors",
     ),
     "verify": Command(
         "run a program plainly and under each strategy, and print where its numbers begin to differ",
