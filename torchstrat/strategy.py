@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -24,11 +24,17 @@ from torchstrat.run_options import RunOptions, require_run_options
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
-from torchstrat.values import DistributedValues, require_callable, require_list_or_tuple
+from torchstrat.values import DistributedValues, PerReplica, require_callable, require_list_or_tuple
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.variable.variable import Variable
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class Scope:
@@ -126,6 +132,56 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
+    # Types say what there is with several replicas; a program that is right for those is right for one. The structures
+    # that steps return most have overloads: their leaves are what is wrapped.
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., None],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> None: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., tuple[A, B]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> tuple[PerReplica[A], PerReplica[B]]: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., tuple[A, B, C]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> tuple[PerReplica[A], PerReplica[B], PerReplica[C]]: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., list[T]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> list[PerReplica[T]]: ...
+    @overload
+    def run(  # type: ignore[overload-overlap]
+        self,
+        fn: Callable[..., dict[K, T]],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> dict[K, PerReplica[T]]: ...
+    @overload
+    def run(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PerReplica[T]: ...
     def run(
         self,
         fn: Callable[..., Any],
@@ -169,6 +225,16 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         """See `StrategyExtended.check_replicas`; ``when``: ends the error's first sentence."""
         self._engine.check_replicas(when)
 
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: DistributedValues[T], axis: Any = None, *, weighted: bool = False
+    ) -> torch.Tensor | T: ...
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: dict[K, PerReplica[T]], axis: Any = None, *, weighted: bool = False
+    ) -> dict[K, torch.Tensor | T]: ...
+    @overload
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None, *, weighted: bool = False) -> Any: ...
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None, *, weighted: bool = False) -> Any:
         """Combine a value over replicas: "sum" or "mean".
 
@@ -210,6 +276,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             return leaf  # one device has nothing to combine, and no reason to make an array or a variable a tensor
         return self._engine.reduce(op, leaf, axis)
 
+    @overload
+    def gather(self, value: DistributedValues[Any], axis: Any) -> torch.Tensor: ...
+    @overload
+    def gather(self, value: Any, axis: Any) -> Any: ...
     def gather(self, value: Any, axis: Any) -> Any:
         """Join the components of ``value`` (a `PerReplica` tensor, or a nest) along ``axis``, in replica order.
 
@@ -222,14 +292,20 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def _gather_leaf(self, leaf: Any, dim: int) -> Any:
         return leaf._gathered(dim) if isinstance(leaf, Variable) else self._engine.gather(leaf, dim)
 
+    @overload
+    def local_results(self, value: DistributedValues[T]) -> tuple[T, ...]: ...
+    @overload
+    def local_results(self, value: Any) -> tuple[Any, ...]: ...
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of ``value`` that live in this process, as a tuple; of a nest, a tuple of nests."""
         return local_results(value, self._engine.local_replicas)
 
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
         """Call ``value_fn(ValueContext)`` for each replica of this process; the results as `PerReplica` leaves."""
         context.require_not_mixed(self, "distribute_values_from_function")
-        return distribute_values(value_fn, self.num_replicas_in_sync, self._engine.local_replicas, self._wraps_values)
+        replicas = self._engine.local_replicas
+        values: PerReplica[T] = distribute_values(value_fn, self.num_replicas_in_sync, replicas, self._wraps_values)
+        return values
 
     _wraps_values = True
     _per_replica_input: Literal["honoured", "refused"] = "honoured"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torchstrat import nest
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -35,10 +35,14 @@ class Weights(Protocol):
         """None where nothing has said it."""
 
 
-class DistributedValues:
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DistributedValues(Generic[T_co]):
     """A value with one component per replica of a strategy.
 
     ``values`` are the components of this process, in replica order; ``replica_ids`` are their ids in the whole group.
+    In annotations ``DistributedValues[Tensor]`` says what the components are.
     """
 
     __slots__ = ("batch_info", "replica_ids", "values", "weights")
@@ -46,14 +50,14 @@ class DistributedValues:
 
     def __init__(
         self,
-        values: tuple[Any, ...] | list[Any],
+        values: tuple[T_co, ...] | list[T_co],
         *,
         replica_ids: tuple[int, ...] | None = None,
         batch_info: BatchInfo | None = None,
         weights: Weights | None = None,
     ) -> None:
         """``weights``: of the run that returned it."""
-        self.values = tuple(values)
+        self.values: tuple[T_co, ...] = tuple(values)
         self.weights = weights
         self.replica_ids = tuple(range(len(self.values))) if replica_ids is None else tuple(replica_ids)
         self.batch_info = batch_info
@@ -69,7 +73,7 @@ class DistributedValues:
             return [float(self.batch_info.rows[replica]) for replica in self.replica_ids]
         return [None if self.weights is None else self.weights.known(replica) for replica in self.replica_ids]
 
-    def component(self, replica_id: int) -> Any:
+    def component(self, replica_id: int) -> T_co:
         """The component of one replica of this process, by its id in the group."""
         try:
             return self.values[self.replica_ids.index(replica_id)]
@@ -90,7 +94,7 @@ class DistributedValues:
         return self._show(str)
 
 
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues[T_co]):
     """A different value on every replica. Supports no arithmetic: reduce it, gather it, or open it first."""
 
     __slots__ = ()
@@ -109,7 +113,7 @@ class PerReplica(DistributedValues):
         )
 
 
-class Mirrored(DistributedValues):
+class Mirrored(DistributedValues[T_co]):
     """The same value on every replica. Attributes and operators are those of the first local component."""
 
     __slots__ = ()
@@ -123,26 +127,30 @@ class Mirrored(DistributedValues):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*nest.map_structure(_first, list(args)), **nest.map_structure(_first, kwargs or {}))
 
+    @property
+    def _first(self) -> Any:
+        return self.values[0]
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.values[0].__array__(*args, **kwargs)
+        return self._first.__array__(*args, **kwargs)
 
     def __float__(self) -> float:
-        return float(self.values[0])
+        return float(self._first)
 
     def __int__(self) -> int:
-        return int(self.values[0])
+        return int(self._first)
 
     def __bool__(self) -> bool:
-        return bool(self.values[0])
+        return bool(self._first)
 
     def __len__(self) -> int:
-        return len(self.values[0])
+        return len(self._first)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.values[0][key]
+        return self._first[key]
 
     def __iter__(self) -> Any:
-        return iter(self.values[0])
+        return iter(self._first)
 
 
 def _first(value: Any) -> Any:
@@ -150,7 +158,7 @@ def _first(value: Any) -> Any:
 
 
 def _delegate(name: str) -> Any:
-    def operator(self: Mirrored, *others: Any) -> Any:
+    def operator(self: Mirrored[Any], *others: Any) -> Any:
         return getattr(self.values[0], name)(*(_first(other) for other in others))
 
     operator.__name__ = name

@@ -324,7 +324,7 @@ class DistributedIterator:
         ids = self._layout.local_replicas
         join = self._layout.join if self._fetches else None
 
-        def wrap(values: tuple[Any, ...]) -> DistributedValues:
+        def wrap(values: tuple[Any, ...]) -> DistributedValues[Any]:
             first = values[0]
             if isinstance(first, torch.Tensor) and join is None:
                 return PerReplica(values, replica_ids=ids, batch_info=info)

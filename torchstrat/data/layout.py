@@ -46,7 +46,7 @@ class InputLayout:
     device)."""
     placement: BatchPlacement | None = None
     """How batches get to the devices, where that is not a copy of each replica's to its own."""
-    join: Callable[[tuple[Any, ...], tuple[int, ...], BatchInfo], PerReplica] | None = None
+    join: Callable[[tuple[Any, ...], tuple[int, ...], BatchInfo], PerReplica[Any]] | None = None
     """From the replicas' values of a leaf, their ids and how the batch was split to what is handed out; None: a
     `PerReplica` of them."""
 

@@ -6,9 +6,10 @@ import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+from numpy.typing import NDArray
 
 from torchstrat import nest
 from torchstrat.cluster_spec import WORKER
@@ -31,7 +32,7 @@ from torchstrat.parameter_server.per_worker import (
     refuse_remote_values,
     require_builder,
 )
-from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.remote_value import PlainT, RemoteValue
 from torchstrat.parameter_server.server_loss import (
     RESTORE,
     FromNowhere,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 QUEUE_SIZE = 262_144
+
+T = TypeVar("T")
 
 
 class ClusterCoordinator:
@@ -107,8 +110,8 @@ class ClusterCoordinator:
     # -- functions --------------------------------------------------------------------------------------------------
 
     def schedule(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> RemoteValue:
+        self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> RemoteValue[T]:
         """Queue ``fn(*args, **kwargs)`` for any worker, and return at once the place where its result will be.
 
         Args:
@@ -138,7 +141,7 @@ class ClusterCoordinator:
         except OutdatedLeaseError:  # between two calls of the user's, who need not know
             return self._came_too_late(fn)
 
-    def _schedule(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> RemoteValue:
+    def _schedule(self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None) -> RemoteValue[T]:
         self._raise_pending("this call's function was not queued")
         job, catalog = self._job, self._job.catalog
         reading = job.read()
@@ -165,7 +168,7 @@ class ClusterCoordinator:
 
         def make(number: int) -> Work:
             claim_all(leases, number)
-            value = RemoteValue(number, _name_of(fn), self._where)
+            value: RemoteValue[T] = RemoteValue(number, _name_of(fn), self._where)
             return Work(code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases))
 
         return self._dispatcher.submit(make)
@@ -191,8 +194,8 @@ class ClusterCoordinator:
             for leaf in nest.leaves((list(args), kwargs or {}))
         )
 
-    def _came_too_late(self, fn: Callable[..., Any]) -> RemoteValue:
-        value = RemoteValue(self._dispatcher.next_function, _name_of(fn), self._where)
+    def _came_too_late(self, fn: Callable[..., T]) -> RemoteValue[T]:
+        value: RemoteValue[T] = RemoteValue(self._dispatcher.next_function, _name_of(fn), self._where)
         value._set_error(
             CancelledByServerLossError(
                 f"{_name_of(fn)} was not queued: when it was scheduled, a parameter server had been lost, and all "
@@ -234,6 +237,12 @@ class ClusterCoordinator:
                 error.add_note(f"raised by an earlier function, or a lost server; {consequence}.")
             raise
 
+    @overload
+    def fetch(self, val: RemoteValue[torch.Tensor]) -> NDArray[Any]: ...
+    @overload
+    def fetch(self, val: RemoteValue[PlainT]) -> PlainT: ...
+    @overload
+    def fetch(self, val: Any) -> Any: ...
     def fetch(self, val: Any) -> Any:
         """``val``, a nest, with every `RemoteValue` in it replaced by its result (tensors as NumPy arrays)."""
         return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)

@@ -125,7 +125,7 @@ class Dispatcher:
 
     # -- for the user's thread --------------------------------------------------------------------------------------
 
-    def submit(self, make: Callable[[int], Work]) -> RemoteValue:
+    def submit(self, make: Callable[[int], Work]) -> RemoteValue[Any]:
         """Queue ``make(number)``; waits while the queue is full."""
         with self._lock:
             if len(self._works) >= self.queue_size:
@@ -492,7 +492,7 @@ class Dispatcher:
                 lease._ended(returned=True)
             work.value._set_result(result)
 
-    def _end(self, function: int) -> RemoteValue:
+    def _end(self, function: int) -> RemoteValue[Any]:
         work = self._works.pop(function)
         for lease in work.leases:
             lease._ended(returned=False)

@@ -25,7 +25,7 @@ class Work:
     options: Options
     modes: Modes
     seed: int
-    value: RemoteValue
+    value: RemoteValue[Any]
     leases: tuple[Lease, ...] = ()
 
 

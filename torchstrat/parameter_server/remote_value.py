@@ -5,17 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
+from numpy.typing import NDArray
 
 from torchstrat import nest
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
 
 _making_event = threading.Lock()
 
+T_co = TypeVar("T_co", covariant=True)
+PlainT = TypeVar("PlainT", bool, int, float, complex, str, bytes, None)
+"""What `RemoteValue.fetch` hands out as it is."""
 
-class RemoteValue:
+
+class RemoteValue(Generic[T_co]):
     """The result of a scheduled function. Made by `ClusterCoordinator.schedule` only.
 
     `get` and `fetch` wait until the function has run, on whichever worker, and raise what it raised.
@@ -32,7 +37,7 @@ class RemoteValue:
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def get(self, timeout: timedelta | float | None = None) -> Any:
+    def get(self, timeout: timedelta | float | None = None) -> T_co:
         """The result, with tensors on the CPU of the coordinator. ``timeout`` in seconds; None waits.
 
         Raises the function's own error, `CancelledError` if it was cancelled, `CommunicationTimeoutError`.
@@ -43,8 +48,15 @@ class RemoteValue:
             )
         if self._error is not None:
             raise self._error
-        return self._result
+        result: T_co = self._result
+        return result
 
+    @overload
+    def fetch(self: RemoteValue[torch.Tensor], timeout: timedelta | float | None = None) -> NDArray[Any]: ...
+    @overload
+    def fetch(self: RemoteValue[PlainT], timeout: timedelta | float | None = None) -> PlainT: ...
+    @overload
+    def fetch(self, timeout: timedelta | float | None = None) -> Any: ...
     def fetch(self, timeout: timedelta | float | None = None) -> Any:
         """The result with every tensor as a NumPy array, but for sparse and nested ones. Otherwise as `get`."""
         return nest.map_structure(_to_numpy, self.get(timeout))

@@ -341,7 +341,7 @@ class SpmdReplicas:
             return reduction.gather_components(self._looked_at(value), axis)
         return reduction.gather_plain(value, axis)
 
-    def _looked_at(self, value: DistributedValues) -> list[Any]:
+    def _looked_at(self, value: DistributedValues[Any]) -> list[Any]:
         """The components of a value, on the host: on the devices, each combination would be a program of its own."""
         if self._recordings.current is not None:
             return list(value.values)

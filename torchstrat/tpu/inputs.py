@@ -60,7 +60,7 @@ class Inputs:
             groups.setdefault(shapes, []).append(replica)
         return [self._pass(tuple(replicas)) for replicas in groups.values()]
 
-    def _column(self, leaf: DistributedValues) -> list[Any] | None:
+    def _column(self, leaf: DistributedValues[Any]) -> list[Any] | None:
         """The active replicas' components; None for one tensor, whose components have one shape."""
         if isinstance(leaf, LaneValues) and leaf.stacked.shape[0] == self._lanes:
             return None

@@ -14,7 +14,7 @@ from torchstrat.replicas.engine import regroup
 from torchstrat.values import BatchInfo, PerReplica
 
 
-class LaneValues(PerReplica):
+class LaneValues(PerReplica[Any]):
     """A `PerReplica` whose components are the entries of one tensor ``[lanes, …]``, cut when somebody looks.
 
     ``stacked``: on the devices; entry ``i`` is replica ``i``'s, what lies behind the last replica's is nobody's.
@@ -63,7 +63,7 @@ class Placed(RowsOnTheirWay):
         self.stacked, self.replica = stacked, replica
 
 
-def join(values: Sequence[Any], ids: tuple[int, ...], info: BatchInfo | None) -> PerReplica:
+def join(values: Sequence[Any], ids: tuple[int, ...], info: BatchInfo | None) -> PerReplica[Any]:
     """One leaf of a batch that an input pipeline hands out."""
     first = values[0]
     if isinstance(first, Placed):

@@ -261,7 +261,7 @@ class Variable(TensorLike):
             total: torch.Tensor = self._strategy._engine.reduce(op, self._per_replica(), None)
         return total.to(self._cells[0].value_device)
 
-    def _per_replica(self) -> PerReplica:
+    def _per_replica(self) -> PerReplica[Any]:
         """What each replica of this process reads."""
         cells = self._cells if self._components else self._cells * len(self._replicas)
         return PerReplica([cell.lend() for cell in cells], replica_ids=self._replicas)
