@@ -1,11 +1,11 @@
-"""The command ``torchstrat``: a table of commands, each in a module of its own that is imported when it runs."""
+"""The command ``torchstrat``: a table of commands, each in a module that is imported when the command is called."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 USAGE_ERROR = 2
@@ -25,53 +25,57 @@ EXTRA_OF = {
 
 @dataclass(frozen=True)
 class Command:
-    """A row of the table. ``run``: module and function, which takes the words after the command and returns the exit
-    status; ``example``: a line of which everything but the names works as it is."""
+    """One of torchstrat's commands, as its users read of it.
 
-    summary: str
-    run: str
-    example: str
+    ``main`` is MODULE:FUNCTION. The function takes the words after the command's name and returns the exit status; its
+    module is imported when the command is called.
+    """
+
+    arguments: str
+    purpose: str
+    main: str
 
 
 COMMANDS = {
     "launch": Command(
-        "run a script with parameter servers and workers on this machine",
+        "--ps N --workers N [options] SCRIPT [ARGUMENT …]",
+        "run SCRIPT with parameter servers and workers on this machine",
         "torchstrat.launch.launcher:main",
-        "torchstrat launch --ps 2 --workers 2 train.py",
     ),
     "consolidate": Command(
-        "write a checkpoint as one plain state_dict, which needs no torchstrat",
-        "torchstrat.cli:consolidate",
-        "torchstrat consolidate checkpoints/step-00000100 model.safetensors",
+        "CHECKPOINT FILE",
+        "write a checkpoint as one plain state_dict, FILE.pt or FILE.safetensors, that needs no torchstrat",
+        "torchstrat.checkpoint.consolidate_command:main",
     ),
     "verify": Command(
+        "MODULE:BUILD MODULE:STEP MODULE:BATCHES [STRATEGY …]",
         "run a program plainly and under each strategy, and print where its numbers begin to differ",
         "torchstrat.testing.verify:main",
-        "torchstrat verify train:build train:step train:batches mirrored",
     ),
 }
 
 
 def main() -> int:
     """Run one of torchstrat's commands with the words of this process; returns the exit status."""
-    words = sys.argv[1:]
-    if words[:1] and words[0] in COMMANDS:
-        return _run(words[0], words[1:])
-    if words == ["--version"]:
+    name, *words = sys.argv[1:] or [""]
+    if name in COMMANDS:
+        return _run(name, words)
+    if name == "--version":
         sys.stdout.write(f"{_version()}\n")
         return 0
-    if words in (["--help"], ["-h"]):
+    if name in ("--help", "-h"):
         sys.stdout.write(_usage())
         return 0
     sys.stderr.write(_usage())
-    sys.stderr.write(f"torchstrat: there is no command {words[0]!r}\n" if words else "torchstrat: no command given\n")
+    sys.stderr.write(f"torchstrat: there is no command {name!r}\n" if name else "torchstrat: no command given\n")
     return USAGE_ERROR
 
 
-def _run(name: str, words: list[str]) -> int:
-    module, _, function = COMMANDS[name].run.partition(":")
+def _run(name: str, words: Sequence[str]) -> int:
+    module, function = COMMANDS[name].main.split(":")
     try:
-        status: int = getattr(importlib.import_module(module), function)(words)
+        run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+        return run(words)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRA_OF:
@@ -79,29 +83,6 @@ def _run(name: str, words: list[str]) -> int:
         install = f"pip install 'torchstrat[{EXTRA_OF[missing]}]'"
         sys.stderr.write(f"torchstrat {name} needs {missing}, which is not installed: {install}\n")
         return 1
-    return status
-
-
-def consolidate(words: list[str]) -> int:
-    """``torchstrat consolidate``: see `torchstrat.consolidate`. Prints the file that it has written."""
-    parser = argparse.ArgumentParser(
-        prog="torchstrat consolidate",
-        description="Write a checkpoint as one plain state_dict that needs no torchstrat: model, optimizers and what "
-        "else was saved, with whole tensors.",
-        epilog=f"example: {COMMANDS['consolidate'].example}",
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder that a Checkpoint has written")
-    parser.add_argument("file", metavar="FILE", help="ends in .pt or .safetensors, which says the format")
-    options = parser.parse_args(words)
-    from torchstrat.checkpoint import consolidate as write
-    from torchstrat.errors import TorchstratError
-
-    try:
-        sys.stdout.write(f"{write(options.checkpoint, options.file)}\n")
-    except TorchstratError as error:
-        sys.stderr.write(f"torchstrat consolidate: {error}\n")
-        return 1
-    return 0
 
 
 def _version() -> str:
@@ -113,12 +94,8 @@ def _version() -> str:
 
 
 def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "".join(f"  {name:{width}}  {command.summary}\n" for name, command in COMMANDS.items())
-    examples = "".join(f"  {command.example}\n" for command in COMMANDS.values())
-    return (
-        "usage: torchstrat COMMAND [ARGUMENT …]\n"
-        "       torchstrat COMMAND --help\n"
-        "       torchstrat --version\n"
-        f"\ncommands:\n{commands}\nexamples:\n{examples}"
-    )
+    column = max(map(len, COMMANDS)) + 2
+    calls = [f"torchstrat {name} {command.arguments}" for name, command in COMMANDS.items()]
+    purposes = [f"  {name:{column}}{command.purpose}" for name, command in COMMANDS.items()]
+    usage = "\n       ".join(calls)
+    return "\n".join([f"usage: {usage}", "", *purposes, "", "torchstrat COMMAND --help says more, with examples.", ""])

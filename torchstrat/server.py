@@ -23,6 +23,7 @@ from typing import Any
 from torchstrat import cluster_resolver
 from torchstrat.cluster_resolver import ClusterSpec
 from torchstrat.cluster_spec import PARAMETER_SERVER
+from torchstrat.command_help import parser_with_examples
 from torchstrat.errors import ClusterConfigError, TorchstratError
 from torchstrat.parameter_server.meeting.task_host import DEFAULT_DRAIN_TIMEOUT_SECONDS
 from torchstrat.parameter_server.meeting.task_server import Server, end_even_if_stuck
@@ -73,10 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchstrat.server",
-        description="Be a worker or a parameter server of a torchstrat cluster.",
-        epilog="Without --cluster and --resolver, TF_CONFIG describes the cluster and this task.",
+    parser = parser_with_examples(
+        "python -m torchstrat.server",
+        "Be a worker or a parameter server of a torchstrat cluster. Without --cluster and --resolver, TF_CONFIG "
+        "describes the cluster and this task.",
+        (
+            "TF_CONFIG=… python -m torchstrat.server",
+            "python -m torchstrat.server --cluster @cluster.json --job worker --index 0",
+            """srun … python -m torchstrat.server --resolver slurm --jobs '{"chief": 1, "ps": 2, "worker": 4}'""",
+        ),
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--cluster", metavar="JSON|@FILE", help='such as {"ps": ["host:port"], "worker": ["host:port"]}')

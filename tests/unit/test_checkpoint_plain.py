@@ -288,10 +288,10 @@ def test_the_command(
     assert run(str(tmp_path / "nothing"), str(tmp_path / "other.pt")) == 1
     assert "torchstrat consolidate: there is no checkpoint at" in capsys.readouterr().err
     for words, status in (([str(saved[0])], 2), (["--help"], 0)):
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(SystemExit) as ended:
             run(*words)
-        assert end.value.code == status
-    assert "example: torchstrat consolidate " in capsys.readouterr().out
+        assert ended.value.code == status
+    assert "torchstrat consolidate CHECKPOINT FILE" in capsys.readouterr().out
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchstrat.command_help import parser_with_examples
 from torchstrat.launch.fork_server import START_METHODS, StartMethod
 
 USAGE_ERROR = 2
@@ -93,15 +94,18 @@ def coordinator_command(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
+    parser = parser_with_examples(
+        program,
+        "Run SCRIPT as the coordinator of a cluster on this machine, with parameter servers and workers that are "
+        "started again when they end. SCRIPT is a Python file or a program; -- may stand before it. Everything ends "
+        "with SCRIPT, whose exit status is the launcher's. A SCRIPT that exits with 75 is run again. SIGTERM and the "
+        "like go to SCRIPT alone.",
+        (
+            f"{program} --ps 2 --workers 2 train_ps.py",
+            f"{program} --ps 1 --workers 2 -- python -m package.train --epochs 3",
+            f"{program} --ps 2 --workers 4 --evaluator --env OMP_NUM_THREADS=2 train_ps.py",
+        ),
         usage=f"{program} --ps N --workers N [options] SCRIPT [ARGUMENT …]",
-        description="Run SCRIPT as the coordinator of a cluster on this machine, with parameter servers and workers "
-        "that are started again when they end. Everything ends with SCRIPT, whose exit status is the launcher's. A "
-        "SCRIPT that exits with 75 is run again. SIGTERM and the like go to SCRIPT alone.",
-        epilog=f"examples: {program} --ps 2 --workers 2 train.py --epochs 3. SCRIPT is a Python file or a program; -- "
-        f"may stand before it: {program} --ps 1 --workers 2 -- python -m package.train --epochs 3",
-        allow_abbrev=False,
     )
     parser.add_argument("--ps", type=_at_least_one, required=True, metavar="N", help="parameter servers")
     parser.add_argument("--workers", type=_at_least_one, required=True, metavar="N", help="workers")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchstrat.command_help import parser_with_examples
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.testing.compare import STRATEGIES, compare
 
 
-def main(words: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Print a line for each strategy; 0 if all of them give the plain numbers or refuse the program by name."""
-    parser = argparse.ArgumentParser(
-        prog="torchstrat verify",
-        description="Run a program plainly and under each strategy, and print the first variable, step and line that "
-        "differ. See torchstrat.testing.compare.",
-        epilog="example: torchstrat verify train:build train:step train:batches mirrored",
+    parser = parser_with_examples(
+        "torchstrat verify",
+        "Run a program plainly and under each strategy, and print the first variable, step and line that differ. See "
+        "torchstrat.testing.compare.",
+        (
+            "torchstrat verify train:build train:step train:batches",
+            "torchstrat verify train:build train:step train:batches mirrored central_storage",
+        ),
     )
     parser.add_argument("build", metavar="MODULE:BUILD", help="makes modules and optimizers, and returns them")
     parser.add_argument("step", metavar="MODULE:STEP", help="step(program, batch), on what BUILD returned")
