@@ -1,11 +1,11 @@
-"""Strategies by name, as configurations spell them. A new strategy adds one row."""
+"""Strategies by name, as configurations spell them. A new strategy adds one row, or calls `register`."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.strategy import Strategy
 
 _STRATEGIES = {
@@ -17,14 +17,37 @@ _STRATEGIES = {
     "parameter_server": ("torchstrat.strategies.parameter_server", "ParameterServerStrategy"),
 }
 
+_REGISTERED: dict[str, type[Strategy]] = {}
+"""By programs, with `register`."""
+
 
 def names() -> list[str]:
     """Every registered name."""
-    return list(_STRATEGIES)
+    return [*_STRATEGIES, *_REGISTERED]
+
+
+def register(name: str, strategy_type: type[Strategy]) -> None:
+    """Give a strategy of the program's own a name, by which `get` and `create` find it.
+
+    Registered again, as when a notebook's cell runs again, the new class replaces the old one.
+
+    Raises:
+        WrongTypeError: ``strategy_type`` is no class derived from `Strategy`.
+        InvalidArgumentError: the name is one of torchstrat's own.
+    """
+    if not (isinstance(strategy_type, type) and issubclass(strategy_type, Strategy)):
+        raise WrongTypeError(
+            f"register({name!r}, …) needs a class derived from ts.Strategy; got {strategy_type!r:.80}."
+        )
+    if name in _STRATEGIES:
+        raise InvalidArgumentError(f"{name!r} is torchstrat's own {_STRATEGIES[name][1]}; choose another name.")
+    _REGISTERED[name] = strategy_type
 
 
 def get(name: str) -> type[Strategy]:
     """The class registered as ``name``; its module is imported on first use. `ValueError` lists the names there are."""
+    if name in _REGISTERED:
+        return _REGISTERED[name]
     if name not in _STRATEGIES:
         raise InvalidArgumentError(f"unknown strategy {name!r}; there are {', '.join(names())}.")
     module, attribute = _STRATEGIES[name]

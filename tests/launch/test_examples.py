@@ -1,0 +1,142 @@
+"""The programs of scripts/examples, started as their docstrings say, end with the line that is expected of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "scripts" / "examples"
+
+LAST_LINES = {
+    "digits": r"97\.\d% of 360 held-out digits are right",
+    "gpt": r"Simple is better than complex\.",
+    "recommender": r"each of 8192 rows exactly once in each of 5 epochs",
+    "gan": r"mean 3\.0 \(real: 3\.0\), spread 0\.5 \(real: 0\.5\)",
+    "detection": r"centres are 0\.[01] pixels off",
+    "tensor_parallel": r"loss 0\.\d{4}",
+    "own_strategy": r"micro_batches: loss (\d\.\d{4}), one_device: loss \1",
+}
+"""Of every way to start it that its docstring names: where there are several, their last lines are also equal."""
+
+IN_EVERY_RUN = ("digits", "recommender")  # and the notebook
+
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    "torchstrat": [sys.executable, "-c", "import sys; from torchstrat.cli import main; sys.exit(main())"],
+}
+SECONDS = 240
+
+
+def commands(name: str) -> list[str]:
+    """The indented lines of the program's docstring that start a program, as they stand there."""
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    return [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
+
+
+def start(command: str, folder: Path) -> subprocess.Popen[str]:
+    """Start what a shell would in the repository; what it writes goes to ``folder``."""
+    program, *words = shlex.split(command.removesuffix("&"))
+    words = [str(ROOT / word) if word.startswith("scripts/") else word for word in words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*PROGRAMS[program], *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def last_line(running: subprocess.Popen[str]) -> str:
+    try:
+        out, err = running.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        raise
+    assert running.returncode == 0, err
+    return out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.soak) for name in LAST_LINES],
+)
+def test_an_example_ends_with_the_expected_line_however_it_is_started(name: str, tmp_path: Path) -> None:
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    lines = {command: last_line(start(command, tmp_path)) for command in commands(name)}
+    assert lines
+    assert len(set(lines.values())) == 1, lines
+    assert all(re.fullmatch(LAST_LINES[name], line) for line in lines.values()), lines
+
+
+@pytest.mark.soak
+def test_evaluation_scores_every_checkpoint_beside_the_training(tmp_path: Path) -> None:
+    evaluate, train = (start(command, tmp_path) for command in commands("evaluation"))
+    out, err = train.communicate(timeout=SECONDS)
+    assert (train.returncode, out) == (0, ""), err
+    assert re.fullmatch(r"checkpoint 5: accuracy 0\.9\d\d", last_line(evaluate))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
+def test_resume_ends_alike_whether_it_was_killed_or_not(tmp_path: Path) -> None:
+    python, torchrun = commands("resume")
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    expected = last_line(start(python, undisturbed))
+    assert re.fullmatch(r"step 384: loss 0\.\d{6}", expected)
+    killed = start(f"{python} 250", tmp_path)
+    assert killed.communicate(timeout=SECONDS)[0] == ""
+    assert killed.returncode == -signal.SIGKILL
+    assert last_line(start(python, tmp_path)) == expected
+    together = tmp_path / "torchrun"
+    together.mkdir()
+    killed = start(f"{torchrun} 250", together)
+    assert killed.communicate(timeout=SECONDS)[0] == ""
+    assert killed.returncode != 0
+    assert re.fullmatch(r"step 384: loss 0\.\d{6}", last_line(start(torchrun, together)))
+
+
+def test_the_notebook_trains_when_its_cells_run_in_order(tmp_path: Path) -> None:
+    """As a script, which needs nothing that is not installed. The cells have no magic and no display."""
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    script = tmp_path / "cells.py"
+    script.write_text("\n\n".join(cells), encoding="utf-8")
+    assert last_line(start(f"python {script}", tmp_path)) == "loss 0.0"
+
+
+@pytest.mark.soak
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, nbclient, nbformat\n"
+        "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
+        "nbclient.NotebookClient(notebook, timeout=200).execute()\n"
+        "print(notebook.cells[-1].outputs[-1].text)\n"
+    )
+    assert nbformat
+    assert nbclient
+    assert last_line(start(f"python {script} {EXAMPLES / 'notebook.ipynb'}", tmp_path)) == "loss 0.0"
+
+
+def test_examples_are_short_and_all_of_them_are_tried() -> None:
+    programs = sorted(EXAMPLES.glob("*.py"))
+    assert {program.stem for program in programs} == {*LAST_LINES, "evaluation", "resume"}
+    too_long = [program.name for program in programs if len(program.read_text(encoding="utf-8").splitlines()) > 80]
+    assert not too_long
