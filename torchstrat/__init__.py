@@ -23,6 +23,7 @@ with _importing.without_collection():
     from torchstrat.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
     from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
     from torchstrat.errors import OutOfRangeError
+    from torchstrat.estimates import estimate
     from torchstrat.evaluation import SidecarEvaluator
     from torchstrat.explain import explain_sharding
     from torchstrat.extended import StrategyExtended
@@ -112,6 +113,7 @@ __all__ = [
     "embedding_lookup",
     "embedding_lookup_sparse",
     "errors",
+    "estimate",
     "experimental",
     "experimental_set_strategy",
     "explain_sharding",

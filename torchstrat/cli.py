@@ -42,6 +42,16 @@ COMMANDS = {
         "run SCRIPT with parameter servers and workers on this machine",
         "torchstrat.launch.launcher:main",
     ),
+    "estimate": Command(
+        "MODULE:BUILD [--optimizer NAME] [--replicas N] [--ps N --workers N] …",
+        "print what a program takes under each strategy, in memory and in traffic",
+        "torchstrat.estimates.command:main",
+    ),
+    "explain": Command(
+        "MODULE:BUILD --rules MODULE:RULES --logical-devices N …",
+        "print which device holds which piece of which parameter under sharding rules",
+        "torchstrat.sharding.command:main",
+    ),
     "consolidate": Command(
         "CHECKPOINT FILE",
         "write a checkpoint as one plain state_dict, FILE.pt or FILE.safetensors, that needs no torchstrat",

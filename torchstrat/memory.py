@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat.devices import torch_device
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.stand_ins import bare_step, stand_in_of
 
@@ -92,32 +94,82 @@ class MemoryEstimate:
         return "\n".join([*rows, f"host: {self.host_bytes / mib:,.1f} MiB"])
 
 
+def copies_in_one_process(devices: Sequence[str], parameter_device: str | None) -> list[Copies]:
+    """The first replica works on the central variables where these are on its device; the others on copies.
+
+    ``parameter_device``: of central storage; None where each device holds variables.
+    """
+    shared = parameter_device is None or torch_device(parameter_device) == torch_device(devices[0])
+    holders = [] if parameter_device is None or shared else [Copies(parameter_device, 1, 1, 1, 1, 0)]
+    is_alone = len(devices) == 1 and shared
+    for replica, device in enumerate(devices):
+        first = shared and replica == 0
+        buffers = 2 if first and not is_alone else 1
+        holders.append(Copies(device, 1, buffers, 1, 1 if first else 0, 0))
+    return holders
+
+
+def copies_in_processes(
+    device: str, processes: int, *, central: bool, shares_variables: bool, sums_in_place: bool, is_staged: bool = False
+) -> list[Copies]:
+    """Every process keeps parameters, gradients and the buckets they travel in; under central storage its owner, the
+    first one, alone has state.
+
+    Args:
+        shares_variables: central variables lie in memory that the processes share; they are counted as the owner's.
+        sums_in_place: gradients are added up where they lie, so there are no buckets.
+        is_staged: processes on devices whose central variables lie in host memory; gradients are there once more.
+    """
+    holders = []
+    for rank in range(processes):
+        owns = 1 if rank == 0 else 0
+        if is_staged:
+            holders += [Copies(device, 1, 1, 1, 0, 0), Copies("cpu:0", owns, 0, 0, owns, 1)]
+        else:
+            parameters = owns if shares_variables else 1
+            holders.append(Copies(device, parameters, 1, 1, owns if central else 1, 0 if sums_in_place else 1))
+    return holders
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one copy of everything that a program keeps from step to step."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+
+    @staticmethod
+    def of(
+        parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]
+    ) -> Sizes:
+        """They may live on ``torch.device("meta")``; nothing is allocated."""
+        everyone = list(parameters)
+        return Sizes(
+            sum(one.nbytes for one in everyone),
+            sum(one.nbytes for one in buffers),
+            sum(one.nbytes for one in everyone if one.requires_grad),
+            sum(map(optimizer_state_bytes, optimizers)),
+        )
+
+    def held(self, copies: Copies) -> Holding:
+        return Holding(
+            device=copies.device,
+            parameters_bytes=copies.parameters * self.parameters,
+            buffers_bytes=copies.buffers * self.buffers,
+            gradients_bytes=copies.gradients * self.gradients,
+            optimizer_state_bytes=copies.optimizer_state * self.optimizer_state,
+            communication_bytes=copies.communication * self.gradients,
+        )
+
+
 def estimate(model: nn.Module, optimizer: Optimizer | None, copies: list[Copies]) -> MemoryEstimate:
     """Bytes for each entry of ``copies``. The model may live on ``torch.device("meta")``; nothing is allocated."""
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"estimate needs an nn.Module; got {type(model).__name__}.")
-    parameters = list(model.parameters())
-    parameter_bytes = sum(map(_bytes, parameters))
-    buffer_bytes = sum(map(_bytes, model.buffers()))
-    gradient_bytes = sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad)
-    state_bytes = 0 if optimizer is None else optimizer_state_bytes(optimizer)
-    return MemoryEstimate(
-        tuple(
-            Holding(
-                device=one.device,
-                parameters_bytes=one.parameters * parameter_bytes,
-                buffers_bytes=one.buffers * buffer_bytes,
-                gradients_bytes=one.gradients * gradient_bytes,
-                optimizer_state_bytes=one.optimizer_state * state_bytes,
-                communication_bytes=one.communication * gradient_bytes,
-            )
-            for one in copies
-        )
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    sizes = Sizes.of(model.parameters(), model.buffers(), [] if optimizer is None else [optimizer])
+    return MemoryEstimate(tuple(map(sizes.held, copies)))
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
@@ -126,20 +178,22 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
     An optimizer that cannot step on such tensors steps on tiny real ones, whose dimensions have different prime sizes:
     these tell which dimension of a parameter each dimension of its state follows. Existing state is counted as it is.
     """
-    total = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            if parameter in optimizer.state:
-                total += sum(_bytes(value) for value in _state_tensors(optimizer.state[parameter]))
-                continue
-            try:
-                state = _trial(optimizer, group, torch.empty_like(parameter, device="meta"))
-                total += sum(map(_bytes, state))
-            except Exception:  # any class of the user's own; what a step on meta tensors can raise is not known
-                total += _scaled_bytes(optimizer, group, parameter)
-    return total
+    return sum(
+        sum(one.nbytes for one in _state_tensors(optimizer.state[parameter]))
+        if parameter in optimizer.state
+        else state_bytes_for(optimizer, group, parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def state_bytes_for(optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor) -> int:
+    """Of a parameter like ``like``, which may be a part of one, in ``group`` of ``optimizer``."""
+    try:
+        return sum(one.nbytes for one in _trial(optimizer, group, torch.empty_like(like, device="meta")))
+    except Exception:  # any class of the user's own; what a step on meta tensors can raise is not known
+        return _scaled_bytes(optimizer, group, like)
 
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)

@@ -20,10 +20,10 @@ from torchstrat import context, nest, reduction
 from torchstrat._torch_private import new_hook_key
 from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
-from torchstrat.devices import torch_device
+from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import ContextError
 from torchstrat.gradients import GradientHooks, check_weight, shares
-from torchstrat.memory import Copies
+from torchstrat.memory import Copies, copies_in_one_process
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.baton import Baton
@@ -125,16 +125,7 @@ class InProcessReplicas:
         return self._components.streams
 
     def copies(self) -> list[Copies]:
-        """The first replica works on the central variables where these are on its device; the others on copies."""
-        home = self._home
-        shared = home is None or home == self._torch_devices[0]
-        holders = [] if shared else [Copies(str(home), 1, 1, 1, 1, 0)]
-        plain = self._runs_plainly
-        for replica, device in enumerate(self._devices):
-            first = shared and replica == 0
-            buffers = 1 if plain else (2 if first else 1)
-            holders.append(Copies(device, 1, buffers, 1, 1 if first else 0, 0))
-        return holders
+        return copies_in_one_process(self._devices, None if self._home is None else canonical(self._home))
 
     def scope_opened(self) -> None:
         self.registry.open()

@@ -30,7 +30,7 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.devices import torch_device
 from torchstrat.errors import CommunicationError
 from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
-from torchstrat.memory import Copies
+from torchstrat.memory import Copies, copies_in_processes
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import INPUT, agree, all_equal
@@ -177,32 +177,13 @@ class PerProcessReplica:
         return self._streams
 
     def copies(self) -> list[Copies]:
-        """Every rank keeps parameters, gradients and the buckets they travel in; under central storage the owner alone
-        has state.
-
-        In shared memory there are no buckets, and in central storage there the parameters are counted as rank 0's.
-        A rank on a device has parameters and gradients there, and gradients once more in host memory.
-        """
-        if self._storage is not None and self._is_staged:
-            return [copies for rank in range(self.num_replicas) for copies in self._copies_on_device_and_host(rank)]
-        buckets = 0 if isinstance(self._world, SumsInPlace) else 1
-        return [
-            Copies(
-                self._device,
-                parameters=1 if self._storage is None or rank == OWNER else 0,
-                buffers=1,
-                gradients=1,
-                optimizer_state=1 if not self._central or rank == OWNER else 0,
-                communication=buckets,
-            )
-            for rank in range(self.num_replicas)
-        ]
-
-    def _copies_on_device_and_host(self, rank: int) -> tuple[Copies, Copies]:
-        central = 1 if rank == OWNER else 0
-        return (
-            Copies(self._device, parameters=1, buffers=1, gradients=1, optimizer_state=0, communication=0),
-            Copies("cpu:0", parameters=central, buffers=0, gradients=0, optimizer_state=central, communication=1),
+        return copies_in_processes(
+            self._device,
+            self.num_replicas,
+            central=self._central,
+            shares_variables=self._storage is not None,
+            sums_in_place=isinstance(self._world, SumsInPlace),
+            is_staged=self._storage is not None and self._is_staged,
         )
 
     def scope_opened(self) -> None:

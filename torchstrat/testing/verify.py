@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
+from torchstrat import named_objects
 from torchstrat.command_help import parser_with_examples
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.testing.compare import STRATEGIES, compare
@@ -29,21 +27,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("batches", metavar="MODULE:BATCHES", help="global batches, or a function that makes them")
     parser.add_argument("strategies", metavar="STRATEGY", nargs="*", help=f"of: {', '.join(STRATEGIES)}; none: all")
     options = parser.parse_args(words)
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
-        build, step, batches = (_named(name) for name in (options.build, options.step, options.batches))
+        build, step, batches = (named_objects.find(name) for name in (options.build, options.step, options.batches))
         comparison = compare(build, step, batches, options.strategies or STRATEGIES)
     except InvalidArgumentError as error:
         parser.error(str(error))
     sys.stdout.write(f"{comparison}\n")
     return 0 if comparison.is_right else 1
-
-
-def _named(name: str) -> Any:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise InvalidArgumentError(f"{name!r} must be MODULE:NAME, such as train:step.")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InvalidArgumentError(f"{name!r} cannot be loaded from {Path.cwd()}: {error}.") from error
