@@ -38,6 +38,7 @@ with _importing.without_collection():
     from torchstrat.parameter_server.remote_value import RemoteValue
     from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
     from torchstrat.preemption import PreemptionHandler
+    from torchstrat.progress_bar import progress
     from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
     from torchstrat.row_prefetch import prefetch_rows
     from torchstrat.run_options import RunOptions
@@ -124,6 +125,7 @@ __all__ = [
     "in_cross_replica_context",
     "partitioners",
     "prefetch_rows",
+    "progress",
     "registry",
     "safe_embedding_lookup_sparse",
     "scale_regularization_loss",

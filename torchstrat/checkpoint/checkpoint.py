@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchstrat import context
+from torchstrat import context, waiting
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.variable.variable import Variable
@@ -118,7 +118,7 @@ class Checkpoint:
             raise
 
         def finish() -> None:
-            with open_until_written:
+            with open_until_written, waiting.shown(what, here=processes.is_first and not asynchronous):
                 write(target, taken[0], processes)
 
         if asynchronous:
@@ -159,11 +159,12 @@ class Checkpoint:
 
         target = _absolute(path)
         with turns.held(f"restoring {target}"), all_processes("Checkpoint.restore", self._objects) as processes:
-            servers = self._servers()
-            if servers is not None:
-                servers.prepare_to_restore()
-            items = make_items(self._objects, servers)
-            _restore(target, self._objects, items, servers, processes)
+            with waiting.shown(f"restoring {target}", here=processes.is_first):
+                servers = self._servers()
+                if servers is not None:
+                    servers.prepare_to_restore()
+                items = make_items(self._objects, servers)
+                _restore(target, self._objects, items, servers, processes)
 
     def _servers(self) -> ServerCheckpoint | None:
         from torchstrat.parameter_server.variables.server_checkpoint import server_checkpoint_of

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat import waiting
 from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
@@ -133,7 +134,8 @@ class Job:
             }
         )
         self.membership.start(self._process_joined, self._process_lost)
-        self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
+        with waiting.shown("waiting for the parameter servers"):
+            self.membership.wait_for(self._server_tasks(), self._timeout_seconds)
         self._use_joined_servers()
         if self._takes_over:
             self._retire_earlier_functions()
@@ -156,7 +158,8 @@ class Job:
         before = self.server_peers()
         until = time.monotonic() + self._timeout_seconds
         while True:
-            self.membership.wait_for(self._server_tasks(), max(until - time.monotonic(), 0.0))
+            with waiting.shown("waiting for parameter servers that were lost"):
+                self.membership.wait_for(self._server_tasks(), max(until - time.monotonic(), 0.0))
             self._use_joined_servers()
             try:
                 self.servers.ask_all("ps.catalog")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torchstrat import waiting
 from torchstrat.cluster import ProcessPlan
 from torchstrat.devices import local_devices, require_present
 from torchstrat.errors import DeviceError, InvalidArgumentError, WrongTypeError
@@ -126,7 +127,8 @@ def one_replica_per_process(
 
     pages = StepPages(device)  # before the communicator's threads
     copies = device_copies(device) if through_host else None
-    communicator, why = choose_communicator(plan, device, timeout, collectives, copies)
+    with waiting.shown(f"waiting for all of {plan.size} processes", here=plan.rank == 0):
+        communicator, why = choose_communicator(plan, device, timeout, collectives, copies)
     return PerProcessReplica(
         strategy,
         communicator,

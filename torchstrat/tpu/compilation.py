@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchstrat import nest
+from torchstrat import nest, waiting
 from torchstrat.errors import InvalidArgumentError
 
 logger = logging.getLogger("torchstrat.tpu")
@@ -112,10 +112,10 @@ class CompilationLog:
         """Let the recorded step run, and write down what was compiled for it."""
         if not any(seen.step == signature.step for seen in self._seen):
             self._first_of_step.add(signature)
-        before = self._count()
-        run()
+        before, times = self._count(), self._seen.get(signature, 0)
+        with waiting.shown(f"compiling {signature.step}", here=times < SETTLING_COMPILES):
+            run()
         compiled = self._count() - before
-        times = self._seen.get(signature, 0)
         if compiled:
             reason = self._reason(signature, times)
             self.entries.append(Compilation(self._run, signature, reason))
