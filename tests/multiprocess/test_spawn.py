@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,8 +170,9 @@ def test_results_and_functions_that_cannot_travel() -> None:
     with Workers(num_processes=1) as workers:
         with pytest.raises(WorkersError, match=r"cannot pickle '_thread.lock' object"):
             workers.run(return_what_cannot_travel)
+        lock = threading.Lock()
         with pytest.raises((AttributeError, TypeError, Exception), match="pickle"):
-            workers.run(lambda: None)
+            workers.run(lambda: lock)
 
 
 def test_a_process_group_left_behind_is_an_error() -> None:
@@ -212,3 +215,46 @@ def test_new_interpreters(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_method_that_does_not_exist() -> None:
     with pytest.raises(InvalidArgumentError, match="start_method='exec'"):
         Workers(num_processes=1, start_method="exec")  # type: ignore[arg-type]
+
+
+def test_functions_of_functions_travel() -> None:
+    seen = 5
+    assert spawn(lambda value: seen + value, 1, (torch.tensor(2),)) == [torch.tensor(7)]
+
+
+CELLS = """
+import os, torch, torchstrat as ts
+
+class Answer:
+    def __init__(self, rank):
+        self.rank = rank
+
+def helper():
+    return int(os.environ["RANK"])
+
+def cell():
+    return Answer(helper())
+
+with ts.testing.Workers(2, timeout_seconds=100) as workers:
+    first = workers.run(cell)
+    def helper():
+        return 10 + int(os.environ["RANK"])
+    second = workers.run(cell)
+print([type(one) is Answer for one in first + second], [one.rank for one in first + second])
+"""
+
+
+@pytest.mark.parametrize("way", ["-c", "a script"])
+def test_functions_and_classes_of_a_program(way: str, tmp_path: Path) -> None:
+    """A notebook's ``__main__`` has no file, as that of ``python -c``; a script is imported by the others."""
+    words = ["-c", CELLS]
+    if way == "a script":
+        guarded = CELLS.replace("\nwith ", "\nif __name__ == '__main__':\n  with ").replace("\nprint", "\n  print")
+        (tmp_path / "program.py").write_text(guarded)
+        words = [str(tmp_path / "program.py")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    ranks = [0, 1, 10, 11] if way == "-c" else [0, 1, 0, 1]  # by name: a script's are what its file says
+    assert program.stdout == f"{[True] * 4} {ranks}\n", program.stderr

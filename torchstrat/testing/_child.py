@@ -18,13 +18,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchstrat.testing._travel import pack
+
 
 @dataclass(frozen=True)
 class Request:
     """Call a function in a process of the group."""
 
     call: bytes
-    """Pickled ``(function, args)``; opened where a failure to do so can be reported."""
+    """Packed ``(function, args)``; opened where a failure to do so can be reported."""
     environment: Mapping[str, str]
 
 
@@ -77,7 +79,7 @@ def _answer(request: Request) -> Answer:
     os.environ.update(request.environment)
     try:
         function, args = pickle.loads(request.call)
-        result = pickle.dumps(function(*args))
+        result = pack(function(*args))
         if dist.is_available() and dist.is_initialized():
             raise RuntimeError(
                 "the function returned and left the default process group behind, which the next one would meet; "

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import shutil
 import socket
 import sys
@@ -37,6 +36,7 @@ from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.launch.fork_server import START_METHODS, StartMethod
 from torchstrat.testing._child import Request
 from torchstrat.testing._process import DUMP_SECONDS, EXIT_SECONDS, Failure, Process
+from torchstrat.testing._travel import pack, unpack
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "Failure", "Workers", "WorkersError", "spawn"]
 
@@ -71,8 +71,9 @@ def spawn(
 ) -> list[Any]:
     """Run ``function(*args)`` once in each of ``num_processes`` new processes and return the results by rank.
 
-    Function, arguments and results travel by pickle; tensors are copied. ``timeout_seconds`` counts from the start
-    of the processes. ``env``, ``start_method``: as `Workers`. Blocks; raises `WorkersError`.
+    Function, arguments and results travel by pickle, or by cloudpickle, so that functions and classes of a notebook's
+    cells and functions of functions do, too; tensors are copied. ``timeout_seconds`` counts from the start of the
+    processes. ``env``, ``start_method``: as `Workers`. Blocks; raises `WorkersError`.
     """
     with Workers(num_processes, timeout_seconds=timeout_seconds, env=env, start_method=start_method) as workers:
         return workers.run(function, *args)
@@ -147,7 +148,7 @@ class Workers:
         """
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
-        call = pickle.dumps((function, args))  # before anything starts: what cannot travel fails here
+        call = pack((function, args))  # before anything starts: what cannot travel fails here
         name = getattr(function, "__qualname__", repr(function))
         try:
             self.start()
@@ -162,7 +163,7 @@ class Workers:
         if failures:
             self._kill()
             raise WorkersError(name, self.num_processes, failures)
-        return [pickle.loads(outcome) for outcome in outcomes if isinstance(outcome, bytes)]
+        return [unpack(outcome) for outcome in outcomes if isinstance(outcome, bytes)]
 
     def close(self) -> None:
         """Let the processes leave, and end those that do not. May be called again; `run` then starts new ones."""
