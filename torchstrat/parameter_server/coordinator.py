@@ -21,6 +21,7 @@ from torchstrat.errors import (
     WrongTypeError,
 )
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
+from torchstrat.parameter_server.interrupts import held_back
 from torchstrat.parameter_server.leases.dataset import LeasedDataset, require_leasable
 from torchstrat.parameter_server.leases.lease import Lease, OutdatedLeaseError, claim_all, leases_among_arguments
 from torchstrat.parameter_server.leases.order import DrawOrder
@@ -142,6 +143,12 @@ class ClusterCoordinator:
             return self._came_too_late(fn)
 
     def _schedule(self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None) -> RemoteValue[T]:
+        with held_back:
+            return self._pack_and_submit(fn, args, kwargs)
+
+    def _pack_and_submit(
+        self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> RemoteValue[T]:
         self._raise_pending("this call's function was not queued")
         job, catalog = self._job, self._job.catalog
         reading = job.read()
@@ -456,6 +463,7 @@ class ClusterCoordinator:
 
     def _close(self) -> None:
         self._dispatcher.close()
+        held_back.put_back()
 
     def __repr__(self) -> str:
         return f"<ClusterCoordinator of {self.strategy!r}>"

@@ -34,6 +34,7 @@ from torchstrat.errors import (
     TorchstratError,
 )
 from torchstrat.parameter_server.dispatch import Batch, Report, ServerGone
+from torchstrat.parameter_server.interrupts import held_back
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.known_worker import KnownWorker, Work, without_unsendable
 from torchstrat.parameter_server.per_worker import ResourceTable
@@ -194,7 +195,7 @@ class Dispatcher:
         """Raise the pending error once, and cancel what is queued. Waits for what still runs."""
         if self._is_running() and self._scheduler.pending_error is None:
             return  # without the lock: an error that comes now might as well have come after this
-        with self._lock:
+        with held_back, self._lock:
             self._require_running()
             if self._scheduler.pending_error is None:
                 return
@@ -376,7 +377,8 @@ class Dispatcher:
         """With the lock. Who handles an event looks whether the condition holds now, so that nobody wakes in vain."""
         self._awaited.append(condition)
         try:
-            return self._changed.wait_for(condition, timeout_seconds)
+            with held_back.let_through():
+                return self._changed.wait_for(condition, timeout_seconds)
         finally:
             self._awaited.remove(condition)
 
