@@ -55,14 +55,15 @@ with _importing.without_collection():
     from torchstrat.variable.variable import Variable
 
 if typing.TYPE_CHECKING:
+    from torchstrat import launch as launch
     from torchstrat import testing as testing
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name == "testing":  # on first use: it starts processes and knows every part of the package
-        return importlib.import_module("torchstrat.testing")
+    if name in ("launch", "testing"):  # on first use: they start processes, and testing knows every part of the package
+        return importlib.import_module(f"torchstrat.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -616,14 +616,14 @@ def test_a_local_cluster(role: tuple[str, ...], capfd: pytest.CaptureFixture[str
         processes = descendants(os.getpid()).keys() - others.keys()
         assert len(processes) == 1 + 2 * 3, "the reaper, the tasks, and a child of each"
     assert "TORCHSTRAT_SECRET" not in os.environ
-    assert repr(cluster) == "LocalCluster(workers=2, ps=1, stopped)"
+    assert repr(cluster) == "Cluster(ps=1, workers=2, closed)"
     wait_for(lambda: all(map(gone, processes)), "an end of all processes", GONE_SECONDS)
     assert not is_listening(spec.task_address("ps", 0))
     said = capfd.readouterr()
     assert "[worker 1] worker 1 listens\n" in said.out
     assert "[ps 0] a warning\n" in said.err
     cluster.stop()
-    with pytest.raises(ContextError, match="another LocalCluster"):
+    with pytest.raises(ContextError, match="another Cluster"):
         cluster.start()
 
 

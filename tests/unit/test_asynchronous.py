@@ -255,7 +255,7 @@ class TestCluster:
             def __exit__(self, *_):
                 events.append("ended")
 
-        monkeypatch.setattr("torchstrat.launch.LocalCluster", FakeCluster)
+        monkeypatch.setattr("torchstrat.launch.Cluster", FakeCluster)
         with (
             contextlib.suppress(ParameterServerUnavailable),
             local_cluster(ClusterSize(3, 1), keep_pages=False) as resolver,

@@ -125,8 +125,9 @@ def test_imports_nothing_optional(imported, module):
     assert not [name for name in imported["modules"] if name == module or name.startswith(f"{module}.")]
 
 
-def test_does_not_import_its_own_application(imported):
-    assert not [name for name in imported["modules"] if name.startswith("torchstrat.experiments")]
+@pytest.mark.parametrize("part", ["experiments", "launch", "testing"])
+def test_does_not_import_what_few_programs_need(imported, part):
+    assert not [name for name in imported["modules"] if f"{name}.".startswith(f"torchstrat.{part}.")]
 
 
 def test_reads_no_environment(imported):

@@ -249,7 +249,7 @@ def test_a_cluster_needs_workers_servers_and_strings(arguments: dict[str, object
 
 def test_a_cluster_that_was_not_started_says_so() -> None:
     cluster = LocalCluster()
-    assert repr(cluster) == "LocalCluster(workers=2, ps=2, not started)"
+    assert repr(cluster) == "Cluster(ps=2, workers=2, not started)"
     with pytest.raises(ContextError, match="with statement"):
         cluster.cluster_spec
     with pytest.raises(ContextError, match="with statement"):

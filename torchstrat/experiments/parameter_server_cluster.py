@@ -61,10 +61,10 @@ def given_resolver(cluster: ClusterConfig, plan: ProcessPlan | None) -> ClusterR
 @contextmanager
 def local_cluster(size: ClusterSize, *, keep_pages: bool) -> Iterator[ClusterResolver]:
     """A cluster of processes on this machine, as long as the context lasts. Says so on stderr."""
-    from torchstrat.launch import LocalCluster  # nothing that synchronous runs need
+    from torchstrat.launch import Cluster  # nothing that synchronous runs need
 
     print(f"no cluster in the environment: starting {size} on this machine", file=sys.stderr, flush=True)
-    with LocalCluster(workers=size.workers, ps=size.servers, keep_pages=keep_pages) as cluster:
+    with Cluster(workers=size.workers, ps=size.servers, keep_pages=keep_pages) as cluster:
         yield cluster.resolver
 
 

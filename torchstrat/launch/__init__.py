@@ -1,4 +1,6 @@
-"""Clusters of roles on one machine: ``torchstrat launch``, and `LocalCluster` for tests and notebooks.
+"""Clusters of roles on one machine: ``torchstrat launch``, and `Cluster` for notebooks, scripts and tests.
+
+``LocalCluster`` is an older name of `Cluster`, the same class.
 
 ::
 
@@ -15,7 +17,9 @@
                       programs of their own that never import torchstrat: importing torch takes seconds
 """
 
-from torchstrat.launch.local_cluster import LocalCluster
+from torchstrat.launch.local_cluster import Cluster
 from torchstrat.launch.restarts import RestartPolicy
 
-__all__ = ["LocalCluster", "RestartPolicy"]
+LocalCluster = Cluster
+
+__all__ = ["Cluster", "LocalCluster", "RestartPolicy"]

@@ -34,7 +34,7 @@ class LaunchOptions:
     grace_seconds: float
     keep_pages: bool | None = None
     start_method: StartMethod | None = None
-    """These two: see `LocalCluster`."""
+    """These two: see `Cluster`."""
     evaluator: bool = False
     evaluator_seconds: float = 120.0
     """What the evaluator has for the checkpoints that are left when the coordinator has ended."""

@@ -17,7 +17,7 @@ from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER
 from torchstrat.errors import TorchstratError
 from torchstrat.launch.command_line import USAGE_ERROR, LaunchOptions, parse
 from torchstrat.launch.evaluator import EvaluatorProcess
-from torchstrat.launch.local_cluster import SERVER_COMMAND, LocalCluster
+from torchstrat.launch.local_cluster import SERVER_COMMAND, Cluster
 from torchstrat.launch.output import Console
 from torchstrat.launch.reaper import Reaper
 from torchstrat.launch.restarts import RestartPolicy, Restarts
@@ -49,7 +49,7 @@ def main(
 def launch(options: LaunchOptions, server_command: Sequence[str] = SERVER_COMMAND) -> int:
     """Run the coordinator within a cluster of its own; returns its exit status. See `main`."""
     policy = RestartPolicy(options.restarts)
-    cluster = LocalCluster(
+    cluster = Cluster(
         options.workers,
         options.ps,
         env=options.env,
@@ -73,7 +73,7 @@ def launch(options: LaunchOptions, server_command: Sequence[str] = SERVER_COMMAN
             )
         status = coordinator.run(options.command)
         if coordinator.evaluator is not None:
-            cluster.stop()  # workers and servers have nothing more to do
+            cluster.close()  # workers and servers have nothing more to do
             coordinator.is_over = True
             coordinator.evaluator.finish(training_is_done=status == 0)
         return status
@@ -86,7 +86,7 @@ class _Coordinator:
     has a session of its own, like workers and servers, which ends as a whole.
     """
 
-    def __init__(self, cluster: LocalCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.evaluator: EvaluatorProcess | None = None
         self.is_over = False
         """Its process has ended, and the launcher waits for the evaluator alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -10,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
+from torchstrat import notebook_html
 from torchstrat.cluster_resolver import SimpleClusterResolver
 from torchstrat.cluster_spec import CHIEF, PARAMETER_SERVER, WORKER, ClusterSpec
 from torchstrat.errors import ClusterConfigError, CommunicationTimeoutError, ContextError, InvalidArgumentError
@@ -30,6 +33,7 @@ from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.launch.supervised import Process, Program, Starter, SupervisedProcess
 from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, load_secret, new_secret
 from torchstrat.parameter_server.tasks import Task
+from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 SERVER_COMMAND = (sys.executable, "-m", "torchstrat.server")
 GRACE_SECONDS = 10.0
@@ -37,17 +41,26 @@ _LAST_SECONDS = 10.0  # for a process to disappear after SIGKILL
 _POLL_SECONDS = 0.05
 
 
-class LocalCluster:
+class Cluster:
     """Servers and workers on free loopback ports; this process is their coordinator.
 
-    ::
+    In a notebook, one cell makes it, and others train::
 
-        with LocalCluster(workers=2, ps=2) as cluster:
-            strategy = ts.ParameterServerStrategy(cluster.resolver)
+        cluster = ts.launch.Cluster(ps=2, workers=2)
+        strategy = cluster.strategy()
+
+    A cluster that `strategy` has started ends with `close`, when another one is started in this way (so when its cell
+    is run again, changed or not), or with this process, whichever comes first. There is one of them at a time, and it
+    stays when its names are deleted. Cells that were interrupted or raised leave it as it is.
+
+    A script says where it ends::
+
+        with ts.launch.Cluster(ps=2, workers=2) as cluster:
+            strategy = cluster.strategy()
 
     Processes that end are started again at the same address. Their output appears here, each line with its task before
-    it. Inside the block ``os.environ`` has the cluster's secret, a fresh one unless it had one before; at the end it is
-    as it was. No process is left after the block, nor when this process ends in any other way.
+    it. While it runs ``os.environ`` has the cluster's secret, a fresh one unless it had one before; afterwards it is as
+    it was. No process is left after the end, nor when this process ends in any other way, SIGKILL included.
 
     Args:
         workers, ps: How many, at least 1 each.
@@ -109,20 +122,28 @@ class LocalCluster:
         self._secret = ""
         self._environment_before: dict[str, str | None] = {}
         self._hurried = threading.Event()
+        self._strategy: ParameterServerStrategy | None = None
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self) -> Cluster:
         self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        self.close()
 
     def __repr__(self) -> str:
         # Without the secret: what is shown ends up in logs.
-        state = "running" if self._reaper is not None else "stopped" if self._ports else "not started"
-        return f"LocalCluster(workers={self._numbers[WORKER]}, ps={self._numbers[PARAMETER_SERVER]}, {state})"
+        return f"Cluster(ps={self._numbers[PARAMETER_SERVER]}, workers={self._numbers[WORKER]}, {self._state})"
+
+    def _repr_html_(self) -> str:
+        rows = [(str(task), self._ports[task].address, supervised.state) for task, supervised in self._tasks.items()]
+        return notebook_html.table(repr(self), ("task", "address", "process"), rows)
+
+    @property
+    def _state(self) -> str:
+        return "running" if self._reaper is not None else "closed" if self._ports else "not started"
 
     # ---- what it is --------------------------------------------------------------------------------------------------
 
@@ -130,7 +151,9 @@ class LocalCluster:
     def cluster_spec(self) -> ClusterSpec:
         """All addresses, the coordinator's (``chief``) too."""
         if not self._ports:
-            raise ContextError("the cluster has no addresses before it is started: use it in a with statement.")
+            raise ContextError(
+                "the cluster has no addresses before it is started: use it in a with statement, or call strategy()."
+            )
         jobs: dict[str, dict[int, str]] = {}
         for task, port in self._ports.items():
             jobs.setdefault(task.job, {})[task.index] = port.address
@@ -157,14 +180,37 @@ class LocalCluster:
 
     # ---- what can be done to it --------------------------------------------------------------------------------------
 
+    def strategy(
+        self, variable_partitioner: Callable[..., Any] | None = None, **options: Any
+    ) -> ParameterServerStrategy:
+        """A new `ParameterServerStrategy` on this cluster; the arguments are its. Starts the cluster, if nothing has.
+
+        A cluster has one strategy at a time: the one that was made here before is closed, and its variables are gone.
+
+        Raises:
+            ContextError: the cluster was closed, or a `with` statement's is to have a strategy while the one of another
+                cell has: a process coordinates one cluster at a time.
+        """
+        if self._reaper is None:
+            self._start_without_end()
+        elif _without_end is not None and _without_end is not self and not _without_end._is_free:
+            raise ContextError(
+                f"this process coordinates another cluster, {_without_end!r}; end it with its close() first, or make "
+                "the strategy on that one."
+            )
+        if self._strategy is not None:
+            self._strategy.close()
+        self._strategy = ParameterServerStrategy(self.resolver, variable_partitioner, **options)
+        return self._strategy
+
     def start(self) -> None:
-        """Start all processes; does not wait for them. A cluster is started once.
+        """Start all processes; does not wait for them. Who calls it calls `close`; a cluster is started once.
 
         Raises:
             ClusterConfigError: the environment's secret or its ``TORCHSTRAT_KEEP_PAGES`` cannot be used.
+            ContextError: it was started before.
         """
-        if self._ports:
-            raise ContextError("the cluster was started before; make another LocalCluster.")
+        self._require_new()
         self._keep_pages = is_wanted(self._keep_pages, {**os.environ, **self._env})
         self._secret = _secret_of(os.environ)
         try:
@@ -180,13 +226,24 @@ class LocalCluster:
             for task in self._ports:
                 if task.job != CHIEF:
                     self._start(task)
-        except BaseException:
-            self.stop()
+        except BaseException:  # Ctrl-C, too: whoever tries again finds it as it was
+            self.close()
+            self._ports.clear()
+            self._tasks.clear()
+            self._fork_server = None
+            self._hurried.clear()
             raise
 
-    def stop(self) -> None:
-        """End all processes: SIGTERM, then SIGKILL for those that are still there. May be called again."""
+    def close(self) -> None:
+        """Close the strategy that was made here, and end all processes: SIGTERM, then SIGKILL for those that are still
+        there. May be called again."""
+        global _without_end
+        if _without_end is self:
+            _without_end = None
+            atexit.unregister(self.close)
         try:
+            if self._strategy is not None:
+                self._strategy.close()
             self._let_them_end()
         except BaseException:  # Ctrl-C: once more, and faster
             self._hurried.set()
@@ -202,8 +259,11 @@ class LocalCluster:
                 port.close()
             self._restore_environment()
 
+    stop = close
+    """The older name."""
+
     def hurry(self) -> None:
-        """Kill everything now: a `stop` in another thread, or in the one that this interrupts, waits no longer."""
+        """Kill everything now: a `close` in another thread, or in the one that this interrupts, waits no longer."""
         self._hurried.set()
 
     def kill(self, job: str, index: int, signal_number: int = signal.SIGKILL) -> int:
@@ -263,6 +323,24 @@ class LocalCluster:
             time.sleep(_POLL_SECONDS)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _start_without_end(self) -> None:
+        """Start it for as long as nobody says otherwise, in the place of the one that was started so before."""
+        global _without_end
+        self._require_new()
+        if _without_end is not None:
+            _without_end.close()
+        _without_end = self
+        atexit.register(self.close)
+        self.start()
+
+    @property
+    def _is_free(self) -> bool:
+        return self._strategy is None or self._strategy._closed
+
+    def _require_new(self) -> None:
+        if self._ports:
+            raise ContextError(f"this cluster was started before, and is {self._state}; make another Cluster.")
 
     def _task(self, job: str, index: int) -> SupervisedProcess:
         supervised = self._tasks.get(Task(job, index))
@@ -339,6 +417,11 @@ class LocalCluster:
             else:
                 os.environ[name] = value
         self._environment_before = {}
+
+
+_without_end: Cluster | None = None
+"""The one that runs and that no ``with`` and no caller of `Cluster.start` ends. Here, and not only with whom it was
+given to: a program may keep nothing but the strategy, or a model."""
 
 
 class _Fork:

@@ -106,6 +106,16 @@ class SupervisedProcess:
         return self._thread.is_alive()
 
     @property
+    def state(self) -> str:
+        """What it does now, for people."""
+        process = self._process
+        if self._given_up is not None:
+            return f"{self._given_up}; not restarted"
+        if not self.alive:
+            return "ended"
+        return f"pid {process.pid}" if self._runs and process is not None else "starting"
+
+    @property
     def given_up(self) -> str | None:
         """How its last process ended, if no other is going to be started; None otherwise."""
         return self._given_up

@@ -206,7 +206,13 @@ class ParameterServerStrategy(Strategy):
                 raise ContextError("a scheduled function runs on a worker, which has no ClusterCoordinator of its own.")
             self._require_open()
             if self._coordinator is None:
-                self._coordinator = make()
+                try:
+                    self._coordinator = make()
+                except BaseException:  # servers that are not there yet, Ctrl-C: who tries again begins anew
+                    job, self._connected = self._connected, None
+                    if job is not None:
+                        job.close(finished=False)
+                    raise
             return self._coordinator
 
     def _require_open(self) -> None:
@@ -216,6 +222,9 @@ class ParameterServerStrategy(Strategy):
     def close(self) -> None:
         """Tell servers and workers that the job is over, and stop. Waits for a checkpoint that is being written. May be
         called twice."""
+        self._close(finished=True)
+
+    def _close(self, *, finished: bool) -> None:
         self._closed = True
         _open.discard(self)
         if not self._is_worker and self._connected is not None:
@@ -226,7 +235,7 @@ class ParameterServerStrategy(Strategy):
             job, self._connected = self._connected, None
             if self._coordinator is not None:
                 self._coordinator._close()
-            job.close(finished=not _is_crashing())
+            job.close(finished=finished)
         super().close()
 
     # -- scope ------------------------------------------------------------------------------------------------------
@@ -463,9 +472,10 @@ def _close_at_exit(strategy: ParameterServerStrategy) -> None:
 
 def _close_all() -> None:
     for strategy in list(_open):
-        strategy.close()
+        strategy._close(finished=not _is_crashing())
 
 
 def _is_crashing() -> bool:
-    """Whether an exception ends the interpreter: then the next coordinator finds the variables as they are."""
-    return getattr(sys, "last_value", None) is not None
+    """Whether an exception ends the interpreter: then the next coordinator finds the variables as they are. Where a
+    person types (notebooks, ``python -i``) exceptions end nothing."""
+    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")

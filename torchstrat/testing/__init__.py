@@ -6,18 +6,19 @@ training cases with the strategies they run under; `torchstrat.testing.divergenc
 `compare` runs a program of your own plainly and under each strategy, and finds the first variable, step and line that
 differ; so does the command ``torchstrat verify``.
 
-For programs with a `ClusterCoordinator`: `LocalCluster` is a cluster of real processes on this machine,
-`torchstrat.testing.fake_cluster.FakeCluster` one of threads, with faults on command.
+For programs with a `ClusterCoordinator`: `Cluster` (``LocalCluster`` is an older name of the same class) is one of real
+processes on this machine, `torchstrat.testing.fake_cluster.FakeCluster` one of threads, with faults on command.
 
 For programs that annotate tensors for a TPU: `fake_tpu_strategy` needs neither a TPU nor torch_xla.
 """
 
-from torchstrat.launch.local_cluster import LocalCluster
+from torchstrat.launch import Cluster, LocalCluster
 from torchstrat.testing.compare import Comparison, Finding, compare
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
 from torchstrat.testing.spawn import Failure, Workers, WorkersError, spawn
 
 __all__ = [
+    "Cluster",
     "Comparison",
     "Failure",
     "Finding",

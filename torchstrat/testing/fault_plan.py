@@ -7,7 +7,7 @@ the task's log, so that a test can count what has happened::
 
     plan = FaultPlan(tmp_path)
     plan.add("worker", 1, Fault(phases.INSIDE))
-    with LocalCluster(workers=2, ps=2, env=plan.environment) as cluster:
+    with Cluster(workers=2, ps=2, env=plan.environment) as cluster:
         ...
     assert [fired.fault for fired in plan.fired("worker", 1)] == [Fault(phases.INSIDE)]
 

@@ -28,8 +28,10 @@ def check_parameter_server_cluster(spec: ClusterSpec, task_type: str | None, tas
     """
     if not spec:
         raise ClusterConfigError(
-            "the cluster is empty: nothing says where its workers and parameter servers are. Give a resolver a "
-            "ClusterSpec({'worker': ['host:port', …], 'ps': ['host:port', …]}), or set TF_CONFIG."
+            "the cluster is empty: nothing says where its workers and parameter servers are. To start them on this "
+            "machine, run the program as `torchstrat launch --ps 2 --workers 2 SCRIPT`, or in a notebook make the "
+            "strategy with ts.launch.Cluster(ps=2, workers=2).strategy(). For workers and servers that run elsewhere, "
+            "give a resolver a ClusterSpec({'worker': ['host:port', …], 'ps': ['host:port', …]}), or set TF_CONFIG."
         )
     for job in spec.jobs:
         if job not in ROLES:

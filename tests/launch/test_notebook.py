@@ -1,0 +1,317 @@
+"""`ts.launch.Cluster` as a notebook uses it: cells that follow each other in a process without a program file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import torchstrat as ts
+from torchstrat.launch import Cluster, LocalCluster
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_SECONDS = 180.0
+GONE_SECONDS = 20.0
+
+KERNEL = textwrap.dedent(
+    """
+    # What a notebook's kernel does: an error ends its cell alone, and `__main__` has no file.
+    import code, json, sys, warnings
+
+    warnings.simplefilter("ignore")
+    sys.ps1 = ">>> "
+
+    class Kernel(code.InteractiveInterpreter):
+        def showtraceback(self):
+            super().showtraceback()
+            print("raised", type(sys.last_value).__name__)
+
+    kernel = Kernel(globals())
+    for number, cell in enumerate(json.loads(sys.argv[1])):
+        kernel.runcode(compile(cell, f"<cell {number}>", "exec"))
+    print("end of the cells", flush=True)
+    """
+)
+
+CLUSTER = """
+import os, signal, threading, time
+from pathlib import Path
+import torch, torchstrat as ts
+cluster = ts.launch.Cluster(ps=1, workers=1)
+strategy = cluster.strategy()
+coordinator = ts.ClusterCoordinator(strategy)
+print("pids", *(cluster.process(job, 0).pid for job in ("ps", "worker")))
+"""
+
+MODEL = """
+with strategy.scope():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.arange(8.0).reshape(2, 4) / 8
+def lost(a):
+    return a.square().sum()
+def step():
+    optimizer.zero_grad()
+    loss = lost(model(x))
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+losses = [coordinator.schedule(step) for _ in range(20)]
+coordinator.join()
+print("trained", losses[-1].fetch() < losses[0].fetch())
+"""
+
+
+def run_cells(*cells: str, raised: Sequence[str] = ()) -> str:
+    """What the cells print; some end with the errors in ``raised``. Afterwards no process that they named is there."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TORCHSTRAT_SECRET", None)
+    kernel = subprocess.run(
+        [sys.executable, "-c", KERNEL, json.dumps(cells)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert kernel.returncode == 0, kernel.stderr
+    assert "end of the cells" in kernel.stdout, kernel.stderr
+    assert re.findall("^raised (.*)$", kernel.stdout, re.MULTILINE) == list(raised), kernel.stderr
+    assert_gone(pids_in(kernel.stdout))
+    return kernel.stdout
+
+
+def pids_in(said: str) -> list[int]:
+    return [int(pid) for line in re.findall(r"^pids (.*)$", said, re.MULTILINE) for pid in line.split()]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def assert_gone(pids: list[int]) -> None:
+    assert pids
+    until = time.monotonic() + GONE_SECONDS
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() < until, f"still there: {[pid for pid in pids if not is_gone(pid)]}"
+        time.sleep(0.05)
+
+
+def test_one_class_with_three_names() -> None:
+    assert ts.launch.Cluster is Cluster is LocalCluster is ts.testing.LocalCluster is ts.testing.Cluster
+
+
+def test_cells_that_fail_and_functions_that_are_defined_again() -> None:
+    said = run_cells(
+        CLUSTER,
+        MODEL,
+        "1 / 0",
+        "def lost(a):\n    return 0 * a.sum() + 7",
+        "print('the helper is', coordinator.schedule(step).fetch())",
+        "class Answer:\n    def of(self):\n        return 1",
+        "answer = lambda: Answer().of()\nprint('the class says', coordinator.schedule(answer).fetch())",
+        "class Answer:\n    def of(self):\n        return 2",
+        "print('the class says', coordinator.schedule(answer).fetch())",
+        "def fails():\n    raise ValueError('on the worker')\ncoordinator.schedule(fails)\ncoordinator.join()",
+        "print('afterwards', coordinator.schedule(answer).fetch())",
+        # of the same cluster: fresh variables, though a cell has failed
+        "before = strategy\nstrategy = cluster.strategy()\ncoordinator = ts.ClusterCoordinator(strategy)",
+        "with strategy.scope():\n    fresh = torch.nn.Linear(4, 1)",
+        "there = coordinator.schedule(lambda: fresh.weight.detach().clone()).fetch()\n"
+        "print('as initialised here', torch.equal(torch.as_tensor(there), fresh.weight.detach()))",
+        "def lost(a):\n    return a.square().sum()",
+        MODEL,
+        "try:\n    ts.ClusterCoordinator(before)\nexcept ts.errors.ContextError as error:\n    print(error)",
+        raised=["ZeroDivisionError", "ValueError"],
+    )
+    assert said.count("trained True") == 2
+    assert "the helper is 7.0" in said
+    assert said.index("the class says 1") < said.index("the class says 2") < said.index("afterwards 2")
+    assert "as initialised here True" in said
+    assert "was closed" in said
+
+
+def test_a_cell_that_is_run_again_ends_the_cluster_that_it_made_before() -> None:
+    said = run_cells(
+        CLUSTER,
+        MODEL,
+        "first = cluster",
+        CLUSTER,
+        MODEL,
+        "print(first, cluster)\nprint('gone', not Path('/proc', str(first.process('ps', 0).pid)).exists())",
+        "try:\n    first.strategy()\nexcept ts.errors.ContextError as error:\n    print(error)",
+        "cluster.close()\nprint(cluster, 'TORCHSTRAT_SECRET' in os.environ)",
+    )
+    assert said.count("trained True") == 2
+    assert "Cluster(ps=1, workers=1, closed) Cluster(ps=1, workers=1, running)" in said
+    assert "gone True" in said
+    assert "was started before, and is closed; make another Cluster" in said
+    assert "Cluster(ps=1, workers=1, closed) False" in said
+    assert len(set(pids_in(said))) == 4
+
+
+def test_a_with_statement_beside_it_does_not_take_its_place() -> None:
+    said = run_cells(
+        CLUSTER,
+        MODEL,
+        "with ts.launch.Cluster(ps=1, workers=1) as inner:\n    inner.strategy()",
+        "print(cluster, inner, coordinator.schedule(lambda: 6).fetch())\ncluster.close()",
+        "with ts.launch.Cluster(ps=1, workers=1) as inner:\n"
+        "    print('alone', ts.ClusterCoordinator(inner.strategy()).schedule(lambda: 7).fetch())",
+        raised=["ContextError"],
+    )
+    assert "Cluster(ps=1, workers=1, running) Cluster(ps=1, workers=1, closed) 6" in said
+    assert "alone 7" in said
+
+
+INTERRUPT_IN_JOIN = """
+folder = Path({folder!r})
+def waits():
+    (folder / "runs").touch()
+    while not (folder / "go on").exists():
+        time.sleep(0.01)
+    return "waited"
+def interrupt():
+    while not (folder / "runs").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+result = coordinator.schedule(waits)
+threading.Thread(target=interrupt).start()
+coordinator.join()
+"""
+
+INTERRUPT_IN_SCHEDULE = """
+# In the middle of a call, after the batch was taken from where it waits and before it is sent.
+send = type(coordinator._dispatcher)._send_batch
+def interrupted(self, *arguments):
+    type(self)._send_batch = send
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+    send(self, *arguments)
+type(coordinator._dispatcher)._send_batch = interrupted
+coordinator.schedule(step)
+print("the call went on")
+"""
+
+
+def test_interrupted_cells_leave_a_cluster_that_goes_on(tmp_path: Path) -> None:
+    said = run_cells(
+        CLUSTER,
+        MODEL,
+        INTERRUPT_IN_JOIN.format(folder=str(tmp_path)),
+        "(folder / 'go on').touch()\nprint('the function has', result.fetch())",
+        INTERRUPT_IN_SCHEDULE,
+        "coordinator.join(60)\nprint('joined')",
+        MODEL,
+        "cluster.close()\nprint('handler', signal.getsignal(signal.SIGINT) is signal.default_int_handler)",
+        raised=["KeyboardInterrupt"] * 2,
+    )
+    assert "the function has waited" in said
+    assert "the call went on" not in said
+    assert "joined" in said
+    assert said.count("trained True") == 2
+    assert "handler True" in said
+
+
+INTERRUPTED_START = """
+import torchstrat.launch.local_cluster as module
+whole = module.ForkServer
+def interrupted(*arguments):
+    module.ForkServer = whole
+    raise KeyboardInterrupt
+module.ForkServer = interrupted
+cluster = ts.launch.Cluster(ps=1, workers=1)
+strategy = cluster.strategy()
+"""
+
+INTERRUPTED_MEETING = """
+from torchstrat.parameter_server.membership import ClusterMembership
+wait_for = ClusterMembership.wait_for
+def interrupted(self, *arguments):
+    ClusterMembership.wait_for = wait_for
+    raise KeyboardInterrupt
+ClusterMembership.wait_for = interrupted
+with strategy.scope():
+    model = torch.nn.Linear(4, 1)
+"""
+
+
+def test_interrupts_while_a_cluster_starts() -> None:
+    said = run_cells(
+        CLUSTER,
+        INTERRUPTED_START,
+        "print(cluster, 'TORCHSTRAT_SECRET' in os.environ)\nstrategy = cluster.strategy()",
+        INTERRUPTED_MEETING,
+        "coordinator = ts.ClusterCoordinator(strategy)",
+        MODEL,
+        raised=["KeyboardInterrupt"] * 2,
+    )
+    assert "Cluster(ps=1, workers=1, not started) False" in said
+    assert "trained True" in said
+
+
+def test_nothing_stays_when_the_kernel_is_killed() -> None:
+    cells = [CLUSTER, MODEL, "print('ready', flush=True)\nthreading.Event().wait()"]
+    kernel = subprocess.Popen(
+        [sys.executable, "-u", "-c", KERNEL, json.dumps(cells)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with kernel:
+        assert kernel.stdout is not None
+        said = ""
+        for line in kernel.stdout:
+            said += line
+            if line == "ready\n":
+                break
+        assert "trained True" in said
+        pids = pids_in(said)
+        assert not any(map(is_gone, pids))
+        kernel.send_signal(signal.SIGKILL)
+        kernel.wait(DEADLINE_SECONDS)
+        assert_gone(pids)
+
+
+def test_a_real_notebook() -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    cells = [
+        CLUSTER,
+        MODEL,
+        "1 / 0",
+        "cluster",
+        "strategy",
+        "print('again', coordinator.schedule(step).fetch() >= 0)",
+        CLUSTER,
+        MODEL,
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=DEADLINE_SECONDS, allow_errors=True, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.outputs]
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert [output.ename for output in outputs if output.output_type == "error"] == ["ZeroDivisionError"]
+    shown = [output.data for output in outputs if output.output_type == "execute_result"]
+    assert shown[0]["text/plain"] == "Cluster(ps=1, workers=1, running)"
+    assert "<td>worker 0</td>" in shown[0]["text/html"]
+    assert "<td>chief</td>" in shown[1]["text/html"]
+    assert said.count("trained True") == 2
+    assert "again True" in said
+    assert_gone(pids_in(said))
