@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 import torch
 from torch import nn
 
-from torchstrat import context, data, nest
+from torchstrat import context, data, nest, notebook_html
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
 from torchstrat.devices import canonical
@@ -29,6 +29,7 @@ from torchstrat.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.variable.variable import Variable
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_DEVICES_SHOWN = 8
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -417,8 +418,29 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         return self._engine.communication
 
     def __repr__(self) -> str:
-        devices = ", ".join(self.extended.worker_devices)
-        return f"<{type(self).__name__} with {self.num_replicas_in_sync} replicas on {devices}>"
+        count = self.num_replicas_in_sync
+        replicas = f"{count} replica{'' if count == 1 else 's'}"
+        return f"<{type(self).__name__} with {replicas} on {_shortened(self.extended.worker_devices)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html.facts(repr(self), self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, object]]:
+        """What there is to say of it in a table, from what this process knows: nobody is asked."""
+        yield "replicas", self.num_replicas_in_sync
+        yield "devices here", _shortened(self.extended.worker_devices)
+        yield "variables on", _shortened(self.extended.parameter_devices)
+        if self.num_logical_devices > 1:
+            yield "logical devices of a replica", self.num_logical_devices
+        yield "communication", self._communication
+        if self._closed:
+            yield "state", "closed"
+
+
+def _shortened(devices: Sequence[str]) -> str:
+    if len(devices) > _DEVICES_SHOWN:
+        return f"{devices[0]}, {devices[1]}, … {devices[-1]} ({len(devices)} in all)"
+    return ", ".join(devices)
 
 
 __all__ = ["DEFAULT_TIMEOUT", "DistributedValues", "Scope", "Strategy"]

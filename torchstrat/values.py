@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from torchstrat import nest
+from torchstrat import nest, notebook_html
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 
@@ -93,6 +93,14 @@ class DistributedValues(Generic[T_co]):
     def __str__(self) -> str:
         return self._show(str)
 
+    def _repr_html_(self) -> str:
+        info, components = self.batch_info, zip(self.replica_ids, self.values, strict=True)
+        rows: list[tuple[object, ...]] = [
+            (replica, *(() if info is None else (info.rows[replica],)), value) for replica, value in components
+        ]
+        header = ("replica", *(() if info is None else ("rows",)), "value")
+        return notebook_html.table(self._shown_as or type(self).__name__, header, rows)
+
 
 class PerReplica(DistributedValues[T_co]):
     """A different value on every replica. Supports no arithmetic: reduce it, gather it, or open it first."""
@@ -105,12 +113,47 @@ class PerReplica(DistributedValues[T_co]):
             "Use strategy.reduce, strategy.gather or strategy.local_results first."
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # what libraries ask of any object
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise AttributeError(f".{name} was asked of {_several(self)}", name=name, obj=self)
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        raise WrongTypeError(f"the format {spec!r} was given {_several(self)}")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise InvalidArgumentError(
             f"{getattr(func, '__name__', func)} was given a PerReplica value, which has one value per replica. "
             "Call it inside strategy.run, or use strategy.reduce, strategy.gather or strategy.local_results first."
         )
+
+
+def _several(value: PerReplica[Any]) -> str:
+    return (
+        f"a PerReplica value, which has one value per replica ({len(value.replica_ids)} in this process). "
+        'strategy.reduce("mean", value) or strategy.reduce("sum", value) makes one of them; '
+        "strategy.local_results(value) is a tuple of those of this process."
+    )
+
+
+def _refuse(name: str, shown: str) -> None:
+    def refused(self: PerReplica[Any], *_: Any) -> NoReturn:
+        raise WrongTypeError(f"{shown} was given {_several(self)}")
+
+    refused.__name__ = name
+    setattr(PerReplica, name, refused)
+
+
+for _name in ("float", "int", "bool", "complex", "round"):
+    _refuse(f"__{_name}__", f"{_name}()")
+for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "matmul": "@"}.items():
+    _refuse(f"__{_name}__", _sign)
+    _refuse(f"__r{_name}__", _sign)
+for _name, _sign in {"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
+    _refuse(f"__{_name}__", _sign)
 
 
 class Mirrored(DistributedValues[T_co]):

@@ -222,7 +222,7 @@ class VariableRegistry:
             is_new = module not in self._modules
             self._add_tree(module)
             if is_new and not self._opened and _is_trainable(module) and module not in self._given_up:
-                adopted.append(f"a {type(module).__name__}")
+                adopted.append(f"a {type(module).__name__} made outside of it")
         if not found.tensors:
             return adopted
         members = {id(tensor) for module in self._modules for tensor in module._parameters.values()}
@@ -231,7 +231,8 @@ class VariableRegistry:
                 continue
             is_known = id(tensor) in owned or tensor in self._given_up
             if self._tensors.add(tensor) and not self._opened and not is_known:
-                adopted.append(f"a leaf tensor of shape {tuple(tensor.shape)}")
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "leaf tensor"
+                adopted.append(f"a bare {kind} of shape {tuple(tensor.shape)}, in no module and no optimizer")
         return adopted
 
     def _note_vectors(self, plain: Iterable[torch.Tensor]) -> None:

@@ -689,7 +689,7 @@ def test_a_trainable_argument_is_refused_for_a_known_function(program: Program) 
     schedule = program.coordinator.schedule
     for _ in range(3):
         assert schedule(take, (5,)).get(timeout=60) == 1
-    with pytest.raises(ts.errors.InvalidArgumentError, match="trainable variables made outside of the scope"):
+    with pytest.raises(ts.errors.InvalidArgumentError, match="trainable variables that the scope has not seen"):
         schedule(take, (nn.Linear(1, 1),))
 
 

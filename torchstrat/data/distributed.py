@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from torchstrat import nest
+from torchstrat import nest, notebook_html
 from torchstrat.data import rows
 from torchstrat.data.agreement import PassEnd, StepAgreement, require_equal_data
 from torchstrat.data.layout import BatchPlacement, InputLayout
@@ -160,6 +160,27 @@ class DistributedDataset:
 
     def __bool__(self) -> bool:
         return True
+
+    def __repr__(self) -> str:
+        steps = {-1: "without end", -2: "an unknown number of steps"}.get(self.cardinality, f"{self.cardinality} steps")
+        return f"<DistributedDataset of {self._strategy!r}, {steps}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html.facts("DistributedDataset", self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, object]]:
+        """From what is known without reading: the dataset may be slow, or give its rows once."""
+        yield "strategy", self._strategy
+        yield "global batches in a pass", {-1: "without end", -2: "unknown"}.get(self.cardinality, self.cardinality)
+        progress = self._progress
+        if self._loaded is not None:
+            yield "position", "loaded; the next iter() goes on from there"
+        elif progress is not None:
+            yield "position", f"{progress.steps} steps into a pass" if not progress.ended else "between two passes"
+        if self._layout.num_workers > 1:
+            yield "input pipeline", f"number {self._layout.worker_index} of {self._layout.num_workers}"
+        if self._layout.bare:
+            yield "elements", "bare, as the dataset makes them: there is one replica"
 
     def reduce(self, initial_state: StateT, reduce_func: Callable[[StateT, Any], StateT]) -> StateT:
         """Fold over one pass: ``state = reduce_func(state, element)`` for every element; returns the last state."""

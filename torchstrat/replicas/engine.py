@@ -163,6 +163,7 @@ def _check_structure(first_id: int, first: Any, one: int, value: Any) -> None:
 
 def adoption_warning(adopted: list[str], strategy: Any) -> str:
     return (
-        f"the step uses trainable variables made outside of {type(strategy).__name__}.scope(): {', '.join(adopted)}. "
-        "They are treated as if made inside; create them, and the optimizer, within `with strategy.scope():`."
+        f"the step uses trainable variables that {type(strategy).__name__}.scope() has not seen: {', '.join(adopted)}."
+        " They are treated as if made there; create modules, and the optimizer, within `with strategy.scope():`, and "
+        "put a bare parameter into one of them."
     )

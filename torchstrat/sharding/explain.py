@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torchstrat import notebook_html
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.sharding.grid import DeviceGrid
 from torchstrat.sharding.layout import Layout, ShardedEntry, joined_names, runs, shape_text, size_text
@@ -98,9 +99,15 @@ class Explanation:
         save_png(self, path)
 
     def __str__(self) -> str:
-        return "\n".join([*self._devices(), "", *self._tensors(), *self._drawn(), "", f"In all, {self.totals()}."])
+        tensors = table(self._rows(), right=(5, 6, 7))
+        return "\n".join([*self._devices(), "", *tensors, *self._drawn(), "", f"In all, {self.totals()}."])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._rows()
+        drawn = "\n".join([*self._devices(), *self._drawn()])
+        return notebook_html.table(f"In all, {self.totals()}.", header, rows) + notebook_html.preformatted(drawn)
 
     def _devices(self) -> list[str]:
         replicas, logical = self.grid.num_replicas, self.grid.num_logical_devices
@@ -110,8 +117,9 @@ class Explanation:
         idle = [name for device, name in enumerate(self.device_names) if device not in used]
         return [*lines, f"  not used: {joined_names(idle)}"] if idle else lines
 
-    def _tensors(self) -> list[str]:
-        rows = [("tensor", "dtype", "shape", "cut", "piece", "pieces", "copies", "per device")]
+    def _rows(self) -> list[tuple[str, ...]]:
+        """A line of headings, and one for each group of tensors."""
+        rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "cut", "piece", "pieces", "copies", "per device")]
         for group in self.groups:
             layout, entry = group.layout, group.layout.entry
             times = f"{len(group.names)} × " if len(group.names) > 1 else ""
@@ -127,7 +135,7 @@ class Explanation:
                     f"{times}{size_text(layout.piece_bytes)}",
                 )
             )
-        return table(rows, right=(5, 6, 7))
+        return rows
 
     def _drawn(self) -> list[str]:
         lines: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, final
 
 from torchstrat import context
@@ -83,6 +83,9 @@ class DefaultStrategy(Strategy):
 
     def __repr__(self) -> str:
         return "<DefaultStrategy>"
+
+    def _facts(self) -> Iterator[tuple[str, object]]:
+        yield "replicas", f"{self.num_replicas_in_sync}: no strategy is set, so nothing is distributed"
 
 
 @functools.cache

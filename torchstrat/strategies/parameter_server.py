@@ -282,8 +282,8 @@ class ParameterServerStrategy(Strategy):
         adopted = self._engine.registry.adopt(fn, nest.leaves(list(arguments)))
         if adopted:
             raise InvalidArgumentError(
-                f"the function uses trainable variables made outside of the scope: {', '.join(adopted)}. They are not "
-                "on the parameter servers, and a worker would train a copy that nobody sees. Create them, and the "
+                f"the function uses trainable variables that the scope has not seen: {', '.join(adopted)}. They are "
+                "not on the parameter servers, and a worker would train a copy that nobody sees. Create them, and the "
                 "optimizer, within `with strategy.scope():`, each in a module or an optimizer."
             )
         self._hook_state_dicts()
@@ -446,12 +446,24 @@ class ParameterServerStrategy(Strategy):
         tasks = ", ".join(f"{self._spec.num_tasks(job)} {job}" for job in self._spec.jobs)
         return f"<ParameterServerStrategy of {tasks}>"
 
+    def _facts(self) -> Iterator[tuple[str, object]]:
+        if not self._is_worker:
+            for job in self._spec.jobs:
+                yield job, ", ".join(address or "-" for address in self._spec.job_tasks(job))
+            yield "after the loss of a server", self._on_server_loss
+        yield "communication", self._communication
+        if self._closed:
+            yield "state", "closed"
+
 
 class _ForWorkers:
     """What `distribute_dataset` gives on the coordinator."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._per_worker_source = make
+
+    def __repr__(self) -> str:
+        return "<dataset for the workers of a ParameterServerStrategy, for coordinator.create_per_worker_dataset>"
 
     def __iter__(self) -> Any:
         raise InvalidArgumentError(
