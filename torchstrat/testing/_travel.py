@@ -6,6 +6,8 @@ import io
 import os
 import pickle
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from torchstrat.parameter_server.travel.classes_here import ClassesHere
@@ -35,6 +37,26 @@ def pack(value: Any) -> bytes:
 def unpack(packed: bytes) -> Any:
     """In the process that the classes came from: they stay as they are there."""
     return ClassesHere(io.BytesIO(packed)).load()
+
+
+def by_value(function: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    """The function, for processes that cannot import the module, of which it may use all."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return _Packed(cloudpickle.dumps(function), getattr(function, "__qualname__", repr(function)))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+class _Packed:
+    def __init__(self, packed: bytes, name: str) -> None:
+        self._packed = packed
+        self.__qualname__ = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        return pickle.loads(self._packed)(*arguments)
 
 
 def _children_have_main() -> bool:
