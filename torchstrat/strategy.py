@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
@@ -23,6 +24,7 @@ from torchstrat.replicas.engine import ReplicaEngine
 from torchstrat.run_options import RunOptions, require_run_options
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
+from torchstrat.tracebacks import short_tracebacks, shorten
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
 from torchstrat.values import DistributedValues, PerReplica, require_callable, require_list_or_tuple
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
@@ -38,6 +40,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
+@short_tracebacks
 class Scope:
     """``with strategy.scope():``. May be entered again, also while it is open; `as` gives the strategy."""
 
@@ -52,6 +55,7 @@ class Scope:
         self._strategy._leave_scope(failed=kind is not None)
 
 
+@partial(short_tracebacks, but=("run",))
 class Strategy(SeedNames, LogicalDeviceMethods):
     """Decides where variables live and on how many replicas a plain training step runs.
 
@@ -206,15 +210,19 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         replica), `ReplicaDivergenceError` if replicas did not make the same collective calls, and `ContextError` inside
         a replica. After a failure the variables are as they were after the last optimizer step.
         """
-        require_callable(fn, "run")
-        require_list_or_tuple(args)
-        require_run_options(options)
-        context.require_cross(self, "run")
-        result = self._run_on_engine(fn, args, dict(kwargs or {}), options)
-        checks = self.extended._periodic_checks
-        if checks is not None and (number := checks.is_due()):
-            self._check_replicas(f", after run {number}")
-        return result
+        try:
+            require_callable(fn, "run")
+            require_list_or_tuple(args)
+            require_run_options(options)
+            context.require_cross(self, "run")
+            result = self._run_on_engine(fn, args, dict(kwargs or {}), options)
+            checks = self.extended._periodic_checks
+            if checks is not None and (number := checks.is_due()):
+                self._check_replicas(f", after run {number}")
+            return result
+        except BaseException as error:
+            shorten(error)
+            raise
 
     def _run_on_engine(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None

@@ -14,6 +14,7 @@ from torch import nn
 from torchstrat import context, waiting
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _MOST_PROBLEMS = 20
 
 
+@short_tracebacks
 class Checkpoint:
     """Named objects that are saved and restored together::
 

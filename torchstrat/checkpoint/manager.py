@@ -16,6 +16,7 @@ from torchstrat.checkpoint.pending_saves import PendingSaves
 from torchstrat.checkpoint.writer_lock import WriterLock
 from torchstrat.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
 from torchstrat.parameter_server.server_loss import OnServerLoss, RaiseLoss, not_saved
+from torchstrat.tracebacks import short_tracebacks
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.checkpoint import Checkpoint
@@ -26,6 +27,7 @@ logger = logging.getLogger("torchstrat.checkpoint")
 _Path: TypeAlias = "str | os.PathLike[str]"
 
 
+@short_tracebacks
 class CheckpointManager:
     """Saves checkpoints into a directory under the numbers of steps, deletes old ones, finds the newest intact one::
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchstrat.errors import CommunicationTimeoutError
+from torchstrat.tracebacks import short_tracebacks
 
 logger = logging.getLogger("torchstrat.checkpoint")
 
@@ -23,6 +24,7 @@ TURN_TIMEOUT = timedelta(hours=1)
 """How long a save or a restore waits for the save before it."""
 
 
+@short_tracebacks
 class SaveHandle:
     """What `Checkpoint.save` returns: the outcome of a save, once there is one. Thread-safe.
 

@@ -21,6 +21,7 @@ from torchstrat.data.progress import Progress, state_of
 from torchstrat.data.standing import Standing
 from torchstrat.data.streams import Step
 from torchstrat.errors import CommunicationError, InvalidArgumentError, OutOfRangeError, WrongTypeError
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.values import BatchInfo, DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Feed:
     """Whether nothing may be read before it is asked for."""
 
 
+@short_tracebacks
 class DistributedDataset:
     """A dataset whose elements are split over the replicas of a strategy. Made by the strategy.
 
@@ -206,6 +208,7 @@ class Optional(Generic[StateT]):
         return self._element  # type: ignore[return-value]
 
 
+@short_tracebacks
 class DistributedIterator:
     """One pass over a `DistributedDataset`. Not for several threads at once.
 

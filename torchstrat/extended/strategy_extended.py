@@ -20,6 +20,7 @@ from torchstrat.memory import MemoryEstimate
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp, VariableAggregation
 from torchstrat.replicas.drift import PeriodicChecks
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.values import require_callable
 from torchstrat.variable.storage import VariablePlacement
 from torchstrat.variable.variable import Variable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torchstrat.strategy import Strategy
 
 
+@short_tracebacks
 class StrategyExtended:
     """The lower-level half of a strategy.
 

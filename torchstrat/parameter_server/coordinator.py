@@ -49,6 +49,7 @@ from torchstrat.parameter_server.travel.plain import ATOMS
 from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.worker.resources import ResourceSpec
 from torchstrat.parameter_server.worker.run import current_worker_index
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.values import require_callable, require_list_or_tuple
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ QUEUE_SIZE = 262_144
 T = TypeVar("T")
 
 
+@short_tracebacks
 class ClusterCoordinator:
     """Runs functions on the workers of a `ParameterServerStrategy`, asynchronously, whatever happens to the workers.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from torchstrat import nest
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
+from torchstrat.tracebacks import short_tracebacks
 
 _making_event = threading.Lock()
 
@@ -20,6 +21,7 @@ PlainT = TypeVar("PlainT", bool, int, float, complex, str, bytes, None)
 """What `RemoteValue.fetch` hands out as it is."""
 
 
+@short_tracebacks
 class RemoteValue(Generic[T_co]):
     """The result of a scheduled function. Made by `ClusterCoordinator.schedule` only.
 

@@ -14,12 +14,14 @@ from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.storage import VariablePlacement
 
 _GRADIENTS = ("everywhere", "owner")
 
 
 @final
+@short_tracebacks
 class CentralStorageStrategy(Strategy):
     """Variables once, on ``parameter_device``; a replica on each compute device.
 

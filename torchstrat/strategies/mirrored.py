@@ -20,9 +20,11 @@ from torchstrat.replicas.launch import (
     own_device,
 )
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.tracebacks import short_tracebacks
 
 
 @final
+@short_tracebacks
 class MirroredStrategy(Strategy):
     """Several replicas on one machine: in this process, or one in each process that a launcher started.
 

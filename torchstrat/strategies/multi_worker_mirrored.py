@@ -20,9 +20,11 @@ from torchstrat.replicas.launch import (
     own_device,
 )
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.tracebacks import short_tracebacks
 
 
 @final
+@short_tracebacks
 class MultiWorkerMirroredStrategy(Strategy):
     """One replica in each process of a cluster, on one machine or many.
 

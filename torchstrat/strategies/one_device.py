@@ -11,10 +11,12 @@ from torchstrat.launcher import require_one_process
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.storage import VariablePlacement
 
 
 @final
+@short_tracebacks
 class OneDeviceStrategy(Strategy):
     """One replica, variables on its device. The step runs on the calling thread, on the user's own objects.
 

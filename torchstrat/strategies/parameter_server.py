@@ -35,6 +35,7 @@ from torchstrat.parameter_server.variables.sharded_variable import ShardedVariab
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.variable.variable import Variable
 
@@ -50,6 +51,7 @@ _Answer = TypeVar("_Answer")
 
 
 @final
+@short_tracebacks
 class ParameterServerStrategy(Strategy):
     """Asynchronous training: variables on servers (job ``ps``), functions on workers, this process coordinates.
 

@@ -23,10 +23,12 @@ from torchstrat.tpu.device_assignment import DeviceAssignment
 from torchstrat.tpu.engine import SpmdReplicas
 from torchstrat.tpu.spmd import SpmdRuntime
 from torchstrat.tpu.system import TpuSystem, initialize_tpu_system, system_of, the_system
+from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
 
 
 @final
+@short_tracebacks
 class TPUStrategy(Strategy):
     """Data parallelism over replicas, times model parallelism over each replica's logical devices.
 

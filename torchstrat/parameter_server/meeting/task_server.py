@@ -26,6 +26,7 @@ from torchstrat.parameter_server.meeting.task_host import (
 )
 from torchstrat.parameter_server.service import Service
 from torchstrat.parameter_server.tasks import Task
+from torchstrat.tracebacks import short_tracebacks
 
 ORPHAN_TIMEOUT_VARIABLE = "TORCHSTRAT_ORPHAN_TIMEOUT"
 PLAN_VARIABLE = "TORCHSTRAT_FAULT_PLAN"
@@ -37,6 +38,7 @@ GRACE_SECONDS = 10.0
 """After draining, and after the main thread has ended, for everything else to end."""
 
 
+@short_tracebacks
 class Server:
     """Makes this process a task of a cluster: a worker, which runs functions, or a parameter server.
 

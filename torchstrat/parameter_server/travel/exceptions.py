@@ -13,6 +13,7 @@ from torchstrat.errors import FunctionError, NotSendableError
 from torchstrat.parameter_server.dispatch import Raised
 from torchstrat.parameter_server.travel.closures import Packed, pack_result, unpack_result
 from torchstrat.parameter_server.travel.world import World
+from torchstrat.tracebacks import shorten
 
 
 def pack_exception(error: BaseException, world: World) -> Raised:
@@ -21,6 +22,7 @@ def pack_exception(error: BaseException, world: World) -> Raised:
     What cannot travel arrives as the error's text in a `FunctionError`, and so does what would end the coordinator:
     ``sys.exit()`` in a function.
     """
+    shorten(error)
     note = f"on the worker:\n{''.join(traceback.format_exception(error))}"
     as_text = _noted(FunctionError(f"{type(error).__name__}: {error}"), note)
     if not isinstance(error, Exception):
