@@ -99,7 +99,7 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
     if not isinstance(tasks, Mapping):
         raise WrongTypeError(
             f"the tasks of job {job!r} must be a list of addresses or a dict from index to address; got "
-            f"{type(tasks).__name__} {tasks!r}."
+            f"{type(tasks).__name__} {tasks!r}. Write ['host:port', …]."
         )
     return dict(sorted((_task_index(job, index), _address(job, index, tasks[index])) for index in tasks))
 

@@ -41,7 +41,8 @@ def canonical(device: DeviceLike) -> str:
         return f"{device.type}:{device.index or 0}"
     if not isinstance(device, str):
         raise WrongTypeError(
-            f"a device is named by a string or a torch.device; got {type(device).__name__} {device!r}."
+            f"a device is named by a string or a torch.device; got {type(device).__name__} {device!r}. "
+            "Write 'cpu:0' or 'cuda:0'."
         )
     match = _TENSORFLOW_NAME.fullmatch(device) or _SHORT_NAME.fullmatch(device)
     if match is None:

@@ -44,7 +44,8 @@ class ReduceOp(enum.Enum):
             return value
         if not isinstance(value, str):
             raise WrongTypeError(
-                f"reduce_op must be 'sum', 'mean' or a ReduceOp; got {type(value).__name__} {value!r}."
+                f"reduce_op must be 'sum', 'mean' or a ReduceOp; got {type(value).__name__} {value!r:.80}. It is the "
+                "first argument: reduce('mean', value)."
             )
         try:
             return ReduceOp(value.upper())
@@ -257,7 +258,10 @@ def require_known(weights: Sequence[float | None]) -> list[float]:
 def parse_gather_axis(axis: Any) -> int:
     """An int, a one-element integer tensor, or a one-element tuple of an int."""
     if axis is None:
-        raise InvalidArgumentError("gather needs an axis: the dimension along which the components are joined.")
+        raise InvalidArgumentError(
+            "gather needs an axis: the dimension along which the components are joined. Got None; write "
+            "gather(value, axis=0) for rows."
+        )
     if isinstance(axis, tuple | list) and len(axis) == 1:
         axis = axis[0]
     try:
@@ -300,7 +304,7 @@ def check_gather_shapes(shapes: Sequence[tuple[int, ...]], axis: int, call: str)
         if shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
             raise InvalidArgumentError(
                 f"{call} along axis {axis} got shape {first} on replica 0 and {shape} on replica {index}; "
-                "all dimensions but that one must be equal."
+                "all dimensions but that one must be equal. Give the axis along which they differ, or pad them first."
             )
     return dim
 

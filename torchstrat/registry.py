@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -58,5 +59,12 @@ def get(name: str) -> type[Strategy]:
 def create(name: str, **options: Any) -> Strategy:
     """Build the strategy registered as ``name`` with its constructor's keywords."""
     strategy_type: Any = get(name)
+    known = inspect.signature(strategy_type).parameters
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise WrongTypeError(
+            f"strategy {name!r} was given {', '.join(unknown)}, which {strategy_type.__name__} does not have; it takes "
+            f"{', '.join(option for option in known if not option.startswith('_'))}."
+        )
     strategy: Strategy = strategy_type(**options)
     return strategy

@@ -16,7 +16,7 @@ from torchstrat import context, data, nest, notebook_html
 from torchstrat.compat import SeedNames
 from torchstrat.data.options import InputOptions
 from torchstrat.devices import canonical
-from torchstrat.errors import ContextError, InvalidArgumentError
+from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.logical_devices import LogicalDeviceMethods
 from torchstrat.reduction import Axis, ReduceOp, parse_axis, parse_gather_axis, require_mean_without_axis
@@ -26,7 +26,14 @@ from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.tracebacks import short_tracebacks, shorten
 from torchstrat.value_functions import ValueContext, distribute_values, local_results
-from torchstrat.values import DistributedValues, PerReplica, require_callable, require_list_or_tuple
+from torchstrat.values import (
+    DistributedValues,
+    PerReplica,
+    require_callable,
+    require_fitting_arguments,
+    require_kwargs,
+    require_list_or_tuple,
+)
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.variable.variable import Variable
 
@@ -213,6 +220,7 @@ class Strategy(SeedNames, LogicalDeviceMethods):
         try:
             require_callable(fn, "run")
             require_list_or_tuple(args)
+            require_kwargs(kwargs)
             require_run_options(options)
             context.require_cross(self, "run")
             result = self._run_on_engine(fn, args, dict(kwargs or {}), options)
@@ -222,6 +230,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
             return result
         except BaseException as error:
             shorten(error)
+            if isinstance(error, TypeError) and not isinstance(error, WrongTypeError):
+                require_fitting_arguments(fn, args, kwargs)
             raise
 
     def _run_on_engine(
@@ -394,7 +404,10 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back what the strategy holds: threads, and the process group if it made one. May be called twice."""
+        """Give back what the strategy holds: threads, and the process group if it made one. May be called twice.
+
+        A strategy whose replicas are all in this process may be used again afterwards; its threads then come back.
+        """
         self._closed = True
         self._engine.close()
 
@@ -405,7 +418,14 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
     def __copy__(self) -> NoReturn:
         raise ContextError(
-            f"{type(self).__name__} cannot be copied by copy.copy: two strategies must not share variables."
+            f"{type(self).__name__} cannot be copied by copy.copy: two strategies must not share variables. "
+            "copy.deepcopy makes a second one, without variables."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise WrongTypeError(
+            f"{type(self).__name__} cannot be pickled: its replicas, threads and connections belong to this process. "
+            "Make a strategy in each process, and save what was trained with ts.Checkpoint."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

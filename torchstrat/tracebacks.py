@@ -56,6 +56,8 @@ def short_tracebacks(public: _Class, *, but: tuple[str, ...] = ()) -> _Class:
         is_public = not name.startswith("_") or name in _PROTOCOLS
         if isinstance(method, FunctionType) and is_public and name not in but:
             setattr(public, name, shortening(method))
+    if "__new__" in vars(public):
+        setattr(public, "__new__", staticmethod(shortening(public.__new__)))  # noqa: B010  # no method of instances
     return public
 
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -247,4 +249,36 @@ def require_list_or_tuple(args: Any, error: type[InvalidArgumentError | WrongTyp
 
 def require_callable(fn: Any, caller: str) -> None:
     if not callable(fn):
-        raise WrongTypeError(f"{caller} needs a function; got {type(fn).__name__}.")
+        raise WrongTypeError(
+            f"{caller} needs a function; got {type(fn).__name__}. Pass the function itself, with its arguments beside "
+            "it, and not what it returned."
+        )
+
+
+def require_kwargs(kwargs: Any) -> None:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise WrongTypeError(
+            f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}. Write kwargs={{'name': value}}."
+        )
+
+
+def require_fitting_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """For a `TypeError` that ``fn(*args, **kwargs)`` has raised: if ``fn`` does not take these, say so in the caller's
+    words."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin without one
+        return
+    try:
+        signature.bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+        taken = inspect.Signature(bare)
+        message = (
+            f"run called {name}{taken} with {len(args)} positional arguments and the keywords "
+            f"{sorted(kwargs or {})}: {error}. Each entry of args is one argument"
+        )
+        # A batch of a DataLoader is a list, which passes for a list of arguments.
+        message += "; for a single one, such as a whole batch, write args=(batch,)." if len(args) > 1 else "."
+        raise WrongTypeError(message) from None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchstrat import context, waiting
-from torchstrat.errors import ContextError, InvalidArgumentError
+from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.variable import Variable
@@ -53,7 +53,12 @@ class Checkpoint:
     them and the coordinator. With several processes (torchrun) each one calls `save` and `restore`, in the same order.
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *unnamed: Any, **objects: Any) -> None:
+        if unnamed:
+            raise WrongTypeError(
+                f"Checkpoint got {type(unnamed[0]).__name__} without a name, and saves objects by name; write "
+                "ts.Checkpoint(model=model, optimizer=optimizer)."
+            )
         if not objects:
             raise InvalidArgumentError("Checkpoint needs objects to save, by name: ts.Checkpoint(model=model, …).")
         if "torchstrat" in objects:
@@ -264,4 +269,7 @@ def _require_fit(stored: Stored, problems: list[str]) -> None:
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS])
         more = f"\n  and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
-        raise InvalidArgumentError(f"{stored.folder} does not fit this program; nothing was changed:{shown}{more}")
+        raise InvalidArgumentError(
+            f"{stored.folder} does not fit this program; nothing was changed:{shown}{more}\n"
+            "Give Checkpoint the objects under the names, and of the shapes, with which they were saved."
+        )

@@ -70,7 +70,10 @@ def existing(path: Path) -> Path:
     if not path.exists() and is_checkpoint(_aside(path)):
         return _aside(path)
     if not path.exists():
-        raise InvalidArgumentError(f"there is no checkpoint at {path}: no such folder.")
+        raise InvalidArgumentError(
+            f"there is no checkpoint at {path}: no such folder. Give the path that Checkpoint.save wrote to; where "
+            "there may be none yet, CheckpointManager.restore returns None."
+        )
     raise InvalidArgumentError(
         f"{path} holds no complete checkpoint: its metadata is missing. A checkpoint is a folder that ts.Checkpoint(…)."
         "save or torch.distributed.checkpoint has written; if writing was interrupted, use an earlier one."

@@ -390,6 +390,7 @@ def make_items(objects: Mapping[str, Any], servers: Servers | None) -> list[Item
         else:
             raise InvalidArgumentError(
                 f"Checkpoint({name}=…) got {type(value).__name__} {value!r:.80}. It takes modules, optimizers, "
-                "ts.Variable, ts.ShardedVariable, tensors, and objects with state_dict() and load_state_dict()."
+                "ts.Variable, ts.ShardedVariable, tensors, and objects with state_dict() and load_state_dict(). Make a "
+                "number a tensor or a ts.Variable, and keep its object: it is restored in place."
             )
     return items

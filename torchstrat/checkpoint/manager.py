@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint.saving import SaveHandle
 
 logger = logging.getLogger("torchstrat.checkpoint")
+_CALLS = (
+    "Write CheckpointManager(directory, max_to_keep=5, keep_every=None), or the same after the checkpoint: "
+    "CheckpointManager(checkpoint, directory, max_to_keep=5)."
+)
 _Path: TypeAlias = "str | os.PathLike[str]"
 
 
@@ -75,9 +80,18 @@ class CheckpointManager:
         if args and _is_checkpoint(args[0]):
             checkpoint, *args = args  # type: ignore[assignment]
         self._checkpoint = checkpoint
+        try:
+            inspect.signature(self._set_up).bind(*args, **settings)
+        except TypeError as error:
+            raise WrongTypeError(f"CheckpointManager: {error}. {_CALLS}") from None
         self._set_up(*args, **settings)
 
     def _set_up(self, directory: _Path, max_to_keep: int | None = 5, keep_every: int | None = None) -> None:
+        if not isinstance(directory, str | os.PathLike):
+            raise WrongTypeError(
+                "CheckpointManager needs the path of a directory, after a ts.Checkpoint if there is one; got "
+                f"{type(directory).__name__} {directory!r:.80}. {_CALLS}"
+            )
         text = os.fspath(directory)
         if not text or "://" in text:
             raise InvalidArgumentError(
@@ -267,11 +281,15 @@ class CheckpointManager:
             return step
         if wanted is not None:
             raise InvalidArgumentError(
-                f"there is no checkpoint of step {wanted} in {self.directory}; there are {there or 'none'}."
+                f"there is no checkpoint of step {wanted} in {self.directory}; there are {there or 'none'}. Give one "
+                "of these, or leave step out for the newest."
             )
         self._left_behind = set(incomplete)
         if damaged:
-            raise InvalidArgumentError(f"all checkpoints in {self.directory} are damaged: {' '.join(damaged.values())}")
+            raise InvalidArgumentError(
+                f"all checkpoints in {self.directory} are damaged: {' '.join(damaged.values())} Bring back a copy, or "
+                "begin anew in another directory."
+            )
         return None
 
     def _tell_incomplete(self, incomplete: list[int], there: list[int]) -> None:
@@ -337,7 +355,10 @@ class CheckpointManager:
                 "CheckpointManager(checkpoint, directory)."
             )
         if not _is_checkpoint(meant):
-            raise WrongTypeError(f"{call} needs a ts.Checkpoint; got {type(meant).__name__} {meant!r:.80}.")
+            raise WrongTypeError(
+                f"{call} needs a ts.Checkpoint; got {type(meant).__name__} {meant!r:.80}. Write "
+                "ts.Checkpoint(model=model, optimizer=optimizer)."
+            )
         return cast("Checkpoint", meant)
 
     def _require_open(self, call: str) -> None:
@@ -377,7 +398,10 @@ def _is_checkpoint(value: Any) -> bool:
 
 def _require_step(step: Any) -> int:
     if isinstance(step, bool) or not isinstance(step, int):
-        raise WrongTypeError(f"step must be an int, the number of steps made so far; got {step!r}.")
+        raise WrongTypeError(
+            f"step must be an int, the number of steps made so far; got {step!r}. Write save(step) "
+            "of a manager that was made with its checkpoint, else save(checkpoint, step)."
+        )
     if step < 0:
         raise InvalidArgumentError(f"step must not be negative; got {step}.")
     return step

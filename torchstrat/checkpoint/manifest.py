@@ -126,12 +126,16 @@ def check_file(file: File, expected: FileCheck) -> None:
         raise InvalidArgumentError(size_differs(file, size, expected))
 
 
+_NEEDED = "; a copy of it, or an earlier checkpoint, is needed."
+
+
 def size_differs(file: File, size: int, expected: FileCheck) -> str:
-    return f"{file} is damaged: it has {size:,} bytes, and {expected.bytes:,} were written."
+    return f"{file} is damaged: it has {size:,} bytes, and {expected.bytes:,} were written{_NEEDED}"
 
 
 def contents_differ(file: File, found: int, expected: int, what: str = "") -> str:
-    return f"{file} is damaged: its contents are not what was written{what} (CRC-32 {found:08x}, not {expected:08x})."
+    sums = f"(CRC-32 {found:08x}, not {expected:08x})"
+    return f"{file} is damaged: its contents are not what was written{what} {sums}{_NEEDED}"
 
 
 def _sections(expected: FileCheck) -> Iterator[tuple[int, int]]:

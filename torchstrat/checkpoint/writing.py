@@ -30,6 +30,8 @@ from torchstrat.host_memory import check_fits
 if TYPE_CHECKING:
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint, ServerCut, ServersWritten
 
+_REMEDY = ". Free space there, or give another path; what was saved before is as it was."
+
 
 @dataclass(frozen=True)
 class State:
@@ -148,7 +150,9 @@ def _write_parts(
         try:
             part = write_part(folder, processes.rank, tensors, values)
         except OSError as error:
-            raise InvalidArgumentError(f"the checkpoint cannot be written to {folder.parent}: {error}") from error
+            raise InvalidArgumentError(
+                f"the checkpoint cannot be written to {folder.parent}: {error}{_REMEDY}"
+            ) from error
         return [part, *(written.parts if written is not None else ())], {} if written is None else written.applied
 
     every = processes.gather(write_mine, what)
@@ -169,4 +173,4 @@ def _finish(target: Folder, folder: Folder, parts: Sequence[WrittenPart], applie
         files[INDEX] = write_metadata(folder, parts)
         write_manifest(folder, files, {"servers": applied} if applied else {})
     except OSError as error:
-        raise InvalidArgumentError(f"the checkpoint cannot be written to {target}: {error}") from error
+        raise InvalidArgumentError(f"the checkpoint cannot be written to {target}: {error}{_REMEDY}") from error

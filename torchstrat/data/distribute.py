@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from torchstrat.data.position import Resume, Saved, Terms
 from torchstrat.data.sources import Source, make_source, refuse_distributed
 from torchstrat.data.standing import FixedSizes, StepPerItem
 from torchstrat.data.streams import bare_steps, element_steps
-from torchstrat.errors import InvalidArgumentError, UnsupportedError
+from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.values import require_callable
 
 if TYPE_CHECKING:
@@ -177,11 +178,26 @@ def distribute_datasets_from_function(
         raise UnsupportedError(
             "InputReplicationMode.PER_REPLICA has no meaning on a strategy with a single replica; leave it out."
         )
+    _require_context(dataset_fn)
     pipelines = len(layout.local_replicas) if per_replica else 1
     made = [dataset_fn(input_context(layout)) for _ in range(pipelines)]
     for dataset in made:
         refuse_distributed(dataset)
     return hand_out_elements(strategy, layout, [make_source(dataset) for dataset in made], options)
+
+
+def _require_context(dataset_fn: Callable[[InputContext], Any]) -> None:
+    try:
+        signature = inspect.signature(dataset_fn)
+    except (TypeError, ValueError):  # a builtin without one
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise WrongTypeError(
+            "distribute_datasets_from_function calls its function with one positional argument, an InputContext, and "
+            f"got one of {signature}; write def dataset_fn(context)."
+        ) from None
 
 
 def input_context(layout: InputLayout) -> InputContext:

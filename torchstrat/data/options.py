@@ -131,7 +131,9 @@ def require_options(options: InputOptions | None) -> InputOptions:
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
-        raise WrongTypeError(f"options must be a torchstrat InputOptions; got {type(options).__name__}.")
+        raise WrongTypeError(
+            f"options must be a torchstrat InputOptions; got {type(options).__name__}. Write ts.InputOptions(…)."
+        )
     return options
 
 

@@ -204,7 +204,8 @@ def require_aligned(batch: nest.Nest) -> int:
         rows.count_rows(batch)  # raises, where there are none
         raise InvalidArgumentError(
             f"the leaves of a batch have different numbers of rows: {differing(batch)}. Rows are along dim 0 of "
-            f"every leaf, or the program says so: {MARKS}."
+            f"every leaf, or the program says so: {MARKS}. A dataset of single examples is batched first: "
+            "DataLoader(dataset, batch_size=<global batch>)."
         )
     return count
 

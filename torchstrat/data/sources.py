@@ -509,9 +509,10 @@ def make_source(dataset: Any) -> Source:
         if not hasattr(dataset, "__len__"):
             raise WrongTypeError(f"a map-style dataset needs __len__; {type(dataset).__name__} has none.")
         return MapSource(dataset)
+    advice = " A function that makes one goes to distribute_datasets_from_function." if callable(dataset) else ""
     raise WrongTypeError(
         f"{type(dataset).__name__} is no dataset: give a DataLoader, a map-style or iterable Dataset, arrays or "
-        "tensors, or an iterable of batches."
+        f"tensors, or an iterable of batches.{advice}"
     )
 
 
@@ -530,7 +531,10 @@ def refuse_distributed(dataset: Any) -> None:
     from torchstrat.data.distributed import DistributedDataset, DistributedIterator
 
     if isinstance(dataset, DistributedDataset | DistributedIterator):
-        raise UnsupportedError("the dataset is distributed already; iterate over it as it is.")
+        raise UnsupportedError(
+            f"the dataset is distributed already: distribute_dataset needs the one it was made from, and got a "
+            f"{type(dataset).__name__}. Distribute once, and iterate over that as it is."
+        )
 
 
 def _holds_arrays(batch: Any) -> bool:

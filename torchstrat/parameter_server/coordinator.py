@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -50,7 +50,7 @@ from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.parameter_server.worker.resources import ResourceSpec
 from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.tracebacks import short_tracebacks
-from torchstrat.values import require_callable, require_list_or_tuple
+from torchstrat.values import require_callable, require_kwargs, require_list_or_tuple
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint import Checkpoint, CheckpointManager
@@ -131,8 +131,7 @@ class ClusterCoordinator:
         """
         require_callable(fn, "schedule")
         require_list_or_tuple(args, WrongTypeError)
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise WrongTypeError(f"kwargs must be a dict of keyword arguments; got {type(kwargs).__name__}.")
+        require_kwargs(kwargs)
         if args or kwargs:
             refuse_remote_values((list(args), kwargs or {}), RemoteValue, "schedule")
         on_loss = self._on_server_loss
@@ -350,9 +349,11 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """A dataset of which every worker makes its own copy, when it first needs it, by calling ``dataset_fn()``.
 
-        ``dataset_fn`` takes no arguments and returns a `DataLoader`, a `Dataset` of batches, another iterable object,
-        or what ``strategy.distribute_datasets_from_function`` gives. A dataset object is sent as it is. The workers do
-        not share the rows among themselves: shuffle differently on each, or shard by `get_current_worker_index`.
+        ``dataset_fn`` takes no arguments and returns a `DataLoader`, a `Dataset` of batches, what
+        ``strategy.distribute_datasets_from_function`` gives, or another iterable object, but for lists, tuples,
+        dictionaries and strings, whose entries may be rows as well as batches: an error here, or of the first function
+        that needs what ``dataset_fn`` returned. A dataset object is sent as it is. The workers do not share the rows
+        among themselves: shuffle differently on each, or shard by `get_current_worker_index`.
 
         ``iter(result)`` starts a new pass on all workers; ``next`` on that works inside scheduled functions only.
         """
@@ -506,6 +507,7 @@ def _require_dataset(dataset: Any) -> Any:
     ):
         raise InvalidArgumentError(
             "create_per_worker_dataset needs a function without arguments that returns a dataset, or a dataset; got "
-            f"{type(dataset).__name__} {dataset!r:.80}."
+            f"{type(dataset).__name__} {dataset!r:.80}. Make it a dataset of batches: DataLoader(list, batch_size=64), "
+            "or batch_size=None where each entry is a batch."
         )
     return dataset

@@ -217,7 +217,7 @@ class Dispatcher:
                 "the coordinator's scheduler has failed; this is a bug of torchstrat."
             ) from self._broken
         if self._closed:
-            raise ContextError("this coordinator's strategy was closed.")
+            raise ContextError("this coordinator's strategy was closed; its job is over. Make a new strategy.")
 
     def where(self, function: int) -> str:
         """For messages: what a function waits for."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchstrat import nest
-from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
+from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
 from torchstrat.tracebacks import short_tracebacks
 
 _making_event = threading.Lock()
@@ -67,6 +67,16 @@ class RemoteValue(Generic[T_co]):
         raise InvalidArgumentError(
             f"{self._describe()} is awaited on the coordinator and cannot be pickled; fetch it, and pass what it gives."
         )
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise WrongTypeError(
+            f"{self._describe()} was used as a number, and is only the place where that will be; write value.fetch() "
+            "for it (or coordinator.fetch for many)."
+        )
+
+    __float__ = __int__ = __round__ = __neg__ = __abs__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def _set_result(self, result: Any) -> None:
         self._result = result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torchstrat.errors import StrategyMixingError
 from torchstrat.values import BatchInfo
 
 
@@ -18,6 +19,12 @@ class StepWeights:
             self._weights = dict.fromkeys(everyone, 1.0)
             self.active = everyone
         else:
+            if everyone and max(everyone) >= len(batch.rows):
+                raise StrategyMixingError(
+                    f"run was given a batch that another strategy has split over {len(batch.rows)} replicas; replica "
+                    f"{max(everyone)} of this one has no part of it. Distribute the dataset by the strategy that runs "
+                    "the step."
+                )
             self._weights = {replica: float(batch.rows[replica]) for replica in everyone}
             self.active = [replica for replica in everyone if batch.rows[replica] > 0 or batch.run_empty]
 

@@ -121,6 +121,12 @@ class ParameterServerStrategy(Strategy):
                 "ts.cluster_resolver.TFConfigClusterResolver(); got "
                 f"{type(cluster_resolver).__name__} {cluster_resolver!r:.80}."
             )
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise WrongTypeError(
+                "variable_partitioner must be one of ts.partitioners, or a function (shape, dtype) -> [shards, 1, …]; "
+                f"got {type(variable_partitioner).__name__} {variable_partitioner!r:.80}. Two shards of everything are "
+                "ts.partitioners.FixedShardsPartitioner(2)."
+            )
         op = ReduceOp.parse(gradient_reduce_op)
         self._spec: ClusterSpec = cluster_resolver.cluster_spec()
         check_parameter_server_cluster(self._spec, cluster_resolver.task_type, cluster_resolver.task_id)
@@ -223,7 +229,11 @@ class ParameterServerStrategy(Strategy):
 
     def close(self) -> None:
         """Tell servers and workers that the job is over, and stop. Waits for a checkpoint that is being written. May be
-        called twice."""
+        called twice.
+
+        Modules of the scope keep the values that were last read from the servers; take ``state_dict()``, or
+        ``extended.pull()``, before.
+        """
         self._close(finished=True)
 
     def _close(self, *, finished: bool) -> None:
@@ -429,6 +439,7 @@ class ParameterServerStrategy(Strategy):
         """A dataset for `ClusterCoordinator.create_per_worker_dataset`; on the coordinator it cannot be iterated."""
         if self._is_worker:
             return super().distribute_dataset(dataset, options)
+        self._require_open()
         return _ForWorkers(lambda: self.distribute_dataset(dataset, options))
 
     def distribute_datasets_from_function(
@@ -440,6 +451,7 @@ class ParameterServerStrategy(Strategy):
         """
         if self._is_worker:
             return super().distribute_datasets_from_function(dataset_fn, options)
+        self._require_open()
         return _ForWorkers(lambda: self.distribute_datasets_from_function(dataset_fn, options))
 
     def __repr__(self) -> str:

@@ -187,7 +187,9 @@ class FakeMembership:
         with self._changed:
             if not self._changed.wait_for(lambda: wanted <= self._joined, timeout_seconds):
                 missing = ", ".join(map(str, sorted(wanted - self._joined)))
-                raise CommunicationTimeoutError(f"{missing} did not join within {timeout_seconds} s.")
+                raise CommunicationTimeoutError(
+                    f"{missing} did not join within {timeout_seconds} s. Start them: cluster.start_server(index)."
+                )
 
     def give_up(self, peer: Peer, reason: str) -> None:
         self._lost(peer, reason)
