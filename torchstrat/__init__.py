@@ -9,7 +9,7 @@ import typing
 from torchstrat import _importing
 
 with _importing.without_collection():
-    from torchstrat import cluster_resolver, data, errors, experimental, partitioners, registry, tpu
+    from torchstrat import cluster_resolver, coordinator, data, errors, experimental, partitioners, registry, tpu
     from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate
     from torchstrat.context import (
         ReplicaContext,
@@ -64,7 +64,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> typing.Any:
     if name in ("launch", "testing"):  # on first use: they start processes, and testing knows every part of the package
         return importlib.import_module(f"torchstrat.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchstrat.compat import WITHOUT_COUNTERPART
+
+    why = f": {WITHOUT_COUNTERPART[name]}" if name in WITHOUT_COUNTERPART else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
 
 
 __all__ = [
@@ -111,6 +114,7 @@ __all__ = [
     "compute_average_loss",
     "consolidate",
     "convert_sync_batchnorm",
+    "coordinator",
     "data",
     "embedding_lookup",
     "embedding_lookup_sparse",

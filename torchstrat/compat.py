@@ -20,6 +20,15 @@ from torchstrat.data.v1_iterators import InputIterator
 from torchstrat.errors import UnsupportedError, WrongTypeError
 from torchstrat.values import require_callable
 
+_DEVICES = (
+    "torchstrat chooses how devices exchange tensors; leave cross_device_ops out. Between processes, "
+    "collectives='process_group' keeps them off shared memory (torchstrat/MIGRATION.md)"
+)
+WITHOUT_COUNTERPART = dict.fromkeys(
+    ("CrossDeviceOps", "NcclAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice"), _DEVICES
+)
+"""Names of ``tf.distribute`` that programs spell out and torchstrat lacks, and what to do instead."""
+
 
 class ExperimentalNames:
     """The ``experimental_`` spellings of `Strategy`'s methods: the same functions under their second names."""

@@ -5,7 +5,7 @@ import pickle
 
 import torchstrat as ts
 from tests.mistakes.table import Area, Place
-from torchstrat.errors import ContextError, DeviceError, InvalidArgumentError, WrongTypeError
+from torchstrat.errors import ContextError, DeviceError, InvalidArgumentError, UnsupportedError, WrongTypeError
 
 area = Area("Making a strategy")
 
@@ -82,6 +82,35 @@ def _(place: Place) -> None:
 @area.raises("an unknown way to talk", InvalidArgumentError, given="'nccl'", needed="choose|one of", change="'auto'")
 def _(place: Place) -> None:
     ts.MirroredStrategy(["cpu:0"], collectives="nccl")
+
+
+@area.raises(
+    "cross_device_ops", UnsupportedError, given="cross_device_ops='nccl'", needed="takes None", change="Leave it out"
+)
+def _(place: Place) -> None:
+    ts.MirroredStrategy(["cpu:0"], cross_device_ops="nccl")  # type: ignore[arg-type]
+
+
+@area.raises(
+    "a class of TensorFlow's that is not there",
+    AttributeError,
+    given="'NcclAllReduce'",
+    needed="chooses how devices",
+    change="leave cross_device_ops out",
+)
+def _(place: Place) -> None:
+    ts.NcclAllReduce()
+
+
+@area.raises(
+    "how to talk for a resolver",
+    WrongTypeError,
+    given="CommunicationImpl",
+    needed="a cluster resolver",
+    change="_options",
+)
+def _(place: Place) -> None:
+    ts.MultiWorkerMirroredStrategy(ts.experimental.CollectiveCommunication.AUTO)
 
 
 @area.raises(

@@ -8,6 +8,7 @@ put where `initialize_tpu_system` keeps the system that it has started.
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 import torchstrat as ts
 from tests.migration import TEXT, TITLES, losses, program, replaced, run
+from torchstrat.communication_options import in_own_words
 from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
 from torchstrat.tpu.system import system_of
@@ -119,3 +121,74 @@ def test_second_names_are_the_same_objects() -> None:
     for name in ("CentralStorageStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "TPUStrategy"):
         assert getattr(ts.experimental, name) is getattr(ts, name)
     assert isinstance(ts.get_strategy().extended, ts.StrategyExtended)
+
+
+NAMES_OF_TENSORFLOW = """
+    CrossDeviceOps DistributedDataset DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext
+    InputOptions InputReplicationMode MirroredStrategy MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy
+    ReduceOp ReductionToOneDevice ReplicaContext RunOptions Server Strategy StrategyExtended TPUStrategy
+    experimental_set_strategy get_replica_context get_strategy has_strategy in_cross_replica_context
+    cluster_resolver.ClusterResolver cluster_resolver.GCEClusterResolver cluster_resolver.KubernetesClusterResolver
+    cluster_resolver.SimpleClusterResolver cluster_resolver.SlurmClusterResolver
+    cluster_resolver.TFConfigClusterResolver cluster_resolver.TPUClusterResolver cluster_resolver.UnionResolver
+    coordinator.ClusterCoordinator coordinator.PerWorkerValue coordinator.RemoteValue
+    coordinator.experimental_get_current_worker_index
+    experimental.CentralStorageStrategy experimental.CollectiveCommunication experimental.CollectiveHints
+    experimental.CommunicationImplementation experimental.CommunicationOptions
+    experimental.MultiWorkerMirroredStrategy experimental.ParameterServerStrategy
+    experimental.PreemptionCheckpointHandler experimental.PreemptionWatcher experimental.TPUStrategy
+    experimental.TerminationConfig experimental.ValueContext
+    experimental.coordinator.ClusterCoordinator experimental.coordinator.PerWorkerValues
+    experimental.coordinator.RemoteValue experimental.partitioners.FixedShardsPartitioner
+    experimental.partitioners.MaxSizePartitioner experimental.partitioners.MinSizePartitioner
+    experimental.partitioners.Partitioner experimental.rpc.Client experimental.rpc.Server
+"""
+
+
+def found(name: str) -> bool:
+    value: Any = ts
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value is not None
+
+
+@pytest.mark.parametrize("name", NAMES_OF_TENSORFLOW.split())
+def test_every_name_of_tf_distribute_is_there_or_has_a_line(name: str) -> None:
+    assert found(name) or f"`tf.distribute.{name}`" in TEXT
+
+
+def test_what_is_said_to_have_no_counterpart_has_none() -> None:
+    without = TEXT.split("**What has no counterpart**")[1].split("\n## ")[0]
+    said = re.findall(r"`tf\.distribute\.([\w.]+)`", without)
+    assert len(said) == 7
+    assert not [name for name in said if found(name)]
+
+
+def test_every_name_of_ours_exists() -> None:
+    names = set(re.findall(r"\bts\.((?:\w+\.)*\w+)", TEXT)) - {"X", "experimental.X"}
+    assert len(names) > 60
+    assert sorted(name for name in names if not found(name)) == []
+
+
+def test_hints_are_said_in_tensorflows_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    hints = ts.experimental.CollectiveHints(0, 5.0)
+    assert hints == ts.experimental.CommunicationOptions(timeout_seconds=5.0)
+    assert ts.experimental.CollectiveCommunication.AUTO is ts.experimental.CommunicationImplementation.AUTO
+    ring = ts.experimental.CommunicationOptions(implementation=ts.experimental.CommunicationImplementation.RING)
+    minutes = timedelta(minutes=1)
+    assert in_own_words(None, minutes, "auto") == (minutes, "auto")
+    assert in_own_words(hints, minutes, "auto") == (timedelta(seconds=5), "auto")
+    assert in_own_words(ring, minutes, "auto") == (minutes, "process_group")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    nccl = ts.experimental.CommunicationOptions(implementation=ts.experimental.CommunicationImplementation.NCCL)
+    with pytest.raises(NotImplementedError, match="needs a GPU"):
+        in_own_words(nccl, minutes, "auto")
+    for wrong in ({"bytes_per_pack": -1}, {"timeout_seconds": 0.0}, {"implementation": "AUTO"}):
+        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+            ts.experimental.CommunicationOptions(**wrong)
+
+
+def test_a_strategy_takes_the_hints() -> None:
+    strategy = ts.experimental.MultiWorkerMirroredStrategy(None, ts.experimental.CommunicationOptions())
+    assert strategy.num_replicas_in_sync == 1
+    strategy.close()

@@ -4,17 +4,27 @@
 """
 
 from torchstrat import partitioners
+from torchstrat.communication_options import CommunicationImplementation, CommunicationOptions
 from torchstrat.experimental import coordinator
 from torchstrat.strategies.central_storage import CentralStorageStrategy
 from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from torchstrat.strategies.parameter_server import ParameterServerStrategy
 from torchstrat.strategies.tpu import TPUStrategy
+from torchstrat.value_functions import ValueContext
+
+CollectiveCommunication = CommunicationImplementation
+CollectiveHints = CommunicationOptions
 
 __all__ = [
     "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "TPUStrategy",
+    "ValueContext",
     "coordinator",
     "partitioners",
 ]

@@ -1,8 +1,17 @@
-"""What ``tf.distribute.experimental.coordinator`` holds: the coordinator of parameter servers, and what it returns."""
+"""`torchstrat.coordinator` under its older path, ``tf.distribute.experimental.coordinator``."""
 
-from torchstrat.parameter_server.coordinator import ClusterCoordinator
-from torchstrat.parameter_server.per_worker import PerWorkerValues
-from torchstrat.parameter_server.remote_value import RemoteValue
-from torchstrat.parameter_server.worker.run import current_worker_index as experimental_get_current_worker_index
+from torchstrat.coordinator import (
+    ClusterCoordinator,
+    PerWorkerValue,
+    PerWorkerValues,
+    RemoteValue,
+    experimental_get_current_worker_index,
+)
 
-__all__ = ["ClusterCoordinator", "PerWorkerValues", "RemoteValue", "experimental_get_current_worker_index"]
+__all__ = [
+    "ClusterCoordinator",
+    "PerWorkerValue",
+    "PerWorkerValues",
+    "RemoteValue",
+    "experimental_get_current_worker_index",
+]

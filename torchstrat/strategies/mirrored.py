@@ -33,6 +33,7 @@ class MirroredStrategy(Strategy):
     Args:
         devices: in one process, the replicas' devices; ``["cpu:0", "cpu:1"]`` are two virtual replicas of the CPU.
             None: every GPU of the machine, or one CPU replica. Under a launcher at most one: this process's device.
+        cross_device_ops: TensorFlow's argument; only None, since torchstrat chooses how devices exchange tensors.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
         collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
@@ -56,6 +57,7 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[Any] | None = None,
+        cross_device_ops: None = None,
         *,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -79,6 +81,12 @@ class MirroredStrategy(Strategy):
                 "independent": independent,
             },
         )
+        if cross_device_ops is not None:
+            raise UnsupportedError(
+                f"MirroredStrategy was given cross_device_ops={cross_device_ops!r:.80}, and takes None: torchstrat "
+                "chooses how devices exchange tensors. Leave it out; collectives='process_group' keeps processes off "
+                "shared memory."
+            )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
         logical = LogicalLayout.checked(logical_devices_per_replica, sharding_rules, logical_mesh_shape)

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.cluster_resolver import TFConfigClusterResolver
+from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
+from torchstrat.communication_options import CommunicationOptions, in_own_words
 from torchstrat.devices import resolve_compute_devices
+from torchstrat.errors import WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
@@ -31,6 +33,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: who takes part. None: the processes that the launcher started (torchrun, ``TF_CONFIG``,
             ``srun``, ``mpirun``, Kubeflow's training operator); a cluster of one where there is none.
+        communication_options: TensorFlow's `ts.experimental.CommunicationOptions`: how long to wait and how to talk,
+            before ``timeout`` and ``collectives``.
         gradient_reduce_op: "mean" (default; weighted by examples) or "sum".
         timeout: how long to wait for other processes before an error names them.
         collectives: how processes talk. "auto": in shared memory if all of them are on this host and compute on CPUs,
@@ -51,6 +55,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def __init__(
         self,
         cluster_resolver: Any = None,
+        communication_options: CommunicationOptions | None = None,
         *,
         gradient_reduce_op: ReduceOp | str = "mean",
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -61,7 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         independent: bool = False,
     ) -> None:
         self._made_with = (
-            (cluster_resolver,),
+            (cluster_resolver, communication_options),
             {
                 "gradient_reduce_op": gradient_reduce_op,
                 "timeout": timeout,
@@ -72,6 +77,14 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "independent": independent,
             },
         )
+        timeout, collectives = in_own_words(communication_options, timeout, collectives)
+        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+            raise WrongTypeError(
+                "MultiWorkerMirroredStrategy needs a cluster resolver, such as "
+                "ts.cluster_resolver.TFConfigClusterResolver(), or None; got "
+                f"{type(cluster_resolver).__name__} {cluster_resolver!r:.80}. How processes talk is "
+                "communication_options, or collectives."
+            )
         op = ReduceOp.parse(gradient_reduce_op)
         check_collectives(collectives)
         logical = LogicalLayout.checked(logical_devices_per_replica, sharding_rules, logical_mesh_shape)
