@@ -206,7 +206,7 @@ def _(place: Place) -> None:
 
 
 @area.warns(
-    "a module made outside of the scope", given="a Linear", needed="made inside", change=r"with strategy\.scope\(\)"
+    "a module made outside of the scope", given="a Linear", needed="has not seen", change=r"with strategy\.scope\(\)"
 )
 def _(place: Place) -> None:
     strategy = place.mirrored()
@@ -215,7 +215,12 @@ def _(place: Place) -> None:
     strategy.run(step, args=(next(iter(strategy.distribute_dataset(loader()))),))
 
 
-@area.warns("a bare parameter", given="leaf tensor of shape", needed="records modules", change="attribute of a module")
+@area.warns(
+    "a bare parameter",
+    given="a bare parameter of shape",
+    needed="has not seen",
+    change=r"put a bare parameter into one",
+)
 def _(place: Place) -> None:
     strategy = place.mirrored()
     with strategy.scope():
