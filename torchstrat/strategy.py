@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -37,6 +38,8 @@ from torchstrat.values import (
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement
 from torchstrat.variable.variable import Variable
 
+logger = logging.getLogger("torchstrat.strategy")
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _DEVICES_SHOWN = 8
 
@@ -60,6 +63,10 @@ class Scope:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._strategy._leave_scope(failed=kind is not None)
+        counts = self._strategy._engine.registry.counts
+        logger.debug(
+            "the scope of %r is left; it knows %d modules, %d bare tensors, %d optimizers.", self._strategy, *counts
+        )
 
 
 @partial(short_tracebacks, but=("run",))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,6 +141,56 @@ def test_every_row_counts_once_in_each_epoch(kills: tuple[int, ...], tmp_path: P
         assert running.counts() == [[2.0] * STEPS] * 3
         assert float(running.total) == 2 * STEPS
         assert len(running.restored) >= len(kills)
+
+
+def documented_program() -> str:
+    """The code of the docstring."""
+    text = inspect.cleandoc(ts.ClusterCoordinator.restore_on_server_loss.__doc__ or "")
+    lines = text.split("A whole program::\n", 1)[1].split("\n")
+    code = itertools.takewhile(lambda line: not line or line.startswith("    "), lines)
+    return textwrap.dedent("\n".join(code))
+
+
+@pytest.mark.parametrize("takes_back", [True, False])
+def test_the_documented_program_counts_its_steps(takes_back: bool, tmp_path: Path) -> None:
+    """Its counter is a plain number. The control: without ``on_restored`` it is ahead of the checkpoint."""
+    code = documented_program()
+    for old, new in {
+        'ts.ParameterServerStrategy(resolver, on_server_loss="restore")': "running.strategy",
+        'ts.CheckpointManager("checkpoints")': "running.manager",
+        "batch_size=64": "batch_size=2",
+        "step % 100": "step % 4",
+        **({} if takes_back else {", on_restored=go_back": ""}),
+    }.items():
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    with program(tmp_path) as (running, launcher):
+        save, count, saved = running.manager.save, running.count, []
+
+        def save_and_lose(*args: Any, **options: Any) -> Any:
+            handle = save(*args, **options)
+            handle.result()
+            saved.append(args[1])
+            if len(saved) == 3:
+                running.coordinator.schedule(running.count, args=(1,)).fetch(timeout=WAIT)
+                launcher.kill_and_tell(1)
+            return handle
+
+        running.manager.save = save_and_lose  # type: ignore[method-assign]
+
+        def train_step(rows: Any) -> None:
+            for row in rows:
+                count(int(row))
+
+        names: dict[str, Any] = {"ts": ts, "running": running, "model": running.model, "train_step": train_step}
+        names |= {"optimizer": running.optimizer, "dataset_fn": lambda: range(1, STEPS + 1)}
+        code = code.replace("optimizer=optimizer, data=leased", "optimizer=optimizer, total=running.total, data=leased")
+        exec(code, names)  # the program is the documentation's
+        running.manager.close()
+        leases = 3 * STEPS // 2
+        assert running.counts() == [[3.0] * STEPS] * 3
+        assert (names["step"] == leases) == takes_back
+        assert names["step"] >= leases
 
 
 @pytest.mark.filterwarnings("ignore:.*was not saved:UserWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path as Folder
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
 
 _MOST_PROBLEMS = 20
+
+logger = logging.getLogger("torchstrat.checkpoint")
 
 
 @short_tracebacks
@@ -172,6 +175,7 @@ class Checkpoint:
                     servers.prepare_to_restore()
                 items = make_items(self._objects, servers)
                 _restore(target, self._objects, items, servers, processes)
+        logger.debug("%s is restored from %s.", self, target)
 
     def _servers(self) -> ServerCheckpoint | None:
         from torchstrat.parameter_server.variables.server_checkpoint import server_checkpoint_of

@@ -150,6 +150,7 @@ def here_and_now(handle: SaveHandle, write: Callable[[], None]) -> None:
         handle._end(error)
         raise
     turns.give()
+    logger.debug("the checkpoint %s is saved.", handle.path)
     handle._end(None)
 
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import gc
 import itertools
+import logging
 import os
 import pickle
 import time
@@ -28,6 +29,8 @@ from torchstrat.collectives.standstill import MOMENT_SECONDS, Channel, Standstil
 from torchstrat.collectives.words import Words
 from torchstrat.errors import CommunicationError, CommunicationTimeoutError, ContextError
 from torchstrat.tensor_bytes import bytes_of
+
+logger = logging.getLogger("torchstrat.collectives")
 
 T = TypeVar("T")
 
@@ -174,6 +177,7 @@ class ProcessGroupCommunicator:
             self._family.default.peers = Peers(told)
         if self._uses_nccl and not host_only:
             self._device_group = self._new_group("nccl")
+        logger.debug("replica %d is in the group %s of replicas %s.", self.rank, name, list(self.ranks))
 
     def _new_group(self, backend: str) -> Any:
         # All processes of the job make every group: with use_local_synchronization torch names a group after the number

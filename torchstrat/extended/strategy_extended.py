@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torchstrat.dtensor.traffic import Traffic
     from torchstrat.strategy import Strategy
 
+logger = logging.getLogger("torchstrat.strategy")
+
 
 @short_tracebacks
 class StrategyExtended:
@@ -54,6 +57,8 @@ class StrategyExtended:
         self._variables: dict[int, weakref.ref[Variable]] = {}
         self._variable_numbers = itertools.count()
         self._periodic_checks = PeriodicChecks.from_environment()
+        kind, replicas, places = type(strategy).__name__, ", ".join(worker_devices), ", ".join(parameter_devices)
+        logger.debug("%s is made: replicas here on %s, variables on %s.", kind, replicas, places)
 
     # -- facts ------------------------------------------------------------------------------------------------------
 

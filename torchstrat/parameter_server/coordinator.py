@@ -278,14 +278,22 @@ class ClusterCoordinator:
             if step is None:
                 step = 0
                 manager.save(checkpoint, step)
-            coordinator.restore_on_server_loss(manager, checkpoint)
+
+            def go_back(restored_step):
+                global step
+                step = restored_step
+
+            coordinator.restore_on_server_loss(manager, checkpoint, on_restored=go_back)
             while leased.epoch < 3:
                 for batch in leased:
-                    coordinator.schedule(train_step, args=(batch,))
                     step += 1
+                    coordinator.schedule(train_step, args=(batch,))
                     if step % 100 == 0:
                         manager.save(checkpoint, step, asynchronous=True)
                 coordinator.join()
+
+        ``step`` is a plain number, which no restore changes: ``on_restored`` takes it back. It grows before `schedule`,
+        which cancels its own function where it restores.
 
         When a server dies, something starts it again (`torchstrat launch`, Kubernetes), empty. The next call of this
         process that needs the servers (`schedule`, `join`, `done`, ``manager.save``, reading or writing variables)

@@ -316,6 +316,7 @@ class Dispatcher:
                     del self._workers[known.peer.incarnation]
             self._workers[peer.incarnation] = KnownWorker(peer)
             self._is_shared |= len(self._workers) > 1
+        logger.debug("%s has joined.", peer)
         self._inbox.append(WorkerJoined(peer.task.index, peer.incarnation))
         self._take_in()
 

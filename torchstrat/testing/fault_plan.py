@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import InvalidArgumentError
@@ -37,15 +37,38 @@ _PLAN = "plan.json"
 _WITHOUT_RECORDS = "without_exactly_once"
 
 
+Phase: TypeAlias = Literal[
+    "idle",
+    "while unpickling",
+    "while building a dataset",
+    "inside a function",
+    "between two answers",
+    "between push and answer",
+    "while writing gradients",
+    "between applying a push and its answer",
+    "while writing values",
+]
+"""Moments in the life of a worker, or of a server: the last two. `torchstrat.parameter_server.worker.phases` has a
+constant for each, and says what is so then."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """What a process does to itself: at the ``count``-th time it reaches ``phase`` it sends itself ``signal_name``.
+
+    Args:
+        phase: of a worker: ``"idle"``, between functions; ``"while unpickling"`` one; ``"while building a dataset"``;
+            ``"inside a function"``; ``"between two answers"`` of several servers, of which one has applied a push;
+            ``"between push and answer"``, when all have; ``"while writing gradients"`` to shared memory. Of a server:
+            ``"between applying a push and its answer"``; ``"while writing values"`` to shared memory.
+        count: at which time.
+        signal_name: such as ``"SIGKILL"``, ``"SIGSTOP"``, ``"SIGTERM"``.
 
     It counts from the moment that the fault is its next one: from its start, or from when the fault before it, which
     did not end it, happened or the fault was added.
     """
 
-    phase: str
+    phase: Phase
     count: int = 1
     signal_name: str = "SIGKILL"
 
@@ -119,7 +142,7 @@ class FaultPlan:
 
 
 def draw_kills(
-    seed: int, kills: int, workers: int, *, most_functions: int = 20, kinds: Sequence[str] = phases.PHASES
+    seed: int, kills: int, workers: int, *, most_functions: int = 20, kinds: Sequence[Phase] = phases.PHASES
 ) -> dict[int, list[Fault]]:
     """Kills for each worker, of all kinds equally often, shared out equally, in an order drawn with ``seed``.
 

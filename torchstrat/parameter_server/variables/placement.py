@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,8 @@ import torch
 
 from torchstrat.parameter_server.messages import Shard, VariableSpec
 from torchstrat.partitioners import row_offsets, shards_of
+
+logger = logging.getLogger("torchstrat.parameter_server")
 
 Partitioner = Callable[..., Sequence[int]]
 
@@ -48,7 +51,7 @@ class Placement:
         rows = shape[0] if shape else 1
         partitioner = self.partitioner if may_split and shape and with_variable is None else None
         count = 1 if partitioner is None else shards_of(partitioner, shape, dtype)
-        return VariableSpec(
+        spec = VariableSpec(
             number=next(self._numbers),
             name=name,
             shape=shape,
@@ -61,6 +64,9 @@ class Placement:
             requires_grad=requires_grad,
             by_rows=partitioner is not None and kind == "parameter" and len(shape) == 2 and is_table,
         )
+        servers = [shard.server for shard in spec.shards]
+        logger.debug("%s %s of shape %s is placed on parameter servers %s.", kind, name, shape, servers)
+        return spec
 
     def _server(self, with_variable: VariableSpec | None) -> int:
         if with_variable is not None:

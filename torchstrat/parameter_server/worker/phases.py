@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
-IDLE = "idle"
-UNPICKLING = "while unpickling"
-BUILDING = "while building a dataset"
-INSIDE = "inside a function"
-PUSHED_TO_ONE = "between two answers"
+IDLE: Final = "idle"
+UNPICKLING: Final = "while unpickling"
+BUILDING: Final = "while building a dataset"
+INSIDE: Final = "inside a function"
+PUSHED_TO_ONE: Final = "between two answers"
 """One of several servers has applied a push and said so; the others may have or not."""
-PUSHED = "between push and answer"
+PUSHED: Final = "between push and answer"
 """All servers have applied a push and said so; nothing is done with fresh values yet."""
-PHASES = (IDLE, UNPICKLING, BUILDING, INSIDE, PUSHED_TO_ONE, PUSHED)
+PHASES: Final = (IDLE, UNPICKLING, BUILDING, INSIDE, PUSHED_TO_ONE, PUSHED)
 
-WRITING_GRADIENTS = "while writing gradients"
+WRITING_GRADIENTS: Final = "while writing gradients"
 """Some tensors of a push are in shared memory, and the server has not been told. Not where RPC carries them."""
-APPLIED = "between applying a push and its answer"
+APPLIED: Final = "between applying a push and its answer"
 """On a server, which holds the variables' locks."""
-WRITING_VALUES = "while writing values"
+WRITING_VALUES: Final = "while writing values"
 """On a server: some of the fresh values are written, to the worker's parameters where it shares memory."""
-IN_MEMORY = (WRITING_GRADIENTS, APPLIED, WRITING_VALUES)
+IN_MEMORY: Final = (WRITING_GRADIENTS, APPLIED, WRITING_VALUES)
 
 _observer: Callable[[str], None] | None = None
 
