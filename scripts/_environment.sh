@@ -1,11 +1,12 @@
 # Sourced by the other scripts: makes an environment with the package, its extras and the tools, and puts it first on PATH.
 #
-# There are two: .venv, and .venv-tpu with the one PyTorch that torch_xla's last release works with, for TPUStrategy.
+# There are two: .venv, and .venv-tpu with the one PyTorch that torch_xla's last release works with, for TPUStrategy. A
+# third, .venv-matrix, is made anew for each pair of ./scripts/soak --matrix.
 #
 # Nothing to set for the usual case. What may be set:
 #   TORCHSTRAT_ENV  main (the default) or tpu: which of the two the script uses
-#   PYTHON          the interpreter that it is made from (default: python3, or whichever of 3.13 … 3.10 is on PATH)
-#   TORCH_SPEC      what pip installs as PyTorch in .venv (default: torch==2.13.0)
+#   PYTHON          the interpreter that it is made from (default: python3, or whichever of 3.14 … 3.10 is on PATH)
+#   TORCH_SPEC      what pip installs as PyTorch in .venv, such as torch==2.9.0 (default: newest, see _torch_spec)
 #   PIP_…           pip's own variables; an index or a folder of wheels named there or in pip's files is used as it is
 #
 # A second call finds the stamp of the first and costs milliseconds.
@@ -20,7 +21,12 @@ _describe() {
     case "$1" in
     main)
         VENV="$ROOT/.venv"
-        SPECS=("${TORCH_SPEC:-torch==2.13.0}")
+        SPECS=("${TORCH_SPEC:-newest}")
+        NEWEST_PYTHON=""
+        ;;
+    matrix)
+        VENV="$ROOT/.venv-matrix"
+        SPECS=("$TORCH_SPEC")
         NEWEST_PYTHON=""
         ;;
     tpu)
@@ -38,7 +44,7 @@ _describe() {
 
 _find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
         # Run it: a version manager's shim exists for versions that it cannot start.
         if "$candidate" - "${NEWEST_PYTHON:-4.0}" 2>/dev/null <<'PROGRAM'; then
 import sys, venv, ensurepip
@@ -60,6 +66,34 @@ _torch_index() {
         ! "$VENV/bin/pip" config list 2>/dev/null | grep -Eq '(index-url|find-links)='; then
         echo "--extra-index-url https://download.pytorch.org/whl/cpu"
     fi
+}
+
+# What pip is asked for where SPECS has "newest" or "oldest": of the versions that can be had for this Python the newest,
+# or the newest of the oldest that is supported, as a CPU wheel. On Linux for x86-64 those have "+cpu" in their names;
+# elsewhere, and where there is a driver, all do: what pip would take. Where no CPU wheel can be had, it is that too, but
+# that ./scripts/soak --matrix leaves such a pair out unless MATRIX_CUDA is set.
+_torch_spec() {
+    local range found
+    case "$1" in
+    newest) range="torch>=2.9" ;;
+    oldest) range="torch==2.9.*" ;;
+    *)
+        echo "$1"
+        return
+        ;;
+    esac
+    if [[ "$(uname -sm)" == "Linux x86_64" && ! -e /proc/driver/nvidia/version ]]; then
+        # shellcheck disable=SC2046  # none, or an option and its value
+        found="$("$VENV/bin/pip" index versions torch $(_torch_index) 2>/dev/null |
+            sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep '+cpu$' |
+            grep -E "$([[ "$1" == oldest ]] && echo '^2\.9\.' || echo '.')" | head -n 1)" || true
+        if [[ -n "$found" ]]; then
+            range="torch==$found"
+        elif [[ "$VENV" == *-matrix && -z "${MATRIX_CUDA:-}" ]]; then
+            return "$NOT_FOR_THIS_MACHINE"
+        fi
+    fi
+    echo "$range"
 }
 
 _wanted() {
@@ -101,6 +135,7 @@ _set_up() {
     fi
     say "Setting up ${VENV##*/} with $("$python" --version) (a few minutes, once)"
     "$python" -m venv --clear "$VENV" || exit 1
+    SPECS[0]="$(_torch_spec "${SPECS[0]}")" || exit
     say "  ${SPECS[*]}"
     # shellcheck disable=SC2046  # none, or an option and its value
     if ! _pip_install "${SPECS[@]}" $(_torch_index); then
