@@ -41,13 +41,13 @@ DEV = [
     "build>=1.2",  # sdist and wheel
     "setuptools>=77",  # builds them without isolation, so that their test needs no index; see pyproject.toml
     "twine>=6.1",  # checks them; 6.1 knows License-Expression
+    "sybil>=9.0",  # finds the blocks of code in docs/ that tests/docs runs
 ]
 
 DOCS_TOOLS = [
-    "sphinx>=7.4",  # scripts/docs
-    "myst-parser>=3.0",  # pages in Markdown
+    "sphinx>=8.1",  # scripts/docs
+    "myst-parser>=4.0",  # pages in Markdown
     "furo>=2024.8",  # the theme
-    "sphinx-copybutton>=0.5",  # code to copy without prompts
 ]
 
 PROGRAMS = [

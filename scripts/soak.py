@@ -26,7 +26,7 @@ def main() -> int:
     if pytest_arguments[:1] == ["faults"]:
         pytest_arguments[:1] = ["tests/faults"]
         options.busy = max(options.busy, 1)
-    if pytest_arguments[:1] in (["matrix"], ["programs"]):  # all of them, once
+    if pytest_arguments[:1] in (["matrix"], ["programs"], ["docs"]):  # all of them, once
         pytest_arguments[:1] = [f"tests/{pytest_arguments[0]}"]
         options.rounds = 1
     with busy_cores(options.busy):

@@ -1,4 +1,4 @@
-"""The README's example, as a reader would save it: the same file under ``python`` and under ``torchrun``."""
+"""The examples of README and docs, as a reader would save them: the same file under ``python`` and under ``torchrun``."""
 
 import os
 import re
@@ -16,9 +16,10 @@ LAUNCHES = {
 }
 
 
-def save(what: str, file: Path) -> Path:
-    """The README's Python block that has ``what`` in it, as a file."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def save(what: str, file: Path, page: str = "README.md") -> Path:
+    """The Python block of a page that has ``what`` in it, as a file."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:python|\{code-block\} python\n:caption: .*)\n(.*?)```", text, re.DOTALL)
     (block,) = [block for block in blocks if what in block]
     file.write_text(block, encoding="utf-8")
     return file
@@ -39,7 +40,7 @@ def test_the_parameter_server_example_trains(tmp_path):
             "2",
             "--workers",
             "2",
-            str(save("ParameterServerStrategy(", tmp_path / "train.py")),
+            str(save("create_per_worker_dataset(", tmp_path / "train.py", "docs/tutorials/parameter_servers.md")),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -90,7 +91,7 @@ runpy.run_path("train.py", run_name="__main__")
 def test_the_checkpoint_example_ends_alike_however_often_it_is_killed(tmp_path):
     def run(folder, *arguments):
         folder.mkdir(exist_ok=True)
-        save("CheckpointManager(", folder / "train.py")
+        save("PreemptionHandler() as", folder / "train.py", "docs/howto/checkpoints.md")
         return subprocess.run(
             [sys.executable, *(arguments or ["train.py"])],
             cwd=folder,

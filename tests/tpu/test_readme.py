@@ -1,4 +1,4 @@
-"""The README's example for TPUs, as a reader would save it."""
+"""The example for TPUs of the documents, as a reader would save it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_example_trains_and_explains(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (example,) = [block for block in blocks if "initialize_tpu_system" in block]
+    text = (ROOT / "docs" / "tutorials" / "tpu.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r":caption: train_tpu.py\n(.*?)```", text, re.DOTALL)
     file = tmp_path / "train.py"
     file.write_text(example, encoding="utf-8")
     finished = subprocess.run(
