@@ -1,4 +1,4 @@
-"""The examples of README and docs, as a reader would save them: the same file under ``python`` and under ``torchrun``."""
+"""The examples of the README and of docs/, as a reader would save them: one file for ``python`` and ``torchrun``."""
 
 import os
 import re
@@ -19,7 +19,7 @@ LAUNCHES = {
 def save(what: str, file: Path, page: str = "README.md") -> Path:
     """The Python block of a page that has ``what`` in it, as a file."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:python|\{code-block\} python\n:caption: .*)\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```(?:python|\{code-block\} python\n:caption: [^\n]*)\n(.*?)```", text, re.DOTALL)
     (block,) = [block for block in blocks if what in block]
     file.write_text(block, encoding="utf-8")
     return file
