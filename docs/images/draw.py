@@ -173,9 +173,9 @@ def batches() -> Picture:
 
 
 def reductions() -> Picture:
-    p = Picture(720, 230)
+    p = Picture(720, 200)
     items = (
-        ("gradients", "mean, weighted by rows", "backward() returns"),
+        ("gradients", "mean, by rows", "backward() returns"),
         ("results", "as the program says", "reduce, gather"),
         ("buffers", "mean, if floating", "after the step"),
         ("a value in a step", "sum or mean", "all_reduce"),
@@ -246,9 +246,9 @@ def logical_devices() -> Picture:
                 f"device {device}\nrows\n{16 * device}–{16 * device + 15}",
                 12,
             )
-        p.text(x + 82, 152, f"replica {replica}: batch rows {8 * replica}–{8 * replica + 7}", 12, "middle", SOFT)
+        p.text(x + 82, 152, f"replica {replica}: rows {8 * replica}–{8 * replica + 7}", 12, "middle", SOFT)
     p.text(360, 196, "the weight (32, 16) is cut in two, and every replica has both halves", 13, "middle", SOFT)
-    p.text(360, 216, "the batch of 32 rows is split over the replicas", 13, "middle", SOFT)
+    p.text(360, 216, "each replica computes with its rows of the batch", 13, "middle", SOFT)
     return p
 
 
