@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -67,7 +68,7 @@ class Picture:
         return "\n".join([*self._parts, "</svg>", ""])
 
 
-def strategies() -> Picture:
+def one_step_many_places() -> Picture:
     p = Picture(760, 330)
     p.box(270, 14, 220, 52, BLUE, "one training step\nplain PyTorch", 14)
     columns = [
@@ -312,14 +313,18 @@ def workers() -> Picture:
 
 
 PICTURES = (
-    *(strategies, replicas, variables, batches, reductions),
+    *(one_step_many_places, replicas, variables, batches, reductions),
     *(parameter_servers, leases, logical_devices, performance, workers),
 )
 
 
+def file_name(picture: Callable[[], Picture]) -> str:
+    return f"{picture.__name__.replace('_', '-')}.svg"
+
+
 def main() -> None:
     for picture in PICTURES:
-        (HERE / f"{picture.__name__}.svg").write_text(str(picture()), encoding="utf-8")
+        (HERE / file_name(picture)).write_text(str(picture()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def test_the_pictures_are_what_their_program_draws() -> None:
     assert spec.loader is not None
     draw = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw)
-    drawn = {f"{picture.__name__}.svg": str(picture()) for picture in draw.PICTURES}
+    drawn = {draw.file_name(picture): str(picture()) for picture in draw.PICTURES}
     there = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "images").glob("*.svg")}
     assert there == drawn, "run python docs/images/draw.py"
     text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))

@@ -40,7 +40,7 @@ def test_the_parameter_server_example_trains(tmp_path):
             "2",
             "--workers",
             "2",
-            str(save("create_per_worker_dataset(", tmp_path / "train.py", "docs/tutorials/parameter_servers.md")),
+            str(save("create_per_worker_dataset(", tmp_path / "train.py", "docs/tutorials/recommender.md")),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -91,7 +91,7 @@ runpy.run_path("train.py", run_name="__main__")
 def test_the_checkpoint_example_ends_alike_however_often_it_is_killed(tmp_path):
     def run(folder, *arguments):
         folder.mkdir(exist_ok=True)
-        save("PreemptionHandler() as", folder / "train.py", "docs/howto/checkpoints.md")
+        save("PreemptionHandler() as", folder / "train.py", "docs/how_to/checkpoints.md")
         return subprocess.run(
             [sys.executable, *(arguments or ["train.py"])],
             cwd=folder,
