@@ -37,10 +37,8 @@ _watching = weakref.WeakSet[Any]()
 def watch(watcher: Watcher) -> None:
     """From now on, as long as it lives."""
     if torch.Tensor.register_hook is register_hook:
-        torch.Tensor.register_hook = _telling(register_hook)  # type: ignore[method-assign]
-        torch.Tensor.register_post_accumulate_grad_hook = _telling(  # type: ignore[method-assign]
-            register_post_accumulate_grad_hook
-        )
+        torch.Tensor.register_hook = told_hook  # type: ignore[method-assign]
+        torch.Tensor.register_post_accumulate_grad_hook = told_post_accumulate_grad_hook  # type: ignore[method-assign]
     _watching.add(watcher)
 
 
@@ -72,3 +70,7 @@ def _for_one(watcher: Watcher, hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(value) if now == replica or (now is None and replica == 0) else None
 
     return of_one
+
+
+told_hook, told_post_accumulate_grad_hook = map(_telling, (register_hook, register_post_accumulate_grad_hook))
+"""What is in the place of PyTorch's own once anybody watches."""

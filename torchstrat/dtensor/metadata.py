@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from torchstrat import hook_registrations
+
 
 def getters(*names: str) -> set[Any]:
     """The functions that PyTorch reports when one of these attributes is read; not every version has all."""
@@ -25,7 +27,8 @@ METADATA = {
     torch.Tensor.is_complex,
     torch.Tensor.get_device,
     torch.Tensor.__len__,
-    torch.Tensor.register_hook,
+    hook_registrations.register_hook,
+    hook_registrations.told_hook,
     torch.Tensor.retain_grad,
     torch.is_floating_point,
     torch.is_complex,

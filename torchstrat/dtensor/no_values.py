@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchstrat import hook_registrations
 from torchstrat.dtensor._torch_dtensor import WithoutSubclasses
 from torchstrat.dtensor.metadata import METADATA, getters
 from torchstrat.errors import ContextError
@@ -61,7 +62,8 @@ _NEEDS_NO_VALUES = METADATA | {
     _requires_grad.__set__,
     _hooks.__set__,
     torch.Tensor.requires_grad_,
-    torch.Tensor.register_post_accumulate_grad_hook,
+    hook_registrations.register_post_accumulate_grad_hook,
+    hook_registrations.told_post_accumulate_grad_hook,
     torch.Tensor.__repr__,
     torch.Tensor.__format__,
     torch.Tensor.__hash__,
