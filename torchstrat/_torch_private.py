@@ -81,6 +81,9 @@ DisableTorchFunction: Callable[[], Any] = look_up("_C.DisableTorchFunction")
 DisableTorchFunctionSubclass: Callable[[], Any] = look_up("_C.DisableTorchFunctionSubclass")
 """The same for tensor subclasses alone."""
 
+DisableTorchDispatch: Callable[[], Any] = look_up("_C._DisableTorchDispatch")
+"""``with DisableTorchDispatch():`` neither modes nor tensor subclasses see which operators are called in the block."""
+
 set_grad_enabled: Callable[[bool], None] = look_up("_C._set_grad_enabled")
 """`torch.set_grad_enabled` as a plain function: without the object that a ``with`` block needs."""
 

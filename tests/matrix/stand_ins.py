@@ -27,7 +27,7 @@ from torch.utils import checkpoint
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.stand_in_calls import Caller, Seen, complaint
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, refused
 from tests.matrix.tensor_operations import (
     PLACES,
     Operation,
@@ -36,6 +36,8 @@ from tests.matrix.tensor_operations import (
     refused_samples_of,
     samples_of,
 )
+from torchstrat import piece_kinds
+from torchstrat._torch_private import DisableTorchDispatch
 from torchstrat.dtensor import moves, no_values
 from torchstrat.dtensor._torch_dtensor import WithoutSubclasses, local_of
 from torchstrat.dtensor.axes import LogicalAxes
@@ -232,10 +234,6 @@ _ABOUT_ALL = frozenset(
 def check(operation: Operation, column: Column) -> None:
     """Raises AssertionError where a sample is wrong, and the refusal where all are refused."""
     known = is_known(operation, column)
-    if column.is_parameter and operation.key in _NOT_REPORTED:
-        holder = _parameters(column, [Sample((torch.rand(4, 4),), {})])
-        torch.tensor(next(holder.parameters()))
-        return
     find = refused_samples_of if column.plainly_refused else samples_of
     samples = find(operation, SAMPLES_OF_KNOWN if known else SAMPLES, column.fits)
     has_arguments = bool(samples)
@@ -326,7 +324,7 @@ def _outside(ours: Caller, operation: Operation, sample: Sample, parameters: lis
         return tensor
 
     found = Caller(ours.stand_in, kept, lambda leaf, given: None, ours.around).call(operation, sample)
-    if isinstance(found.error, NotImplementedError) and "meta" in str(found.error):
+    if isinstance(found.error, NotImplementedError | TypeError) and "meta" in str(found.error):
         return Seen({}, ContextError("has no values"))  # PyTorch's own word for it, of what nobody can override
     return Seen({}, ContextError("has no values")) if returned else found
 
@@ -350,21 +348,12 @@ _REFUSED = refused(
 )
 
 
-_NOT_REPORTED = frozenset(("torch.tensor", "torch.sparse_coo_tensor"))
-_COPY_OF_MEMORY = documented(
-    "copies the memory that the variable has here, and is reported to no class of tensors; PyTorch itself warns of it",
-    "sourceTensor",
-)
-
-
 def _make_cells() -> Iterable[Cell]:
     for operation in operations():
         for column in COLUMNS:
             known = is_known(operation, column)
             if known or not column.only_known:
                 expected: Expected = RIGHT if known else _REFUSED
-                if column.is_parameter and operation.key in _NOT_REPORTED:
-                    expected = _COPY_OF_MEMORY
                 check_one = partial(check, operation, column)
                 yield Cell(operation.key, column.name, places.LOGICAL_DEVICES, check_one, expected)
 
@@ -403,6 +392,14 @@ def _taking_every_write() -> Iterator[None]:
 _FIRST, _LAST, _ALL, _TWICE, _REFUSES, _PARAMETER, _OUTSIDE = (
     COLUMNS[index].name for index in (0, 1, 2, 3, 4, 5, len(COLUMNS) - 1)
 )
+
+
+def _unreported(function: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    with WithoutSubclasses(), DisableTorchDispatch():
+        return function(*args, **(kwargs or {}))
+
+
+_MADE_OF_IT = ("torch.tensor", "torch.DoubleTensor", "torch.sparse_coo_tensor", "of_another.new_tensor")
 FAULTS = (
     _fault(
         "parts of gradients are not added up",
@@ -455,6 +452,11 @@ FAULTS = (
         "outside of runs a variable takes whatever is written to it",
         [("torch.Tensor.mul_", _OUTSIDE), ("torch.nn.init.trunc_normal_", _OUTSIDE)],
         _taking_every_write,
+    ),
+    _fault(
+        "operators that are called for no function are not reported",
+        [(row, _PARAMETER) for row in _MADE_OF_IT] + [("torch.tensor", _OUTSIDE)],
+        lambda: mock.patch.object(piece_kinds, "call_operator", _unreported),
     ),
     _fault(
         "a variable is no leaf",

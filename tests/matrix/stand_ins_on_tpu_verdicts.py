@@ -9,7 +9,7 @@ _BY_WORDS: Mapping[str, str] = {
         torch.Tensor.__array__ torch.Tensor.__bool__ torch.Tensor.__float__ torch.Tensor.__format__
         torch.Tensor.__index__ torch.Tensor.__int__ torch.Tensor.__long__ torch.Tensor.__repr__
         torch.Tensor.allclose torch.Tensor.cpu torch.Tensor.equal torch.Tensor.item torch.Tensor.numpy
-        torch.Tensor.tolist torch.allclose torch.equal
+        torch.Tensor.tolist torch.allclose torch.equal of_another.numpy_array
     """,
     "depend": """
         torch.Tensor.is_nonzero torch.Tensor.masked_select torch.Tensor.nonzero torch.Tensor.unique
@@ -18,7 +18,7 @@ _BY_WORDS: Mapping[str, str] = {
     """,
     "the value of a tensor": """
         torch.Tensor.__contains__ torch._sym_sqrt torch.nn.functional._sym_int torch.scalar_tensor
-        torch.sym_float torch.sym_int torch.sym_sqrt
+        torch.sym_float torch.sym_int torch.sym_sqrt of_another.tensor_of_list
     """,
     "other numbers, or none": """
         torch.Tensor.geqrf torch.Tensor.logdet torch.Tensor.new_empty_strided torch.Tensor.ormqr
@@ -37,6 +37,10 @@ _BY_WORDS: Mapping[str, str] = {
     """,
     "sparse tensor": """
         torch.Tensor.to_sparse torch.Tensor.to_sparse_coo torch.sparse_coo_tensor
+        of_another.sparse_values_without_sizes
+    """,
+    "write what differs between replicas": """
+        of_another.set_
     """,
     "for all replicas at once": """
         torch.Tensor.align_to torch.Tensor.chalf torch.Tensor.is_distributed torch.Tensor.refine_names
@@ -69,7 +73,7 @@ _BY_WORDS: Mapping[str, str] = {
 
 _IN_OTHER_WORDS = """
     torch.is_distributed torch.Tensor.dense_dim torch.tensor torch.native_batch_norm torch.native_layer_norm
-    torch.lobpcg torch.Tensor.__rrshift__
+    torch.lobpcg torch.Tensor.__rrshift__ torch.from_dlpack of_another.new_tensor
 """
 
 REFUSED: Mapping[str, str] = {
@@ -122,6 +126,7 @@ _NONE = """
     torch.rnn_tanh torch.rnn_tanh_cell torch.row_indices_copy torch.saddmm torch.smm torch.sparse_csr_tensor
     torch.special.polygamma torch.sspaddmm torch.svd_lowrank torch.sym_ite torch.sym_max torch.sym_min
     torch.unsafe_split_with_sizes torch.values_copy torch.view_as_complex_copy torch.where
+    of_another.tensor_of_rows
 """
 NO_ARGUMENTS = frozenset(_NONE.split())
 """Plain PyTorch accepts none of the calls that are known; with a tensor of a step there is nothing to compare."""
@@ -131,6 +136,8 @@ _SOME = "right or refused, as the arguments are"
 RIGHT_ELSEWHERE: Mapping[str, str] = {
     "torch.Tensor.to": _SOME,
     "torch.sym_not": _SOME,
+    "of_another.sparse_values": _SOME,
+    "torch.DoubleTensor": "PyTorch's own error about the device",
     "torch.nn.init.normal_": _SOME,
     "torch.linalg.matrix_norm": _SOME,
     "torch.Tensor.set_": "PyTorch shows it to no mode; what is made of its result is refused when the step is run",

@@ -25,9 +25,59 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.nn import functional, init
 from torch.overrides import get_overridable_functions
+
+
+class _OfAnother:
+    """Methods of a plain tensor, and what else takes a tensor that is not the first argument: with that one first."""
+
+    @staticmethod
+    def new_tensor(data: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1).new_tensor(data)
+
+    @staticmethod
+    def new(data: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, dtype=data.dtype).new(data)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def set_(data: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, dtype=data.dtype).set_(data)
+
+    @staticmethod
+    def copy_(data: torch.Tensor) -> torch.Tensor:
+        return torch.empty(data.shape, dtype=data.dtype).copy_(data)
+
+    @staticmethod
+    def sparse_values(data: torch.Tensor) -> torch.Tensor:
+        return torch.sparse_coo_tensor(torch.arange(len(data))[None], data).to_dense()
+
+    @staticmethod
+    def sparse_values_without_sizes(data: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.DoubleTensor(torch.arange(len(data))[None], data).to_dense()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def tensor_of_list(data: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([data, data])
+
+    @staticmethod
+    def tensor_of_rows(data: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(list(data))
+
+    @staticmethod
+    def float32_tensor(data: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(data, dtype=torch.float32)
+
+    @staticmethod
+    def copied_array(data: torch.Tensor) -> torch.Tensor:
+        return torch.asarray(data, copy=True)
+
+    @staticmethod
+    def numpy_array(data: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.array(data.detach()))
+
 
 PLACES: Mapping[str, Any] = {
     "torch.Tensor": torch.Tensor,
@@ -37,6 +87,7 @@ PLACES: Mapping[str, Any] = {
     "torch.linalg": torch.linalg,
     "torch.fft": torch.fft,
     "torch.special": torch.special,
+    "of_another": _OfAnother,
 }
 _PREFIXES = {
     "torch.nn.functional": "nn.functional.",
@@ -56,7 +107,10 @@ _MACHINERY = frozenset(
 )
 """Members of the class that make tensors what they are, and do nothing with one."""
 
-_MAKERS = ("tensor", "as_tensor", "asarray", "is_tensor", "scalar_tensor", "sparse_coo_tensor", "sparse_csr_tensor")
+_MAKERS = (
+    *("tensor", "as_tensor", "asarray", "is_tensor", "scalar_tensor", "DoubleTensor", "from_dlpack"),
+    *("sparse_coo_tensor", "sparse_csr_tensor"),
+)
 """Functions that take a tensor, although torch does not let classes of tensors override all of them."""
 
 
@@ -128,6 +182,8 @@ def _names_in(place: str) -> list[str]:
     if place == "torch.Tensor":
         own = {name for kind in torch.Tensor.__mro__ if kind is not object for name in vars(kind)} - _MACHINERY
         return sorted(name for name in own if not _is_private(name) or name in _overridable_names()["torch.Tensor"])
+    if PLACES[place] is _OfAnother:
+        return sorted(name for name in vars(_OfAnother) if not name.startswith("__"))
     members = {name: getattr(PLACES[place], name) for name in dir(PLACES[place])}
     found = {name for name, one in members.items() if name in _overridable_names()[place] and callable(one)}
     if place == "torch":
@@ -148,6 +204,8 @@ def _overridable_names() -> Mapping[str, frozenset[str]]:
         functions = {one for listed in get_overridable_functions().values() for one in listed if callable(one)}
         names = {}
         for place, owner in PLACES.items():
+            if owner is _OfAnother:
+                continue
             members = {name: inspect.getattr_static(owner, name) for name in dir(owner)}
             found = {name for name, one in members.items() if _is_among(getattr(owner, name, one), functions)}
             if owner is torch.Tensor:  # attributes are listed by their getters

@@ -20,6 +20,7 @@ from torchstrat.dtensor._torch_dtensor import WithoutSubclasses
 from torchstrat.dtensor.metadata import METADATA, getters
 from torchstrat.errors import ContextError
 from torchstrat.operands import tensors_in
+from torchstrat.piece_kinds import piece_of
 
 NOTE = "_without_values"
 """The attribute of such a tensor that has what is known of it."""
@@ -37,7 +38,7 @@ class Note:
 
 
 def without_values(tensor: torch.Tensor, note: Note) -> torch.Tensor:
-    """``tensor``, on meta, as one that raises `ContextError` where values are needed."""
+    """``tensor``, on meta and made by `piece_of`, as one that raises `ContextError` where values are needed."""
     tensor.__class__ = _class_of(type(tensor))
     vars(tensor)[NOTE] = note
     return tensor
@@ -116,7 +117,7 @@ def _asked(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         if func in _NEEDS_NO_VALUES:
             return func(*args, **kwargs)
         if func in _ALIASES:
-            return without_values(func(*args, **kwargs), note)
+            return without_values(piece_of(torch.Tensor, func(*args, **kwargs), requires_grad=False), note)
         if func in _MAY_CHANGE_NOTHING and _changes_nothing(func, first, args, kwargs):
             return first
         if func is torch.Tensor.zero_ and note.zero is not None:

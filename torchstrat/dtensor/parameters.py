@@ -31,6 +31,7 @@ from torchstrat.dtensor.moves import leave
 from torchstrat.dtensor.no_values import Note, without_values
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
 from torchstrat.gradients import GradientHook
+from torchstrat.piece_kinds import class_of_pieces, piece_of, plain_kind
 from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.grid import Sharding
@@ -165,12 +166,13 @@ class CutVariables:
         places = {id(one): Place(piece, cut) for one, piece, cut in zip(parameters, pieces, cuts, strict=True)}
         draw_first_values(module, places, self._devices)
         for one, piece, cut, sharding in zip(parameters, pieces, cuts, shardings, strict=True):
-            own = self._alike(one, piece)
             if cut == axes.whole:
-                swap_tensor_impl(one, own)
+                swap_tensor_impl(one, self._alike(one, piece))
             else:
                 self._note(self._known, one)
-                self._enter(one, sharding, cut, tuple(one.shape), own)
+                if not one._backward_hooks:  # else the next run refuses it
+                    swap_tensor_impl(one, self._piece_like(one, one))
+                self._enter(one, sharding, cut, tuple(one.shape), self._piece_like(one, piece))
 
     def take(self) -> None:
         """Give new variables the values of the replica's first logical device, and cut those that are to be. All
@@ -217,7 +219,7 @@ class CutVariables:
         shape = tuple(tensor.shape)
         self._require_no_hooks(tensor)
         sharding.tile_shape(shape, 1)  # as many dimensions
-        piece = self._alike(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
+        piece = self._piece_like(tensor, self._devices.own_piece(tensor.detach(), cut).clone())
         if tensor.grad is not None:
             piece.grad = self._devices.own_piece(tensor.grad, cut).clone()
         piece._backward_hooks = tensor._backward_hooks
@@ -225,7 +227,7 @@ class CutVariables:
         if accumulated:
             piece._post_accumulate_grad_hooks = accumulated
         self._cut_states(tensor, shape, cut)
-        empty = self._alike(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        empty = self._piece_like(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
         swap_tensor_impl(tensor, empty)  # what it was goes with this name
         self._enter(tensor, sharding, cut, shape, piece)
 
@@ -239,10 +241,11 @@ class CutVariables:
             if key in entries and entries[key].reference is reference:
                 del entries[key]
 
-        kind, version = type(tensor), tensor._version
+        kind, version = plain_kind(type(tensor)), tensor._version
         note = Note("a variable", self._devices.device, copy=lambda: self._copy_of(entries[key]))
         entry = CutVariable(weakref.ref(tensor, forget), sharding, cut, shape, piece, kind, note, version)
         entries[key] = entry
+        tensor.__class__ = class_of_pieces(kind)
         without_values(tensor, note)
         stands_for(tensor, WholeValue(lambda: self._whole_of(entry), lambda whole: self._assign(entry, whole)))
 
@@ -251,10 +254,9 @@ class CutVariables:
         with DisableTorchFunction():
             tensor = entry.reference()
             assert tensor is not None
-            piece = self._alike(entry.other, entry.other.detach().clone())
-            made = self._alike(tensor, torch.empty(entry.shape, dtype=piece.dtype, device="meta"))
-            if entry.kind not in (nn.Parameter, torch.Tensor):
-                made.__class__ = entry.kind
+            piece = piece_of(entry.kind, entry.other.clone(), requires_grad=entry.other.requires_grad)
+            empty = torch.empty(entry.shape, dtype=piece.dtype, device="meta")
+            made = piece_of(entry.kind, empty, requires_grad=tensor.requires_grad)
             self._note(self._known, made)
             self._enter(made, entry.sharding, entry.cut, entry.shape, piece)
         return made
@@ -264,6 +266,10 @@ class CutVariables:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(value, requires_grad=tensor.requires_grad)
         return value.requires_grad_(tensor.requires_grad)
+
+    @staticmethod
+    def _piece_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return piece_of(type(tensor), value, requires_grad=tensor.requires_grad)
 
     def _cut_states(self, tensor: torch.Tensor, shape: tuple[int, ...], cut: Cut) -> None:
         """What an optimizer knows of a variable that it has stepped before."""
@@ -289,7 +295,7 @@ class CutVariables:
         try:
             self._is_inside = True
             for tensor, entry in inside:
-                tensor.__class__ = entry.kind
+                tensor.__class__ = class_of_pieces(entry.kind)
                 if entry.other.requires_grad != tensor.requires_grad:
                     entry.other.requires_grad_(tensor.requires_grad)
                 swap_tensor_impl(tensor, entry.other)
@@ -309,7 +315,8 @@ class CutVariables:
         if entry.gradient is None:
             tensor.grad = entry.shown = None
         elif entry.shown is None:
-            tensor.grad = torch.empty(entry.shape, dtype=entry.gradient.dtype, device="meta")
+            empty = torch.empty(entry.shape, dtype=entry.gradient.dtype, device="meta")
+            tensor.grad = piece_of(torch.Tensor, empty, requires_grad=False)
             note = Note("the gradient of a variable", self._devices.device, zero=lambda: _zero(entry.gradient))
             entry.shown = without_values(tensor.grad, note)
 

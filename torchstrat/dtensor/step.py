@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat._torch_private import DisableTorchFunction, optimizer_post_hooks, optimizer_pre_hooks
+from torchstrat._torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+)
 from torchstrat.dtensor.cut_tensor import STAND_IN, CutTensor
 from torchstrat.dtensor.operators import apply
 from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.optimizer_tiers import Tier, names_of, tier_of
+from torchstrat.piece_kinds import plain_kind
 from torchstrat.stand_ins import bare_step, stand_in_of
 from torchstrat.variables import VariableRegistry
 
@@ -180,8 +186,9 @@ def _in_sight(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     kinds = [type(one) for one in hidden]
     try:
         for one, kind in zip(hidden, kinds, strict=True):
-            one.__class__ = kind.__bases__[0]
-        yield
+            one.__class__ = plain_kind(kind)
+        with DisableTorchDispatch():
+            yield
     finally:
         for one, kind in zip(hidden, kinds, strict=True):
             one.__class__ = kind

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torchstrat.collectives.communicator import Communicator
+from torchstrat.piece_kinds import plain_kind
 from torchstrat.replicas import renormed_rows
 from torchstrat.replicas.agreement import fingerprint
 from torchstrat.replicas.renormed_rows import renormed_weights
@@ -86,9 +87,9 @@ def _probe(tensors: Iterable[torch.Tensor]) -> float:
     return float(zlib.crc32(b"".join(map(sample, tensors))))
 
 
-# Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own.
+# Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own; a piece has.
 _is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
-    lambda kind: kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    lambda kind: plain_kind(kind).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 )
 
 
