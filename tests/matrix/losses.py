@@ -21,11 +21,12 @@ from torch import nn
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
 from torchstrat import gradients
 from torchstrat import losses as own_losses
+from torchstrat.errors import UnsupportedError
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas import collective_functions
+from torchstrat.replicas import collective_functions, renorm_check
 from torchstrat.replicas.weights import StepWeights
 
 CLASSES, FEATURES = 5, 6
@@ -140,6 +141,18 @@ def _reduced_plainly(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
     return (_scores(model, batch).mean(dim=0) ** 2).sum() + _mean(model, batch)
 
 
+def _scaled_rows(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
+    """A lookup scales rows of the table, in place."""
+    rows: torch.Tensor = model[2](batch[1])
+    return (_scores(model, batch) + rows - batch[2]).square().mean()
+
+
+def _scaled_rows_and_whole(model: nn.ModuleList, batch: Batch) -> torch.Tensor:
+    rows: torch.Tensor = model[2](batch[1])
+    table: torch.Tensor = model[2].weight
+    return F.cross_entropy((_scores(model, batch) + rows) @ table.T, batch[1])
+
+
 ROWS: Mapping[str, Row] = {
     "mean": Row(_mean),
     "sum": Row(_sum, summed=True),
@@ -154,6 +167,15 @@ ROWS: Mapping[str, Row] = {
     "gathered features, own rows": Row(_contrast_own_rows, plain=_contrast_plainly),
     "gathered features, own rows, summed": Row(_contrast_summed, summed=True, plain=_contrast_plainly),
     "from all_reduce": Row(_reduced, plain=_reduced_plainly),
+    "table with max_norm": Row(_scaled_rows),
+    "table with max_norm, its rows and all of it": Row(
+        _scaled_rows_and_whole,
+        expected=refused(
+            UnsupportedError,
+            "Embedding.weight .* has max_norm, and the step uses it as a whole",
+            "each replica has scaled only rows of its own part of the batch; scale all after the optimizer's step",
+        ),
+    ),
 }
 
 COLUMNS: Mapping[str, tuple[int, ...]] = {
@@ -183,7 +205,8 @@ def _batches(rows: tuple[int, ...]) -> list[Batch]:
 
 def _build() -> tuple[nn.ModuleList, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES)]).double()
+    table = nn.Embedding(CLASSES, CLASSES, max_norm=0.8)
+    model = nn.ModuleList([nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES), table]).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -232,6 +255,11 @@ def _at(row: str, column: str, *where: str) -> tuple[str, ...]:
 
 
 FAULTS = (
+    PlantedFault(
+        "whoever uses a table that lookups scale takes it for another lookup",
+        _sees_each(renorm_check, "_used_as_a_whole", lambda _: lambda roots, is_scaled: None),
+        _at("table with max_norm, its rows and all of it", "even", "mirrored x2", "torchrun mirrored"),
+    ),
     PlantedFault(
         "gradients from other replicas come without their weight",
         _sees_each(StepWeights, "relative", lambda _: lambda self, replica: 1.0),

@@ -36,6 +36,7 @@ from torchstrat.replicas.gradient_exchange import GradientExchange
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.randomness import ReplicaStreams
+from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.weights import StepWeights
@@ -79,6 +80,7 @@ class InProcessReplicas:
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
+        self._renorms = RenormCheck(strategy, len(devices), self.registry)
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
         self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0])
 
@@ -205,7 +207,7 @@ class InProcessReplicas:
                 return state.call(self._torch_devices[replica], partial(fn, *replica_args, **replica_kwargs))
 
         try:
-            with self._losses.around(weights):
+            with self._losses.around(weights), self._renorms.around():
                 return baton.run(
                     body,
                     begin=lambda: self._begin(baton, weights, newborn, step),

@@ -82,7 +82,7 @@ class LossCheck:
             if any(getattr(module, "scale_grad_by_freq", False) for module in self._modules()):
                 self._found.add(_FREQUENCIES)
 
-        with _backward_calls(look):
+        with backward_calls(look):
             yield
         if self._found and not weights.are_said:
             for message in sorted(self._found):
@@ -114,7 +114,7 @@ def _differ_in_labels(ignored: torch.Tensor | None, rows: int | None) -> bool:
 
 
 @contextmanager
-def _backward_calls(look: Callable[[Any], None]) -> Iterator[None]:
+def backward_calls(look: Callable[[Any], None]) -> Iterator[None]:
     """In this block ``look`` sees what is differentiated; `torch.Tensor.backward` goes through the same name."""
     found = torch.autograd.backward
 

@@ -57,6 +57,7 @@ from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
+from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state_kinds import Belongings
@@ -124,6 +125,7 @@ class PerProcessReplica:
         self._context = ReplicaContext(strategy, communicator.rank)
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, communicator.size, self.registry.modules)
+        self._renorms = RenormCheck(strategy, communicator.size, self.registry)
         self._rosters = Rosters(self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
@@ -400,7 +402,8 @@ class PerProcessReplica:
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            with self._losses.around(weights), step, enter(self._strategy, self._context), self._around_step():
+            looking = self._losses.around(weights), self._renorms.around()
+            with looking[0], looking[1], step, enter(self._strategy, self._context), self._around_step():
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)
