@@ -5,7 +5,7 @@ of it). Each replica has scaled only those of its own part by then, and reads ot
 told by the graph that ``backward`` starts from, in every run of a strategy that has such tables, and refused there.
 
 Not told: tables that no `torch.nn` module holds (`torch.nn.functional.embedding` with a parameter), uses without a
-gradient, and what a compiled function computed.
+gradient or with one by `torch.autograd.grad`, and what a compiled function computed.
 """
 
 from __future__ import annotations
