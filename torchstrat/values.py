@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from torchstrat import nest, notebook_html
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -115,10 +115,12 @@ class PerReplica(DistributedValues[T_co]):
             "Use strategy.reduce, strategy.gather or strategy.local_results first."
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):  # what libraries ask of any object
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        raise AttributeError(f".{name} was asked of {_several(self)}", name=name, obj=self)
+    if not TYPE_CHECKING:  # to a type checker, an object with a __getattr__ has every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # what libraries ask of any object
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(f".{name} was asked of {_several(self)}", name=name, obj=self)
 
     def __format__(self, spec: str) -> str:
         if not spec:
