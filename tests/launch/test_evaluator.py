@@ -198,6 +198,12 @@ SCRIPT = textwrap.dedent(
         os.kill(int((top / "pids").read_text().split()[0]), signal.SIGKILL)
         save(2)
         wait_for(lambda: evaluated() == 2)
+    if what == "closes":
+        model = torch.nn.Linear(3, 1)
+        torch.nn.init.constant_(model.weight, 3)
+        with ts.CheckpointManager(top / "checkpoints") as manager:
+            manager.save(ts.Checkpoint(model=model), 3)
+        sys.exit(0)
     if what == "fails":
         wait_for((top / "waits").exists)
         save(3)
@@ -309,6 +315,15 @@ def test_one_that_has_nothing_more_to_do_is_not_started_again(launch: Callable[.
     assert_evaluated(tmp_path, 1)
     assert len(launched.evaluators()) == 1
     assert "evaluator 0 (pid" not in launched.said()
+
+
+def test_a_program_that_closes_its_manager_and_ends_well_leaves_the_end_mark(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launched = launch("closes", "--evaluator-seconds", str(DEADLINE_SECONDS))
+    assert launched.wait() == 0, launched.said()
+    assert_evaluated(tmp_path, 1, 3)
+    assert json.loads((tmp_path / "checkpoints" / "finished.json").read_text()) == {"step": 3}
 
 
 @pytest.mark.soak

@@ -145,6 +145,83 @@ def _(place: Place) -> None:
     made.model(x)
 
 
+@area.raises(
+    "float of a PerReplica",
+    WrongTypeError,
+    given=r"float\(\)",
+    needed="one value per replica",
+    change="strategy.reduce",
+)
+def _(place: Place) -> None:
+    float(per_replica(place, 1)[1])
+
+
+@area.raises(
+    "arithmetic with a PerReplica",
+    WrongTypeError,
+    given=r"\+ was given",
+    needed="one value per replica",
+    change="strategy.reduce",
+)
+def _(place: Place) -> None:
+    0.0 + per_replica(place, 1)[1]
+
+
+@area.raises(
+    "a PerReplica compared",
+    WrongTypeError,
+    given=r"< was given",
+    needed="one value per replica",
+    change="strategy.reduce",
+)
+def _(place: Place) -> None:
+    bool(per_replica(place, 1)[1] < 1)
+
+
+@area.raises(
+    "a PerReplica in an f-string",
+    WrongTypeError,
+    given=r"format '.3f'",
+    needed="one value per replica",
+    change="strategy.reduce",
+)
+def _(place: Place) -> None:
+    str.format("{:.3f}", per_replica(place, 1)[1])
+
+
+@area.raises(
+    "item of a PerReplica",
+    AttributeError,
+    given=r"\.item was asked",
+    needed="one value per replica",
+    change="strategy.reduce",
+)
+def _(place: Place) -> None:
+    per_replica(place, 1)[1].item()
+
+
+@area.raises(
+    "backward of a PerReplica",
+    AttributeError,
+    given=r"\.backward was asked",
+    needed="one value per replica",
+    change="strategy.reduce",
+)
+def _(place: Place) -> None:
+    per_replica(place, 1)[1].backward()
+
+
+@area.raises(
+    "the shape of a PerReplica",
+    AttributeError,
+    given=r"\.shape was asked",
+    needed="one value per replica",
+    change="strategy.reduce",
+)
+def _(place: Place) -> None:
+    per_replica(place, 1)[1].shape
+
+
 @area.right("mean of what is no result", "As in TensorFlow: the mean of equal values is that value.")
 def _(place: Place) -> None:
     assert place.mirrored().reduce("mean", torch.ones(1)) == 1

@@ -17,7 +17,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.unit.checkpoints import flip
-from torchstrat.checkpoint import disk, manifest, writer_lock
+from torchstrat.checkpoint import disk, finished, manifest, writer_lock
 from torchstrat.checkpoint import writing as writing_module
 from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 
@@ -548,3 +548,21 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(
                 manager.close()
     assert visible(tmp_path) == ["step-00000003"]
     assert "step-00000004 was not saved" in caplog.text
+
+
+def test_a_launcher_that_was_told_marks_what_has_ended(tmp_path: Path) -> None:
+    checkpoint = ts.Checkpoint(model=nn.Linear(1, 1))
+    with finished.told_directories() as mark:
+        with ts.CheckpointManager(tmp_path / "a") as manager:
+            manager.save(checkpoint, 3)
+        assert finished.last_step(tmp_path / "a") is None
+        with ts.CheckpointManager(tmp_path / "b") as manager:
+            manager.save(checkpoint, 4)
+            manager.close(finished=True)
+        with ts.CheckpointManager(tmp_path / "empty") as manager:
+            manager.claim()
+        mark()
+    assert [finished.last_step(tmp_path / name) for name in ("a", "b", "empty")] == [3, 4, None]
+    with ts.CheckpointManager(tmp_path / "a") as manager:
+        manager.save(checkpoint, 5)  # nobody wants to know
+    assert finished.last_step(tmp_path / "a") is None

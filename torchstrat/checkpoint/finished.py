@@ -2,19 +2,28 @@
 
 ``{"step": 1000}``: there will be no checkpoint after step 1000. Written by the training when it is done, taken away by
 one that goes on from there.
+
+A launcher that runs an evaluator beside a program leaves the mark for it when the program has ended well: the program
+cannot know whether it will, and need not say it. `told_directories` is the launcher's side of that, `tell` the
+program's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchstrat.checkpoint.manifest import sync_folder
 from torchstrat.errors import InvalidArgumentError
 
 NAME = "finished.json"
+_DIRECTORIES = "TORCHSTRAT_CHECKPOINT_DIRECTORIES"
+"""A file of the launcher's, for the directories into which its program writes checkpoints."""
 
 
 def mark_finished(directory: Path, step: int) -> None:
@@ -56,3 +65,38 @@ def last_step(directory: Path) -> int | None:
     if isinstance(step, bool) or not isinstance(step, int):
         raise InvalidArgumentError(f"{file} says step={step!r}, which is no number of a step; remove the file.")
     return step
+
+
+def tell(directory: Path) -> None:
+    """This process has become the writer of ``directory``. Nothing happens where nobody wants to know."""
+    file = os.environ.get(_DIRECTORIES)
+    if file is not None:
+        with contextlib.suppress(OSError), open(file, "a", encoding="utf-8") as stream:
+            stream.write(f"{directory}\n")
+
+
+@contextlib.contextmanager
+def told_directories() -> Iterator[Callable[[], None]]:
+    """Processes that are started in this block tell their directories. Gives the function that marks those."""
+    before = os.environ.get(_DIRECTORIES)
+    with tempfile.TemporaryDirectory(prefix="torchstrat-") as folder:
+        file = Path(folder) / "directories"
+        os.environ[_DIRECTORIES] = str(file)
+        try:
+            yield lambda: _mark_told(file)
+        finally:
+            if before is None:
+                os.environ.pop(_DIRECTORIES, None)
+            else:
+                os.environ[_DIRECTORIES] = before
+
+
+def _mark_told(file: Path) -> None:
+    from torchstrat.checkpoint.numbered import NumberedCheckpoints
+
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    for directory in map(Path, dict.fromkeys(lines)):
+        with contextlib.suppress(InvalidArgumentError):  # what cannot be marked is waited for, as before
+            steps = NumberedCheckpoints(directory).steps()
+            if steps and last_step(directory) is None:
+                mark_finished(directory, steps[-1])

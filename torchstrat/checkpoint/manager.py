@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
-from torchstrat.checkpoint.finished import clear_finished, mark_finished
+from torchstrat.checkpoint.finished import clear_finished, mark_finished, tell
 from torchstrat.checkpoint.numbered import NumberedCheckpoints
 from torchstrat.checkpoint.pending_saves import PendingSaves
 from torchstrat.checkpoint.writer_lock import WriterLock
@@ -192,6 +192,7 @@ class CheckpointManager:
     def _become_writer(self) -> None:
         if not self._lock.is_held:
             self._lock.take()
+            tell(self.directory)
             self._numbered.sweep()
 
     def _put_aside(self) -> None:
@@ -323,7 +324,8 @@ class CheckpointManager:
         Args:
             finished: training is done: leave the end mark, ``finished.json`` with the newest step, at which a
                 `SidecarEvaluator` of this directory ends. The next `save` takes it away. Every process has to call it,
-                while they still form a group.
+                while they still form a group. Under ``torchstrat launch --evaluator`` the launcher leaves it when the
+                program ends with status 0, whether this was said or not.
 
         Raises what an asynchronous save has failed with, if no other call of this manager has.
         """

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from torchstrat.checkpoint.finished import told_directories
 from torchstrat.cluster_spec import CHIEF, EVALUATOR, PARAMETER_SERVER, WORKER
 from torchstrat.errors import TorchstratError
 from torchstrat.launch.command_line import USAGE_ERROR, LaunchOptions, parse
@@ -71,10 +72,13 @@ def launch(options: LaunchOptions, server_command: Sequence[str] = SERVER_COMMAN
             coordinator.evaluator = stack.enter_context(
                 EvaluatorProcess(options.command, environment, policy, options.evaluator_seconds)
             )
+            mark_finished = stack.enter_context(told_directories())
         status = coordinator.run(options.command)
         if coordinator.evaluator is not None:
             cluster.close()  # workers and servers have nothing more to do
             coordinator.is_over = True
+            if status == 0:
+                mark_finished()
             coordinator.evaluator.finish(training_is_done=status == 0)
         return status
 
