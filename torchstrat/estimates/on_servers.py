@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from torchstrat.estimates.program import Program
 from torchstrat.estimates.rows import Row
@@ -76,8 +77,19 @@ def rows(program: Program, ps: int, workers: int, partitioner: Partitioner | Non
 def _state_bytes(program: Program, tensor: torch.Tensor, part: torch.Tensor) -> int:
     """Of ``part`` of a parameter, in the optimizers that step it."""
     return sum(
-        state_bytes_for(optimizer, group, part)
+        _made_state_bytes(optimizer, tensor, part)
+        if tensor in optimizer.state
+        else state_bytes_for(optimizer, group, part)
         for optimizer in program.optimizers
         for group in optimizer.param_groups
         if tensor.requires_grad and any(one is tensor for one in group["params"])
+    )
+
+
+def _made_state_bytes(optimizer: Optimizer, tensor: torch.Tensor, part: torch.Tensor) -> int:
+    """Of the state that the constructor has made for the whole parameter, as Adagrad's does in some releases."""
+    found = [value for value in optimizer.state[tensor].values() if isinstance(value, torch.Tensor)]
+    return sum(
+        value[: len(part)].nbytes if value.dim() and value.shape[:1] == tensor.shape[:1] else value.nbytes
+        for value in found
     )
