@@ -1,11 +1,12 @@
-"""Train a model under any strategy.
+"""Train a model under any strategy; the same as ``torchstrat train``.
 
 ::
 
     python scripts/train.py strategy=mirrored strategy.replicas=2
-    python scripts/train.py -m strategy=one_device,mirrored,central_storage
+    python scripts/train.py -m strategy=one_device,mirrored,central_storage strategy.replicas=2
     torchrun --nproc-per-node 2 scripts/train.py strategy=central_storage
     python scripts/train.py data=csv data.path=rows.csv model=mlp optimizer=adamw
+    python scripts/train.py model._target_=mine.MyNet model.width=64 optimizer._target_=torch.optim.NAdam
     python scripts/train.py experiment=recsys data=click_logs data.path=day_0.tsv
     python scripts/train.py experiment=recsys strategy=parameter_server strategy.workers=4
     torchstrat launch --ps 2 --workers 4 --evaluator scripts/train.py strategy=parameter_server resume=auto
@@ -16,11 +17,12 @@ Settings are described in ``torchstrat/config.py``; results go to one folder per
 """
 
 import sys
-from pathlib import Path
-
-from torchstrat.experiments import launch, train
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 if __name__ == "__main__":
-    sys.exit(launch.main(train.train, CONFIGS))
+    try:
+        from torchstrat.experiments import launch, train
+    except ModuleNotFoundError as error:
+        if error.name != "hydra":
+            raise
+        sys.exit("error: this needs Hydra and what it plots with: pip install torchstrat[experiments]")
+    sys.exit(launch.main(train.train))

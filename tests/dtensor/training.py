@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import torchstrat as ts
-from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig, TransformerConfig
-from torchstrat.experiments import models
+from torchstrat.experiments.models import ConvNet, Mlp
+from torchstrat.experiments.transformer import RowTransformer
 
 STEPS = 10
 """Of whole batches; after them comes one of a single row, in which other replicas than the first have nothing to do."""
@@ -40,17 +40,17 @@ class Outcome(NamedTuple):
     """Parameter → the class of what the step saw."""
 
 
-KINDS: dict[str, tuple[ModelConfig, tuple[int, ...]]] = {
-    "mlp": (MlpConfig(hidden=[16, 12, 8], tensor_parallel=True), (6,)),
-    "mlp with Ftrl": (MlpConfig(hidden=[16, 12, 8], tensor_parallel=True), (6,)),
-    "transformer": (TransformerConfig(width=16, heads=4, blocks=1, tensor_parallel=True), (1, 4, 6)),
-    "convnet": (ConvNetConfig(channels=[4, 8, 8], groups=2, norm="group", spatially_parallel=True), (1, 16, 8)),
+KINDS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "mlp": (Mlp, (6,), {"hidden": [16, 12, 8], "tensor_parallel": True}),
+    "mlp with Ftrl": (Mlp, (6,), {"hidden": [16, 12, 8], "tensor_parallel": True}),
+    "transformer": (RowTransformer, (1, 4, 6), {"width": 16, "heads": 4, "blocks": 1, "tensor_parallel": True}),
+    "convnet": (ConvNet, (1, 16, 8), {"channels": [4, 8, 8], "groups": 2, "spatially_parallel": True}),
 }
 
 
 def build(kind: str) -> nn.Module:
-    config, shape = KINDS[kind]
-    return models.build(config, shape, CLASSES)
+    model, shape, settings = KINDS[kind]
+    return model(shape, CLASSES, **settings)  # type: ignore[no-any-return]
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -70,7 +70,8 @@ def batches_of(kind: str, dtype: torch.dtype) -> torch.utils.data.DataLoader[Any
 
 
 def make_strategy(kind: str, logical: int, **options: Any) -> Any:
-    rules = models.sharding_rules(KINDS[kind][0], ["d0"]) if kind in KINDS else None
+    model, _, settings = KINDS.get(kind, (None, (), {}))
+    rules = model.sharding_rules(["d0"], **settings) if hasattr(model, "sharding_rules") else None
     return ts.MirroredStrategy(logical_devices_per_replica=logical, sharding_rules=rules, timeout=TIMEOUT, **options)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchstrat.experiments import launch, train
-from torchstrat.experiments.report import FolderReport, NoReport
+from torchstrat.experiments.report import FolderReport, Report
 from torchstrat.preemption import PreemptionHandler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ def main() -> int:
     plan = json.loads(sys.argv.pop(1))
     if int(os.environ.get("RANK", "0")) == plan["rank"]:
         arrange(plan["step"], plan["event"], Path(plan["once"]))
-    return launch.main(train.train, ROOT / "configs")
+    return launch.main(train.train)
 
 
 def arrange(step: int, event: str, once: Path) -> None:
@@ -61,7 +61,7 @@ def arrange(step: int, event: str, once: Path) -> None:
 
     PreemptionHandler._on_signal = on_signal  # type: ignore[method-assign]
     observe(FolderReport)
-    observe(NoReport)
+    observe(Report)
 
 
 if __name__ == "__main__":

@@ -135,9 +135,17 @@ def test_the_progress_bar_shows_loss_and_rate(tmp_path):
 def in_process(tmp_path_factory) -> Path:
     """A sweep over strategies in one process: twenty steps each."""
     folder = tmp_path_factory.mktemp("in_process")
-    strategies = "strategy=one_device,mirrored,central_storage,multi_worker_mirrored"
+    strategies = ["strategy=one_device,mirrored,central_storage,multi_worker_mirrored", "strategy.replicas=2"]
     settings = ["experiment=digits_convnet", "debug=steps", "curves=true", "hydra.sweep.dir=sweep"]
-    check(train(folder, "-m", strategies, *settings))
+    finished = train(folder, "-m", *strategies, *settings)
+    check(finished)
+    lines = [line.split() for line in finished.stderr.splitlines()]
+    table = lines[lines.index(["run", "accuracy", "auc", "loss", "examples/s", "settings"]) :]
+    assert [(line[0], line[-1]) for line in table[1:5]] == [
+        (f"{job}-{name}", f"strategy={name}")
+        for job, name in enumerate(("one_device", "mirrored", "central_storage", "multi_worker_mirrored"))
+    ]
+    assert "strategy=one_device: strategy.replicas=2 is ignored, it has one" in finished.stderr
     return folder / "sweep"
 
 
@@ -154,7 +162,7 @@ def per_process(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str
 
 def test_a_sweep_makes_one_folder_per_job(in_process):
     jobs = ["0-one_device", "1-mirrored", "2-central_storage", "3-multi_worker_mirrored"]
-    assert sorted(path.name for path in in_process.iterdir()) == [*jobs, "multirun.yaml"]
+    assert sorted(path.name for path in in_process.iterdir()) == [*jobs, "multirun.yaml", "sweep.png"]
     for job, replicas in zip(jobs, (1, 2, 2, 1), strict=True):
         (snapshot,) = (in_process / job).glob("parameters_after_step_20.pt")
         kept = snapshot.rename(snapshot.with_suffix(".kept"))
@@ -169,7 +177,8 @@ def test_a_sweep_makes_one_folder_per_job(in_process):
 def test_a_sweep_under_torchrun_makes_one_folder_per_job(per_process):
     folder, finished = per_process
     jobs = ["0-mirrored", "1-multi_worker_mirrored", "2-central_storage"]
-    assert sorted(path.name for path in (folder / "sweep").iterdir()) == [*jobs, "multirun.yaml"]
+    assert sorted(path.name for path in (folder / "sweep").iterdir()) == [*jobs, "multirun.yaml", "sweep.png"]
+    assert finished.stderr.count("accuracy  auc  loss") == 1, "not one table"
     assert sorted(path.name for path in folder.iterdir()) == ["sweep"], "a rank wrote a folder of its own"
     for job in jobs:
         run = folder / "sweep" / job
@@ -293,6 +302,15 @@ MISTAKES = {
     "device twice": (["strategy=mirrored", "strategy.devices=[cpu:0,cpu:0]"], "cpu:0 more than once"),
     "no launcher": (["cluster=torchrun"], "cluster=torchrun, but this process was started without it"),
     "no images": (["data=csv", "data.path=good.csv"], "model=convnet needs images"),
+    "no archive": (
+        ["data=npz", "data.path=good.csv"],
+        "is not a NumPy archive (.npz); for a table of numbers as text use",
+    ),
+    "no such model": (
+        ["model._target_=mine.MyNet"],
+        "model._target_=mine.MyNet cannot be imported: ModuleNotFoundError",
+    ),
+    "unknown setting of a model": (["model.norn=batch"], "Did you mean model.norm?"),
     "unknown setting": (["epoch=3"], "Could not override 'epoch'"),
     "wrong type": (["epochs=many"], "Value 'many' of type 'str' could not be converted to Integer"),
     "sum": (["strategy.gradient_reduce_op=sum"], "belongs to losses that are sums"),

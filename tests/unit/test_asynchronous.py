@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("hydra")
 pytest.importorskip("cloudpickle")
 
+from tests.choices import chosen
 from tests.unit.fake_coordinator import FakeCoordinator, FakeStrategy
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
@@ -54,15 +55,15 @@ def settings(tmp_path):
     """400 clicks: 320 to train on, in batches of 32."""
 
     def make(**changes):
-        clicks = schema.SyntheticClicksConfig(
-            rows=400, category_rows=512, global_batch=32, folder=str(tmp_path / "clicks")
+        clicks = chosen(
+            "data=synthetic_clicks", rows=400, category_rows=512, global_batch=32, folder=str(tmp_path / "clicks")
         )
         return schema.ExperimentConfig(
             **{
-                "strategy": schema.ParameterServerConfig(),
-                "model": schema.WideAndDeepConfig(embedding_width=2, hidden=[4]),
+                "strategy": chosen("strategy=parameter_server"),
+                "model": chosen("model=wide_and_deep", embedding_width=2, hidden=[4]),
                 "data": clicks,
-                "optimizer": schema.AdagradConfig(),
+                "optimizer": chosen("optimizer=adagrad"),
                 "epochs": 2,
                 **changes,
             }
@@ -132,7 +133,7 @@ def strategy_with_reduce(strategy):
 def test_digits_can_be_trained_the_same_way(settings, strategy):
     pytest.importorskip("sklearn")
     config = settings(
-        data=schema.DigitsConfig(), model=schema.MlpConfig(hidden=[32]), optimizer=schema.SgdConfig(), epochs=3
+        data=chosen("data=digits"), model=chosen("model=mlp", hidden=[32]), optimizer=chosen("optimizer=sgd"), epochs=3
     )
     training, _, report, _ = train(config, strategy)
     training.run()
@@ -197,7 +198,7 @@ class TestWorkerBatches:
             examples = data.load(settings().data)
         else:
             table = torch.utils.data.TensorDataset(torch.arange(300), torch.zeros(300))
-            examples = data.Examples(train=table, test=table, input_shape=(), classes=2)
+            examples = data.Examples(train=table, test=table)
         return lambda: examples.train_loader(32, 5, 0)
 
     def expected(self, loader, epochs):
@@ -225,10 +226,10 @@ class TestWorkerBatches:
 
     def test_paths_mean_the_coordinators_folder(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        config = with_absolute_paths(schema.ClickLogsConfig(path="log.tsv"))
-        assert (config.path, config.test_path) == (str(tmp_path / "log.tsv"), None)
-        assert with_absolute_paths(schema.SyntheticClicksConfig(folder="a")).folder == str(tmp_path / "a")
-        assert with_absolute_paths(schema.DigitsConfig()) == schema.DigitsConfig()
+        config = with_absolute_paths(chosen("data=click_logs", path="log.tsv"))
+        assert (config["path"], config["test_path"]) == (str(tmp_path / "log.tsv"), None)
+        assert with_absolute_paths(chosen("data=synthetic_clicks", folder="a"))["folder"] == str(tmp_path / "a")
+        assert with_absolute_paths(chosen("data=digits")) == chosen("data=digits")
 
 
 CLUSTER = {"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "ps": ["127.0.0.1:4"]}

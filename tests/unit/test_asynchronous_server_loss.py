@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("hydra")
 pytest.importorskip("cloudpickle")
 
+from tests.choices import chosen
 from torchstrat import config as schema
 from torchstrat.checkpoint import CheckpointManager
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
@@ -29,10 +30,12 @@ STEPS_PER_EPOCH = 10
 def settings(folder: Path, **strategy: Any) -> schema.ExperimentConfig:
     """320 clicks to train on, in batches of 32."""
     return schema.ExperimentConfig(
-        strategy=schema.ParameterServerConfig(**strategy),
-        model=schema.WideAndDeepConfig(embedding_width=2, hidden=[4]),
-        data=schema.SyntheticClicksConfig(rows=400, category_rows=512, global_batch=32, folder=str(folder / "clicks")),
-        optimizer=schema.AdagradConfig(),
+        strategy=chosen("strategy=parameter_server", **strategy),
+        model=chosen("model=wide_and_deep", embedding_width=2, hidden=[4]),
+        data=chosen(
+            "data=synthetic_clicks", rows=400, category_rows=512, global_batch=32, folder=str(folder / "clicks")
+        ),
+        optimizer=chosen("optimizer=adagrad"),
         checkpoint=schema.CheckpointConfig(every_steps=4),
         epochs=2,
         tensorboard=False,
@@ -96,12 +99,12 @@ def test_with_raise_it_ends(tmp_path: Path) -> None:
 
 
 def test_restore_needs_checkpoints(tmp_path: Path) -> None:
-    restore = schema.ParameterServerConfig(on_server_loss="restore")
+    restore = chosen("strategy=parameter_server", on_server_loss="restore")
     with pytest.raises(
         InvalidArgumentError, match=r"on_server_loss=restore needs checkpoints.*checkpoint\.every_steps"
     ):
         schema.ExperimentConfig(strategy=restore)
-    assert not schema.ExperimentConfig(strategy=schema.ParameterServerConfig()).restores_servers
+    assert not schema.ExperimentConfig(strategy=chosen("strategy=parameter_server")).restores_servers
     assert settings(tmp_path).restores_servers
     with pytest.raises(InvalidArgumentError, match=r"strategy\.on_server_loss"):
-        schema.ParameterServerConfig(on_server_loss="ignore")
+        schema.ExperimentConfig(strategy=chosen("strategy=parameter_server", on_server_loss="ignore"))

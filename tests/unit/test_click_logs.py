@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchstrat.config import ClickLogsConfig, SyntheticClicksConfig
+from tests.choices import chosen
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import click_logs, click_rows, data, synthetic_clicks
 from torchstrat.experiments.click_logs import ClickLog, NearbyOrder
@@ -209,19 +209,19 @@ class TestOrder:
 class TestExamples:
     def test_the_end_of_the_log_is_held_out(self, tmp_path):
         path = write_log(tmp_path, 100)
-        examples = data.load(ClickLogsConfig(path=str(path), test_fraction=0.25))
+        examples = data.load(chosen("data=click_logs", path=str(path), test_fraction=0.25))
         assert numbers(examples.train) + numbers(examples.test) == list(range(100))
         assert 20 <= len(examples.test) <= 30
 
     def test_held_out_rows_of_their_own(self, tmp_path):
         (tmp_path / "test").mkdir()
         test_path = write_log(tmp_path / "test", 7)
-        examples = data.load(ClickLogsConfig(path=str(write_log(tmp_path, 10)), test_path=str(test_path)))
+        examples = data.load(chosen("data=click_logs", path=str(write_log(tmp_path, 10)), test_path=str(test_path)))
         assert (len(examples.train), len(examples.test)) == (10, 7)
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_loaders_give_every_row_once(self, tmp_path, workers):
-        examples = data.load(ClickLogsConfig(path=str(write_log(tmp_path, 100)), category_rows=50))
+        examples = data.load(chosen("data=click_logs", path=str(write_log(tmp_path, 100)), category_rows=50))
         for loader, log in [
             (examples.train_loader(32, seed=1, workers=workers), examples.train),
             (examples.test_loader(8), examples.test),
@@ -233,7 +233,7 @@ class TestExamples:
             assert len(batches) == len(loader)
 
     def test_shards_of_the_training_rows(self, tmp_path):
-        train = data.load(ClickLogsConfig(path=str(write_log(tmp_path, 100)))).train
+        train = data.load(chosen("data=click_logs", path=str(write_log(tmp_path, 100)))).train
         shards = [train.shard(3, index) for index in range(3)]
         assert [number for shard in shards for number in numbers(shard)] == numbers(train)
 
@@ -248,13 +248,13 @@ class TestExamples:
     def test_another_format_is_noticed_before_anything_starts(self, tmp_path, content, message):
         (tmp_path / "log.tsv").write_text(content)
         with pytest.raises(InvalidArgumentError, match=message):
-            data.load(ClickLogsConfig(path=str(tmp_path / "log.tsv")))
+            data.load(chosen("data=click_logs", path=str(tmp_path / "log.tsv")))
 
     @pytest.mark.parametrize("setting", ["path", "test_path"])
     def test_a_missing_file_is_named_with_its_setting(self, tmp_path, setting):
         settings = {"path": str(write_log(tmp_path, 3)), setting: str(tmp_path / "absent")}
         with pytest.raises(InvalidArgumentError, match=rf"data\.{setting}=.*absent does not exist"):
-            data.load(ClickLogsConfig(**settings))
+            data.load(chosen("data=click_logs", **settings))
 
 
 class TestSynthetic:
@@ -290,7 +290,7 @@ class TestSynthetic:
         assert 1.4 < counts[0] / counts[1] < 3.1  # 2^1.1 = 2.1, as far as a sample shows it
 
     def test_the_file_is_kept_and_called_synthetic(self, tmp_path):
-        config = SyntheticClicksConfig(rows=50, seed=3, folder=str(tmp_path / "new" / "folder"))
+        config = chosen("data=synthetic_clicks", rows=50, seed=3, folder=str(tmp_path / "new" / "folder"))
         examples = data.load(config)
         (path,) = (tmp_path / "new" / "folder").iterdir()
         assert path.name.startswith("synthetic_clicks")
@@ -298,7 +298,7 @@ class TestSynthetic:
         before = path.stat().st_mtime_ns
         data.load(config)
         assert path.stat().st_mtime_ns == before
-        data.load(SyntheticClicksConfig(rows=50, seed=4, folder=config.folder))
+        data.load(chosen("data=synthetic_clicks", rows=50, seed=4, folder=config["folder"]))
         assert len(list(path.parent.iterdir())) == 2
 
     def test_a_write_that_fails_leaves_nothing(self, tmp_path, monkeypatch):
@@ -308,13 +308,13 @@ class TestSynthetic:
 
         monkeypatch.setattr(synthetic_clicks, "write", fail)
         with pytest.raises(OSError, match="no space left"):
-            data.load(SyntheticClicksConfig(rows=50, folder=str(tmp_path)))
+            data.load(chosen("data=synthetic_clicks", rows=50, folder=str(tmp_path)))
         assert list(tmp_path.iterdir()) == []
 
     def test_settings_reach_the_log(self, tmp_path):
-        config = SyntheticClicksConfig(rows=100, test_fraction=0.5, category_rows=9, folder=str(tmp_path))
+        config = chosen("data=synthetic_clicks", rows=100, test_fraction=0.5, category_rows=9, folder=str(tmp_path))
         examples = data.load(config)
-        assert examples.category_rows == 9
+        assert examples.facts["category_rows"] == 9
         assert 40 <= len(examples.test) <= 60
 
 

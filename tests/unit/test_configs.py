@@ -1,19 +1,20 @@
-"""Every file under configs/ is composed, and says what torchstrat/config.py allows."""
+"""Every file under configs/ is composed, and says what torchstrat/config.py and the calls that it names allow."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.choices import chosen
 from torchstrat import config as schema
 from torchstrat.errors import InvalidArgumentError
 
 hydra = pytest.importorskip("hydra")
-from omegaconf import OmegaConf  # noqa: E402
 
-from torchstrat.experiments.launch import register_schema  # noqa: E402
+from torchstrat.experiments import build, data, launch, targets  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
+GROUPS = ("strategy", "model", "data", "optimizer")
 NEEDED = {
     "data/csv": ["data.path=rows.csv"],
     "data/npz": ["data.path=rows.npz"],
@@ -22,15 +23,16 @@ NEEDED = {
 
 
 def compose(*overrides: str) -> schema.ExperimentConfig:
-    register_schema()
+    launch.register_schema()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         composed = hydra.compose("config", overrides=list(overrides))
-    return schema.experiment_from_mapping(OmegaConf.to_container(composed, resolve=True))
+    config = schema.experiment_from_mapping(launch.values_of(composed, list(overrides)))
+    targets.check(config)
+    return config
 
 
 def test_there_are_files_of_every_group():
-    groups = {str(path.parent) for path in FILES}
-    assert groups == {".", *schema.GROUPS, "experiment", "debug"}
+    assert {str(path.parent) for path in FILES} == {".", *GROUPS, "cluster", "experiment", "debug"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
@@ -39,62 +41,61 @@ def test_every_file_is_composed(file):
     overrides = [choice.replace("/", "=", 1)] if "/" in choice else []
     config = compose(*overrides, *NEEDED.get(choice, []))
     group, _, name = choice.partition("/")
-    if group in schema.GROUPS:
-        chosen = getattr(config, group)
-        assert type(chosen) is schema.GROUPS[group][name]
-        assert chosen.name == name
+    if group in GROUPS:
+        assert config.name_of(group) == getattr(config, group)["name"] == name
 
 
-@pytest.mark.parametrize("group", schema.GROUPS)
-def test_every_choice_of_the_schema_has_a_file(group):
-    assert {path.stem for path in (CONFIGS / group).glob("*.yaml")} == set(schema.GROUPS[group])
-
-
-@pytest.mark.parametrize("group", schema.GROUPS)
-def test_files_and_schema_agree_on_the_defaults(group):
-    """A default that is said twice must be said the same."""
-    for name, kind in schema.GROUPS[group].items():
-        from_file = getattr(compose(f"{group}={name}", *NEEDED.get(f"{group}/{name}", [])), group)
-        from_schema = kind()
-        if hasattr(from_schema, "path"):
-            from_schema.path = from_file.path
-        assert from_file == from_schema
+@pytest.mark.parametrize("file", [file for file in FILES if str(file.parent) in GROUPS], ids=str)
+def test_files_say_every_setting_and_the_defaults_of_our_own_calls(file):
+    """A default that is said twice must be said the same. Optimizers are PyTorch's, and their rates ours."""
+    group, name = str(file.parent), file.stem
+    call = chosen(f"{group}={name}")
+    if group == "optimizer":
+        return
+    written, defaults = targets.arguments(group, call), targets.defaults(group, call)
+    for key, value in written.items():
+        if value != schema.MISSING:
+            default = [*defaults[key]] if isinstance(defaults[key], tuple) else defaults[key]
+            assert (value or None) == (default or None), key
+    assert set(defaults) <= set(written)
 
 
 def test_strategies_are_those_of_the_registry():
     registry = pytest.importorskip("torchstrat.registry")
-    assert set(schema.GROUPS["strategy"]) <= set(registry.names())
+    assert {file.stem for file in FILES if str(file.parent) == "strategy"} <= set(registry.names())
 
 
 def test_an_experiment_picks_one_of_each_and_can_be_overridden():
     config = compose("experiment=digits_mlp_central", "strategy=mirrored", "optimizer.lr=0.5")
     assert config.name == "digits_mlp_central"
-    assert (config.strategy.name, config.model.name, config.optimizer.name) == ("mirrored", "mlp", "adam")
-    assert config.optimizer.lr == 0.5
+    assert [config.name_of(group) for group in ("strategy", "model", "optimizer")] == ["mirrored", "mlp", "adam"]
+    assert config.optimizer["lr"] == 0.5
 
 
 def test_recsys_runs_on_a_log_that_the_user_names_as_well():
-    assert compose("experiment=recsys").data == schema.SyntheticClicksConfig(global_batch=256)
+    assert compose("experiment=recsys").data == chosen("data=synthetic_clicks", global_batch=256)
     config = compose("experiment=recsys", "data=click_logs", "data.path=log.tsv", "strategy=parameter_server")
-    assert config.data == schema.ClickLogsConfig(path="log.tsv", global_batch=256)
-    assert (config.model.name, config.optimizer.name) == ("wide_and_deep", "adagrad")
-    assert config.strategy == schema.ParameterServerConfig(workers=2, servers=2)
+    assert config.data == chosen("data=click_logs", path="log.tsv", global_batch=256)
+    assert [config.name_of(group) for group in ("model", "optimizer")] == ["wide_and_deep", "adagrad"]
+    assert config.strategy == chosen("strategy=parameter_server", workers=2, servers=2)
 
 
-def test_rules_by_name_are_given_on_the_command_line():
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_rules_by_name_are_given_on_the_command_line(plus):
     config = compose(
-        "strategy=tpu", "strategy.logical_mesh_shape=[2,2]", "+strategy.sharding_rules={*1.weight:[[d0,d1],null]}"
+        "strategy=tpu",
+        "strategy.logical_mesh_shape=[2,2]",
+        f"{plus}strategy.sharding_rules={{*1.weight:[[d0,d1],null]}}",
     )
-    assert config.strategy == schema.TpuConfig(
-        logical_mesh_shape=[2, 2], sharding_rules={"*1.weight": [["d0", "d1"], None]}
-    )
+    assert config.strategy["sharding_rules"] == {"*1.weight": [["d0", "d1"], None]}
+    assert config.strategy["logical_mesh_shape"] == [2, 2]
 
 
 @pytest.mark.parametrize("experiment", ["digits_convnet_spatial", "digits_mlp_tensor_parallel"])
 def test_experiments_for_logical_devices_run_under_every_strategy(experiment):
-    assert compose(f"experiment={experiment}").strategy.name == "tpu"
-    for strategy in schema.GROUPS["strategy"]:
-        assert compose(f"experiment={experiment}", f"strategy={strategy}").strategy.name == strategy
+    assert compose(f"experiment={experiment}").name_of("strategy") == "tpu"
+    for strategy in [file.stem for file in FILES if str(file.parent) == "strategy"]:
+        assert compose(f"experiment={experiment}", f"strategy={strategy}").name_of("strategy") == strategy
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (CONFIGS / "debug").glob("*.yaml")])
@@ -105,50 +106,165 @@ def test_debug_runs_are_short_and_on_the_cpu(name):
     assert config.cluster.accelerator == "cpu"
 
 
+class TestCallsOfOnesOwn:
+    """``mine`` is a module beside the command."""
+
+    @pytest.fixture(autouse=True)
+    def mine(self, tmp_path, monkeypatch):
+        (tmp_path / "mine.py").write_text(
+            "import torch\n"
+            "class MyNet(torch.nn.Module):\n"
+            "    def __init__(self, classes: int, width: int, depth: int = 1, name: str = 'x', inner=None):\n"
+            "        super().__init__()\n"
+            "        self.said = (classes, width, depth, name, inner)\n"
+            "def rows(count: int = 10):\n"
+            "    data = torch.utils.data.TensorDataset(torch.zeros(count, 3), torch.arange(count) % 4)\n"
+            "    return data, data\n"
+            "def one_set(): return torch.utils.data.TensorDataset(torch.zeros(5))\n"
+            "number = 3\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    def test_the_arguments_of_the_call_in_the_file_are_not_for_another(self):
+        config = compose("model._target_=mine.MyNet", "+model.width=64", "optimizer._target_=torch.optim.NAdam")
+        assert config.model == {"_target_": "mine.MyNet", "width": 64}
+        assert config.optimizer == {"_target_": "torch.optim.NAdam"}
+        assert config.name_of("model") == "MyNet"
+        config = compose(
+            "model._target_=mine.MyNet", "model.width=64", "data._target_=mine.rows", "data.global_batch=5"
+        )
+        assert config.data == {"_target_": "mine.rows", "global_batch": 5, "workers": 0}
+
+    def test_what_the_data_says_fills_arguments_that_are_left(self):
+        config = compose("model._target_=mine.MyNet", "model.width=64", "model.name=n", "data._target_=mine.rows")
+        examples = data.load(config.data)
+        assert examples.facts == {"input_shape": (3,), "classes": 4}
+        assert build.model(config, examples).said == (4, 64, 1, "n", None)
+
+    def test_calls_among_the_arguments(self):
+        config = compose(
+            "model._target_=mine.MyNet", "model.width=1", "model.classes=2", "+model.inner._target_=torch.nn.Tanh"
+        )
+        assert repr(build.model(config, data.Examples([], [])).said) == "(2, 1, 1, 'x', Tanh())"
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["model._target_=mine.MyNet"], r"model\.width has no default, and mine\.MyNet needs it; set model\.width"),
+            (
+                ["model._target_=mine.MyNet", "model.widht=1"],
+                r"MyNet has width, depth, name, inner\. Did you mean model\.w",
+            ),
+            (["model._target_=mine.MyNet", "model.width=a"], r"model\.width='a' is not of type int"),
+            (["model._target_=mine.Net"], r"cannot be imported: .*mine.* Python looks in the folder"),
+            (["model._target_=mein.Net"], r"cannot be imported: ModuleNotFoundError: No module named 'mein'"),
+            (["model._target_=mine.number"], r"mine\.number is 3; a function or a class is needed"),
+            (
+                ["model.hiden=[3]", "model=mlp"],
+                r"model\.hiden is not a setting: .*Mlp has hidden.* mean model\.hidden\?",
+            ),
+            (["optimizer.momentun=0.9"], r"optimizer\.momentun is not a setting.* Did you mean optimizer\.momentum"),
+            (["optimizer.lr=fast"], r"optimizer\.lr='fast' is not of type"),
+            (["strategy.workers=2"], r"strategy\.workers is not a setting: .*one_device has device, replicas"),
+            (["loss._target_=torch.nn.CrossEntropyLoss", "loss.smoothing=1"], r"Did you mean loss\.label_smoothing\?"),
+        ],
+    )
+    def test_mistakes_are_named_before_anything_is_started(self, overrides, message):
+        with pytest.raises(InvalidArgumentError, match=message):
+            compose(*overrides)
+
+    def test_arguments_that_the_call_refuses(self):
+        config = compose("optimizer.lr=-1")
+        with pytest.raises(
+            InvalidArgumentError, match=r"torch\.optim\.SGD refused its arguments: Invalid learning rate"
+        ):
+            build.optimizer(config, [])
+
+    def test_data_of_another_kind(self):
+        with pytest.raises(InvalidArgumentError, match=r"mine\.one_set returned TensorDataset; return a pair of"):
+            data.load({"_target_": "mine.one_set"})
+
+    def test_groups_of_ones_own(self, tmp_path):
+        (tmp_path / "conf" / "model").mkdir(parents=True)
+        (tmp_path / "conf" / "model" / "wide.yaml").write_text("_target_: mine.MyNet\nwidth: 512\n")
+        config = compose(f"hydra.searchpath=[file://{tmp_path}/conf]", "model=wide", "model.depth=3")
+        assert config.model == {"_target_": "mine.MyNet", "width": 512, "depth": 3}
+
+
+@pytest.mark.parametrize("strategy", ["one_device", "multi_worker_mirrored", "parameter_server"])
+def test_replicas_are_ignored_aloud_by_strategies_without(strategy, capsys, monkeypatch):
+    monkeypatch.setattr(build.registry, "create", lambda name, **options: None)
+    config = compose(f"strategy={strategy}", "strategy.replicas=2")
+    targets.make("strategy", config.strategy, config=config, plan=None)
+    assert f"strategy={strategy}: strategy.replicas=2 is ignored, " in capsys.readouterr().err
+
+
+DEFAULTS = {"strategy": "one_device", "model": "mlp", "data": "digits", "optimizer": "sgd"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": {"name": "mirored"}}, r"strategy\.name=mirored is not known; choose one of one_device, mirrored"),
-        ({"strategy": {}}, r"strategy\.name=None is not known"),
-        ({"strategy": {"name": "mirrored", "replicas": 0}}, r"strategy\.replicas=0 must be greater than 0"),
+        ({"strategy": {"name": "mirored"}}, r"strategy says .*mirored.* and no _target_.* Choose strategy=…"),
+        ({"strategy": {}}, r"strategy says \{\}, and no _target_"),
+        ({"strategy": chosen("strategy=mirrored", replicas=0)}, r"strategy\.replicas=0 must be greater than 0"),
         (
-            {"strategy": {"name": "mirrored", "replicas": 2, "devices": ["cpu:0", "cpu:1"]}},
+            {"strategy": chosen("strategy=mirrored", replicas=2, devices=["cpu:0", "cpu:1"])},
             r"strategy\.replicas=2 and strategy\.devices=.* were both given",
         ),
-        ({"strategy": {"name": "one_device", "gradient_reduce_op": "sum"}}, r"belongs to losses that are sums"),
-        ({"strategy": {"name": "one_device", "gradient_reduce_op": "max"}}, r"choose one of mean, sum"),
-        ({"data": {"name": "csv"}}, r"data\.path has no default; set data\.path=…"),
-        ({"data": {"name": "digits", "global_batch": "64"}}, r"data\.global_batch='64' is not of type int"),
-        ({"data": {"name": "digits", "global_batch": True}}, r"data\.global_batch=True is not of type int"),
-        ({"data": {"name": "digits", "test_fraction": 1}}, r"must lie strictly between 0 and 1"),
-        ({"model": {"name": "mlp", "hidden": [8, "x"]}}, r"model\.hidden=\[8, 'x'\] is not of type list\[int\]"),
-        ({"model": {"name": "convnet", "channels": [6]}}, r"cannot be split into model\.groups=4 groups"),
-        ({"model": {"name": "convnet", "norm": "layer"}}, r"choose one of group, batch, sync_batch"),
-        ({"model": {"name": "wide_and_deep", "embedding_width": 0}}, r"embedding_width=0 must be greater than 0"),
+        ({"strategy": chosen("strategy=one_device", gradient_reduce_op="sum")}, r"belongs to losses that are sums"),
+        ({"strategy": chosen("strategy=one_device", gradient_reduce_op="max")}, r"choose one of mean, sum"),
+        ({"data": chosen("data=csv")}, r"data\.path has no default; set data\.path=…"),
+        ({"data": chosen("data=digits", global_batch="64")}, r"data\.global_batch='64' is not of type int"),
+        ({"data": chosen("data=digits", global_batch=True)}, r"data\.global_batch=True is not of type int"),
+        ({"data": chosen("data=digits", test_fraction=1)}, r"must lie strictly between 0 and 1"),
+        ({"model": chosen("model=mlp", hidden=[8, "x"])}, r"model\.hidden=\[8, 'x'\] is not of type .*Sequence\[int\]"),
+        ({"model": chosen("model=convnet", channels=[6])}, r"cannot be split into model\.groups=4 groups"),
+        ({"model": chosen("model=convnet", norm="layer")}, r"choose one of group, batch, sync_batch"),
+        ({"model": chosen("model=wide_and_deep", embedding_width=0)}, r"embedding_width=0 must be greater than 0"),
         (
-            {"model": {"name": "wide_and_deep"}, "optimizer": {"name": "adam"}},
+            {"model": chosen("model=wide_and_deep"), "optimizer": chosen("optimizer=adam")},
             r"optimizer=adam cannot use the sparse gradients .* use optimizer=adagrad .* model\.sparse_gradients=false",
         ),
         (
-            {"model": {"name": "wide_and_deep"}, "optimizer": {"name": "adagrad", "weight_decay": 0.1}},
+            {"model": chosen("model=wide_and_deep"), "optimizer": chosen("optimizer=adagrad", weight_decay=0.1)},
             r"optimizer\.weight_decay=0\.1 shrinks every row",
         ),
-        ({"optimizer": {"name": "adagrad", "initial_accumulator_value": -1.0}}, r"must not be negative"),
-        ({"data": {"name": "click_logs"}}, r"data\.path has no default; set data\.path=…"),
-        ({"data": {"name": "click_logs", "path": "x", "category_rows": 0}}, r"category_rows=0 must be greater than 0"),
-        ({"data": {"name": "synthetic_clicks", "seed": -1}}, r"data\.seed=-1 must not be negative"),
-        ({"strategy": {"name": "parameter_server", "workers": 0}}, r"strategy\.workers=0 must be greater than 0"),
-        ({"strategy": {"name": "parameter_server", "servers": 0}}, r"strategy\.servers=0 must be greater than 0"),
-        ({"strategy": {"name": "tpu", "logical_devices": 0}}, r"strategy\.logical_devices=0 must be greater than 0"),
-        ({"strategy": {"name": "tpu", "virtual_devices": -8}}, r"strategy\.virtual_devices=-8 must be greater than 0"),
         (
-            {"strategy": {"name": "tpu", "logical_devices": 2, "logical_mesh_shape": [2, 2]}},
+            {"optimizer": chosen("optimizer=adagrad", initial_accumulator_value=-1.0)},
+            r"Invalid initial_accumulator_value",
+        ),
+        ({"data": chosen("data=click_logs")}, r"data\.path has no default; set data\.path=…"),
+        ({"data": chosen("data=click_logs", path="x", category_rows=0)}, r"category_rows=0 must be greater than 0"),
+        ({"data": chosen("data=synthetic_clicks", seed=-1)}, r"data\.seed=-1 must not be negative"),
+        ({"strategy": chosen("strategy=parameter_server", workers=0)}, r"strategy\.workers=0 must be greater than 0"),
+        ({"strategy": chosen("strategy=parameter_server", servers=0)}, r"strategy\.servers=0 must be greater than 0"),
+        (
+            {"strategy": chosen("strategy=tpu", logical_devices=0)},
+            r"strategy\.logical_devices=0 must be greater than 0",
+        ),
+        (
+            {"strategy": chosen("strategy=tpu", virtual_devices=-8)},
+            r"strategy\.virtual_devices=-8 must be greater than 0",
+        ),
+        (
+            {"strategy": chosen("strategy=tpu", logical_devices=2, logical_mesh_shape=[2, 2])},
             r"logical_mesh_shape=\[2, 2\] has 4 places for strategy\.logical_devices=2; these must agree",
         ),
-        ({"strategy": {"name": "tpu", "logical_mesh_shape": []}}, r"logical_mesh_shape=\[\] must be positive sizes"),
-        ({"strategy": {"name": "tpu", "sharding_rules": [["w", None]]}}, r"sharding_rules=\[.*\] is not of type dict"),
         (
-            {"strategy": {"name": "tpu"}, "model": {"name": "wide_and_deep"}, "optimizer": {"name": "adagrad"}},
+            {"strategy": chosen("strategy=tpu", logical_mesh_shape=[])},
+            r"logical_mesh_shape=\[\] must be positive sizes",
+        ),
+        (
+            {"strategy": chosen("strategy=tpu", sharding_rules=[["w", None]])},
+            r"sharding_rules=\[.*\] is not of type dict",
+        ),
+        (
+            {
+                "strategy": chosen("strategy=tpu"),
+                "model": chosen("model=wide_and_deep"),
+                "optimizer": chosen("optimizer=adagrad"),
+            },
             r"strategy=tpu has no sparse gradients, .* model\.sparse_gradients=false",
         ),
         ({"epoch": 3}, r"epoch is not a setting; there are name, strategy"),
@@ -156,11 +272,25 @@ def test_debug_runs_are_short_and_on_the_cpu(name):
         ({"progress": "loud"}, r"choose one of auto, bar, lines, off"),
     ],
 )
-def test_mistakes_are_named(values, message):
+def test_mistakes_are_named(values, message, monkeypatch):
+    monkeypatch.setattr(build.registry, "create", lambda name, **options: None)
+    choices = {group: chosen(f"{group}={name}") for group, name in DEFAULTS.items()}
     with pytest.raises(InvalidArgumentError, match=message):
-        schema.experiment_from_mapping(values)
+        all_checks({**choices, **values}, makes_strategy=not {"model", "strategy"} <= values.keys())
+
+
+def all_checks(values, makes_strategy):
+    """Those that a run makes, in their order, without what it starts in between."""
+    config = schema.experiment_from_mapping(values)
+    targets.check(config)
+    data.load(config.data)
+    if makes_strategy:
+        targets.make("strategy", config.strategy, config=config, plan=None)
+    facts = {"input_shape": (1, 8, 8), "classes": 10, "category_rows": 9}
+    build.optimizer(config, build.model(config, data.Examples([], [], facts)).parameters())
 
 
 def test_a_mapping_needs_to_say_only_what_differs():
-    config = schema.experiment_from_mapping({"strategy": {"name": "mirrored", "replicas": 3}, "epochs": 2})
-    assert config == schema.ExperimentConfig(strategy=schema.MirroredConfig(replicas=3), epochs=2)
+    mirrored = chosen("strategy=mirrored", replicas=3)
+    config = schema.experiment_from_mapping({"strategy": mirrored, "epochs": 2})
+    assert config == schema.ExperimentConfig(strategy=mirrored, epochs=2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchstrat as ts
+from tests.choices import chosen
 from torchstrat.checkpoint.finished import mark_finished
 from torchstrat.cluster import ProcessPlan
 from torchstrat.config import experiment_from_mapping
@@ -32,9 +33,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def with_settings(plan: ProcessPlan | None = None, **settings: Any) -> Run:
         mapping = {
-            "strategy": {"name": "parameter_server"},
-            "model": {"name": "mlp", "hidden": [4]},
-            "data": {"name": "csv", "path": str(tmp_path / "rows.csv"), "global_batch": 8},
+            "strategy": chosen("strategy=parameter_server"),
+            "model": chosen("model=mlp", hidden=[4]),
+            "data": chosen("data=csv", path=str(tmp_path / "rows.csv"), global_batch=8),
             "checkpoint": {"every_steps": 2, "directory": str(tmp_path / "checkpoints")},
             "epochs": 3,
             "tensorboard": False,
@@ -50,7 +51,7 @@ def save(run: Run, *steps: int) -> None:
     examples = data.load(run.config.data)
     for step in steps:
         torch.manual_seed(step)
-        model = build.model(run.config.model, examples)
+        model = build.model(run.config, examples)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         ts.Checkpoint(model=model, optimizer=optimizer).save(folder(run) / f"step-{step:08d}")
 
@@ -62,8 +63,8 @@ def folder(run: Run) -> Path:
 def scores(run: Run, step: int) -> dict[str, float]:
     examples = data.load(run.config.data)
     torch.manual_seed(step)
-    model = build.model(run.config.model, examples)
-    meter = objective_of(examples).meter()
+    model = build.model(run.config, examples)
+    meter = objective_of(run.config, examples).meter()
     inputs, labels = examples.test.tensors
     with torch.no_grad():
         meter.add(meter.measure(model(inputs), labels))

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import torchstrat as ts
+from tests.choices import chosen
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import build, models, tpu
+from torchstrat.experiments import build, models, targets, tpu
 from torchstrat.experiments.programs import ProgramRecord, programs_of
 from torchstrat.experiments.report import (
     EvaluationRecord,
@@ -36,11 +37,17 @@ def created(monkeypatch):
 
 
 def options_of(created, strategy, plan=ALONE, **cluster):
-    config = schema.ExperimentConfig(strategy=strategy, cluster=schema.ClusterConfig(**cluster))
+    config = schema.ExperimentConfig(
+        strategy=strategy, model=chosen("model=convnet"), cluster=schema.ClusterConfig(**cluster)
+    )
     build.strategy(config, plan)
     name, options = created.pop()
-    assert name == strategy.name
+    assert name == strategy["name"]
     return options
+
+
+def build_model(call, input_shape, classes=10):
+    return targets.make("model", call, input_shape=input_shape, classes=classes)
 
 
 @pytest.fixture(params=[0, 2])
@@ -50,42 +57,42 @@ def gpus(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "key"), [(schema.MirroredConfig, "devices"), (schema.CentralStorageConfig, "compute_devices")]
+    ("kind", "key"), [("strategy=mirrored", "devices"), ("strategy=central_storage", "compute_devices")]
 )
 class TestDevices:
     def test_by_default_all_gpus_or_two_virtual_replicas(self, created, gpus, kind, key):
-        assert options_of(created, kind())[key] == (None if gpus else ["cpu:0", "cpu:1"])
+        assert options_of(created, chosen(kind))[key] == (None if gpus else ["cpu:0", "cpu:1"])
 
     def test_so_many_replicas(self, created, gpus, kind, key):
         kind_of_device = "cuda" if gpus else "cpu"
-        assert options_of(created, kind(replicas=3))[key] == [f"{kind_of_device}:{index}" for index in range(3)]
+        assert options_of(created, chosen(kind, replicas=3))[key] == [f"{kind_of_device}:{index}" for index in range(3)]
 
     def test_cpu_only(self, created, gpus, kind, key):
-        assert options_of(created, kind(), accelerator="cpu")[key] == ["cpu:0", "cpu:1"]
-        assert options_of(created, kind(), LAUNCHED, accelerator="cpu")[key] == ["cpu:0"]
+        assert options_of(created, chosen(kind), accelerator="cpu")[key] == ["cpu:0", "cpu:1"]
+        assert options_of(created, chosen(kind), LAUNCHED, accelerator="cpu")[key] == ["cpu:0"]
 
     def test_named_devices_win(self, created, gpus, kind, key):
-        assert options_of(created, kind(**{key: ["cpu:3"]}))[key] == ["cpu:3"]
+        assert options_of(created, chosen(kind, **{key: ["cpu:3"]}))[key] == ["cpu:3"]
 
     def test_under_a_launcher_a_process_is_a_replica(self, created, gpus, kind, key):
-        assert options_of(created, kind(), LAUNCHED)[key] is None
-        assert options_of(created, kind(replicas=1), LAUNCHED)[key] is None
+        assert options_of(created, chosen(kind), LAUNCHED)[key] is None
+        assert options_of(created, chosen(kind, replicas=1), LAUNCHED)[key] is None
         with pytest.raises(InvalidArgumentError, match=r"strategy\.replicas=2, but under a launcher"):
-            options_of(created, kind(replicas=2), LAUNCHED)
+            options_of(created, chosen(kind, replicas=2), LAUNCHED)
 
 
 def test_one_device_and_timeout(created, gpus):
-    assert "device" not in options_of(created, schema.OneDeviceConfig())
-    assert options_of(created, schema.OneDeviceConfig(), accelerator="cpu")["device"] == "cpu:0"
-    assert options_of(created, schema.OneDeviceConfig(), timeout_seconds=1.5)["timeout"].total_seconds() == 1.5
+    assert "device" not in options_of(created, chosen("strategy=one_device"))
+    assert options_of(created, chosen("strategy=one_device"), accelerator="cpu")["device"] == "cpu:0"
+    assert options_of(created, chosen("strategy=one_device"), timeout_seconds=1.5)["timeout"].total_seconds() == 1.5
 
 
 def test_a_strategy_that_picks_its_device_cannot_be_kept_off_gpus(created, gpus):
     if gpus:
         with pytest.raises(InvalidArgumentError, match="CUDA_VISIBLE_DEVICES="):
-            options_of(created, schema.MultiWorkerMirroredConfig(), accelerator="cpu")
+            options_of(created, chosen("strategy=multi_worker_mirrored"), accelerator="cpu")
     else:
-        assert set(options_of(created, schema.MultiWorkerMirroredConfig(), accelerator="cpu")) == {
+        assert set(options_of(created, chosen("strategy=multi_worker_mirrored"), accelerator="cpu")) == {
             "gradient_reduce_op",
             "timeout",
             "collectives",
@@ -93,13 +100,13 @@ def test_a_strategy_that_picks_its_device_cannot_be_kept_off_gpus(created, gpus)
 
 
 def test_how_processes_talk(created):
-    chosen = schema.CentralStorageConfig(collectives="process_group")
-    assert options_of(created, chosen)["collectives"] == "process_group"
-    assert options_of(created, schema.CentralStorageConfig(gradients="owner"))["gradients"] == "owner"
+    central = chosen("strategy=central_storage", collectives="process_group")
+    assert options_of(created, central)["collectives"] == "process_group"
+    assert options_of(created, chosen("strategy=central_storage", gradients="owner"))["gradients"] == "owner"
     with pytest.raises(InvalidArgumentError, match=r"strategy\.gradients=mine is not known; choose one of everywhere"):
-        schema.CentralStorageConfig(gradients="mine")
+        options_of(created, chosen("strategy=central_storage", gradients="mine"))
     with pytest.raises(InvalidArgumentError, match=r"strategy\.collectives=sockets is not known; choose one of auto"):
-        schema.MirroredConfig(collectives="sockets")
+        options_of(created, chosen("strategy=mirrored", collectives="sockets"))
 
 
 @pytest.mark.parametrize(
@@ -108,21 +115,21 @@ def test_how_processes_talk(created):
 )
 def test_the_launcher_that_was_insisted_on(created, name, plan, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        options_of(created, schema.MirroredConfig(), plan, name=name)
+        options_of(created, chosen("strategy=mirrored"), plan, name=name)
 
 
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
-        (schema.MlpConfig(), (64,)),
-        (schema.MlpConfig(hidden=[]), (1, 8, 8)),
-        (schema.ConvNetConfig(), (1, 8, 8)),
-        (schema.ConvNetConfig(channels=[4], norm="batch"), (3, 5, 7)),
-        (schema.ConvNetConfig(channels=[4, 8], groups=2), (3, 9, 7)),
+        (chosen("model=mlp"), (64,)),
+        (chosen("model=mlp", hidden=[]), (1, 8, 8)),
+        (chosen("model=convnet"), (1, 8, 8)),
+        (chosen("model=convnet", channels=[4], norm="batch"), (3, 5, 7)),
+        (chosen("model=convnet", channels=[4, 8], groups=2), (3, 9, 7)),
     ],
 )
 def test_models_map_inputs_to_logits(config, shape):
-    model = models.build(config, shape, classes=5)
+    model = build_model(config, shape, classes=5)
     assert model(torch.zeros(2, *shape)).shape == (2, 5)
 
 
@@ -132,11 +139,11 @@ def test_models_map_inputs_to_logits(config, shape):
 )
 def test_a_convnet_needs_images_that_are_large_enough(shape, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        models.build(schema.ConvNetConfig(), shape, classes=5)
+        build_model(chosen("model=convnet"), shape, classes=5)
 
 
 def test_group_norm_does_not_look_at_other_rows():
-    model = models.build(schema.ConvNetConfig(norm="group"), (1, 8, 8), classes=3)
+    model = build_model(chosen("model=convnet", norm="group"), (1, 8, 8), classes=3)
     rows = torch.rand(4, 1, 8, 8)
     torch.testing.assert_close(model(rows)[:2], model(rows[:2]))
 
@@ -265,7 +272,7 @@ class TestTpuOptions:
         return assignment.num_replicas, assignment.num_cores_per_replica
 
     def test_by_default_every_device_is_a_replica(self, created, gpus, system):
-        options = options_of(created, schema.TpuConfig(), accelerator="cpu")
+        options = options_of(created, chosen("strategy=tpu"), accelerator="cpu")
         assert self.size(options) == (8, 1)
         assert options["logical_mesh_shape"] == [1]
         assert not options["sharding_rules"]
@@ -282,26 +289,26 @@ class TestTpuOptions:
         ],
     )
     def test_replicas_and_logical_devices(self, created, system, settings, size, mesh):
-        options = options_of(created, schema.TpuConfig(virtual_devices=8, **settings))
+        options = options_of(created, chosen("strategy=tpu", virtual_devices=8, **settings))
         assert self.size(options) == size
         assert options["logical_mesh_shape"] == mesh
         assert system == [8]
 
     def test_too_many_replicas(self, created):
         with pytest.raises(InvalidArgumentError, match=r"replicas=5 with 2 .* do not fit on 8 devices; use at most 4"):
-            options_of(created, schema.TpuConfig(replicas=5, logical_devices=2))
+            options_of(created, chosen("strategy=tpu", replicas=5, logical_devices=2))
 
     def test_processes_that_a_launcher_started(self, created, system):
-        options_of(created, schema.TpuConfig(), replace(LAUNCHED, size=1))
+        options_of(created, chosen("strategy=tpu"), replace(LAUNCHED, size=1))
         with pytest.raises(InvalidArgumentError, match="from one process, and a launcher started 2;"):
-            options_of(created, schema.TpuConfig(), LAUNCHED)
+            options_of(created, chosen("strategy=tpu"), LAUNCHED)
         assert len(system) == 1, "two processes must not fight for the devices"
 
     def test_the_models_rules_hold_unless_others_are_given(self, created):
-        model = schema.MlpConfig(hidden=[8], tensor_parallel=True)
+        model = chosen("model=mlp", hidden=[8], tensor_parallel=True)
 
         def rules(**settings):
-            build.strategy(schema.ExperimentConfig(strategy=schema.TpuConfig(**settings), model=model), ALONE)
+            build.strategy(schema.ExperimentConfig(strategy=chosen("strategy=tpu", **settings), model=model), ALONE)
             return created.pop()[1]["sharding_rules"]
 
         assert rules(logical_devices=2) == {"1.weight": [["d0"], None], "1.bias": [["d0"]], "3.weight": [None, ["d0"]]}
@@ -309,8 +316,8 @@ class TestTpuOptions:
         assert rules(logical_devices=2, sharding_rules={"*": None}) == {"*": None}
 
 
-SPATIAL = schema.ConvNetConfig(channels=[4, 8, 8], norm="batch", spatially_parallel=True)
-TENSOR_PARALLEL = schema.MlpConfig(hidden=[12, 16, 8], tensor_parallel=True)
+SPATIAL = chosen("model=convnet", channels=[4, 8, 8], norm="batch", spatially_parallel=True)
+TENSOR_PARALLEL = chosen("model=mlp", hidden=[12, 16, 8], tensor_parallel=True)
 
 
 def annotated(config, strategy, rows):
@@ -321,7 +328,7 @@ def annotated(config, strategy, rows):
     strategy.replicate_to_logical_devices = lambda x: cuts.append((tuple(x.shape), None)) or replicate(x)
     torch.manual_seed(0)
     with strategy.scope():
-        model = models.build(config, (1, 8, 8), classes=10)
+        model = build_model(config, (1, 8, 8))
         return model(rows), cuts
 
 
@@ -338,7 +345,7 @@ def test_images_are_cut_into_bands_as_long_as_they_divide(logical_devices, cuts)
     outputs, found = annotated(SPATIAL, fake_tpu_strategy(1, logical_devices), rows)
     assert found == [(shape, parts and [1, 1, parts, 1]) for shape, parts in cuts]
     torch.manual_seed(0)
-    plain = models.build(replace(SPATIAL, spatially_parallel=False), (1, 8, 8), classes=10)
+    plain = build_model({**SPATIAL, "spatially_parallel": False}, (1, 8, 8))
     assert torch.equal(outputs, plain(rows))
 
 
@@ -349,7 +356,7 @@ def test_every_second_layer_has_its_outputs_cut(logical_devices):
     parts = [1, logical_devices]
     assert found == [((3, 12), parts), ((3, 16), None), ((3, 8), parts), ((3, 10), None)]
     torch.manual_seed(0)
-    plain = models.build(replace(TENSOR_PARALLEL, tensor_parallel=False), (1, 8, 8), classes=10)
+    plain = build_model({**TENSOR_PARALLEL, "tensor_parallel": False}, (1, 8, 8))
     assert torch.equal(outputs, plain(rows))
 
 
@@ -361,8 +368,8 @@ def test_what_does_not_divide_is_an_error(config, size):
 
 @pytest.mark.parametrize("hidden", [[], [8], [8, 8], [8, 16, 24, 32]])
 def test_rules_are_for_layers_that_there_are_and_match_the_activations(hidden):
-    config = schema.MlpConfig(hidden=hidden, tensor_parallel=True)
-    parameters = dict(models.build(config, (64,), classes=10).named_parameters())
+    config = chosen("model=mlp", hidden=hidden, tensor_parallel=True)
+    parameters = dict(build_model(config, (64,)).named_parameters())
     rules = models.sharding_rules(config, ["d0"])
     assert rules is not None
     assert all(len(rule) == parameters[name].ndim for name, rule in rules.items())
@@ -374,7 +381,7 @@ def test_rules_are_for_layers_that_there_are_and_match_the_activations(hidden):
     assert {name for name, rule in rules.items() if not rule[0]} == {f"{second}.weight" for _, second in pairs}
 
 
-@pytest.mark.parametrize("config", [schema.MlpConfig(), SPATIAL])
+@pytest.mark.parametrize("config", [chosen("model=mlp"), SPATIAL])
 def test_other_models_need_no_rules(config):
     assert models.sharding_rules(config, ["d0"]) is None
 

@@ -21,6 +21,7 @@ import torch
 pytest.importorskip("hydra")
 pytest.importorskip("cloudpickle")
 
+from tests.choices import chosen
 from tests.unit.fake_coordinator import FakeCoordinator, FakeStrategy
 from torchstrat import config as schema
 from torchstrat.data.distributed import DistributedDataset
@@ -31,16 +32,17 @@ from torchstrat.experiments.clock import Clock
 from torchstrat.experiments.launch import Run, RunAgain
 from torchstrat.experiments.metrics_file import MetricsFile, records_until
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
+from torchstrat.experiments.position import Position
 from torchstrat.experiments.report import FolderReport, read_metrics
 
 ROWS, BATCH = 60, 9
 STEPS_PER_EPOCH, EPOCHS = 6, 2  # 48 rows to train on: five batches of 9, and one of 3
 STEPS = STEPS_PER_EPOCH * EPOCHS
 
-STRATEGIES: dict[str, Callable[[], schema.StrategyConfig]] = {
-    "one_device": schema.OneDeviceConfig,
-    "mirrored": lambda: schema.MirroredConfig(replicas=2),
-    "central_storage": lambda: schema.CentralStorageConfig(replicas=2),
+STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "one_device": lambda: chosen("strategy=one_device"),
+    "mirrored": lambda: chosen("strategy=mirrored", replicas=2),
+    "central_storage": lambda: chosen("strategy=central_storage", replicas=2),
 }
 
 
@@ -70,9 +72,10 @@ class Runs:
     def __init__(self, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = rows.parent
         self.config = schema.ExperimentConfig(
-            model=schema.MlpConfig(hidden=[6]),
-            data=schema.NpzConfig(path=str(rows), global_batch=BATCH),
-            optimizer=schema.AdamConfig(),
+            strategy=chosen("strategy=one_device"),
+            model=chosen("model=mlp", hidden=[6]),
+            data=chosen("data=npz", path=str(rows), global_batch=BATCH),
+            optimizer=chosen("optimizer=adam"),
             cluster=schema.ClusterConfig(accelerator="cpu"),
             checkpoint=schema.CheckpointConfig(directory=str(self.folder / "checkpoints"), grace_seconds=600),
             epochs=EPOCHS,
@@ -96,7 +99,7 @@ class Runs:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         try:
-            if isinstance(config.strategy, schema.ParameterServerConfig):
+            if config.name_of("strategy") == "parameter_server":
                 self._run_on_servers(Run(config, {}, [], folder, None))
             else:
                 loop.train(Run(config, {}, [], folder, None))
@@ -116,10 +119,12 @@ class Runs:
         config, examples = run.config, data.load(run.config.data)
         with contextlib.ExitStack() as stack:
             strategy = stack.enter_context(contextlib.closing(FakeStrategy()))
-            coordinator = FakeCoordinator(strategy, config.strategy.workers, (torch.nn.Module, torch.optim.Optimizer))
+            coordinator = FakeCoordinator(
+                strategy, config.strategy["workers"], (torch.nn.Module, torch.optim.Optimizer)
+            )
             report = stack.enter_context(contextlib.closing(FolderReport(run.folder, config, {}, STEPS, "")))
             checkpoints = stack.enter_context(checkpoints_of(run))
-            size = ClusterSize(config.strategy.workers, 2)
+            size = ClusterSize(config.strategy["workers"], 2)
             asynchronous.AsynchronousTraining(
                 config, examples, strategy, coordinator, report, size, checkpoints, run.folder
             ).run()
@@ -164,7 +169,7 @@ def test_a_run_that_was_told_to_end_goes_on_as_if_it_had_not(
 
 @pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3])
 def test_under_parameter_servers_too(runs: Runs, step: int) -> None:
-    servers = schema.ParameterServerConfig(workers=1, on_server_loss="raise")
+    servers = chosen("strategy=parameter_server", workers=1, on_server_loss="raise")
     undisturbed = runs.run("undisturbed", strategy=servers)
     ended = runs.interrupted("first", step, strategy=servers)
     assert len(read_metrics(ended, "step")) >= step, "steps that were under way end before the save"
@@ -179,23 +184,24 @@ def test_what_was_done_after_the_last_checkpoint_is_done_again(runs: Runs, strat
     def end() -> None:
         raise RuntimeError("on purpose")
 
-    chosen = STRATEGIES.get(strategy, lambda: schema.ParameterServerConfig(workers=1, on_server_loss="raise"))()
+    servers = chosen("strategy=parameter_server", workers=1, on_server_loss="raise")
+    trains_on = STRATEGIES.get(strategy, lambda: servers)()
     kept = {"every_steps": 4, "asynchronous": asynchronous}
-    undisturbed = runs.run("undisturbed", strategy=chosen)
+    undisturbed = runs.run("undisturbed", strategy=trains_on)
     for step in (7, 10):
         runs.at[step] = end
         with pytest.raises(RuntimeError, match="on purpose"):
-            runs.run("one folder", strategy=chosen, checkpoint=kept, resume="auto")
+            runs.run("one folder", strategy=trains_on, checkpoint=kept, resume="auto")
         with (runs.folder / "one folder" / "metrics.jsonl").open("a") as file:
             file.write('{"event": "st')  # a process that is killed may leave half a line
-    assert_the_same_run(runs.run("one folder", strategy=chosen, checkpoint=kept, resume="auto"), undisturbed)
+    assert_the_same_run(runs.run("one folder", strategy=trains_on, checkpoint=kept, resume="auto"), undisturbed)
 
 
 def test_another_number_of_replicas_computes_the_same_but_for_rounding(runs: Runs) -> None:
-    undisturbed = runs.run("undisturbed", strategy=schema.OneDeviceConfig())
+    undisturbed = runs.run("undisturbed", strategy=chosen("strategy=one_device"))
     for step, replicas in ((2, 2), (5, 3), (9, 1)):
-        runs.interrupted(f"with {replicas}", step, strategy=schema.MirroredConfig(replicas=replicas))
-    last = runs.run("last", strategy=schema.CentralStorageConfig(replicas=4), resume="auto")
+        runs.interrupted(f"with {replicas}", step, strategy=chosen("strategy=mirrored", replicas=replicas))
+    last = runs.run("last", strategy=chosen("strategy=central_storage", replicas=4), resume="auto")
     assert [record["rows"] for record in read_metrics(last, "step")] == [9, 9, 9, 9, 9, 3] * EPOCHS
     for name, value in parameters(undisturbed).items():
         torch.testing.assert_close(parameters(last)[name], value, rtol=0, atol=1e-5, msg=name)
@@ -307,7 +313,7 @@ def test_a_path_without_a_checkpoint(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"optimizer": schema.AdamConfig(lr=0.5)}, r"optimizer\.lr was 0\.001 and is 0\.5"),
+        ({"optimizer": chosen("optimizer=adam", lr=0.5)}, r"optimizer\.lr was 0\.001 and is 0\.5"),
         ({"seed": 7}, "seed was 0 and is 7"),
         ({"epochs": 1}, r"is of step 8 in epoch 2, .* epochs=1"),
         ({"max_steps": 7}, "max_steps=7"),
@@ -324,7 +330,7 @@ def test_a_run_with_other_settings_is_another_run(runs: Runs, changes: dict[str,
 def test_settings_that_change_no_number_may_change(runs: Runs) -> None:
     undisturbed = runs.run("undisturbed")
     runs.interrupted("first", 8)
-    changed = replace(runs.config.data, workers=0)
+    changed = {**runs.config.data, "workers": 1}
     assert_the_same_run(runs.run("second", resume="auto", data=changed, progress="lines"), undisturbed)
 
 
@@ -395,7 +401,7 @@ def test_records_until(tmp_path: Path) -> None:
 
 def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
     """All of them have to end within the grace, and then the save."""
-    config = replace(runs.config, strategy=schema.ParameterServerConfig(workers=2, on_server_loss="raise"))
+    config = replace(runs.config, strategy=chosen("strategy=parameter_server", workers=2, on_server_loss="raise"))
     strategy = FakeStrategy()
     coordinator = FakeCoordinator(strategy, 2, ())
     kept = KeptCheckpoints(replace(config, checkpoint=schema.CheckpointConfig(grace_seconds=40.0)), None, None)  # type: ignore[arg-type]
@@ -408,3 +414,28 @@ def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
     assert training._steps_ahead(10, 10.0) == 10
     assert training._steps_ahead(1, 60.0) == 4
     strategy.close()
+
+
+def old_settings(config: schema.ExperimentConfig) -> dict[str, Any]:
+    """As versions before ``_target_`` recorded them: every default by its name."""
+    calls = {group: getattr(config, group) for group in ("model", "data", "optimizer")}
+    settings = {f"{group}.{key}": value for group, call in calls.items() for key, value in call.items()}
+    kept = {name: value for name, value in settings.items() if not name.endswith(("_target_", ".workers"))}
+    return {"seed": config.seed, **kept, "optimizer.nesterov": False, "data.no_effect": 0}
+
+
+def test_checkpoints_of_versions_without_targets(runs: Runs, tmp_path: Path) -> None:
+    position = Position(replace(runs.config, optimizer=chosen("optimizer=sgd")), tmp_path)
+    position._settings = old_settings(replace(runs.config, optimizer=chosen("optimizer=sgd")))
+    position.require_fits(replace(runs.config, optimizer=chosen("optimizer=sgd")), tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"optimizer\.nesterov was False and is True"):
+        position.require_fits(replace(runs.config, optimizer=chosen("optimizer=sgd", nesterov=True)), tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"optimizer\.name was 'sgd' and is 'adam'"):
+        position.require_fits(runs.config, tmp_path)
+
+
+def test_a_default_that_is_said_is_no_other_setting_and_another_call_is(runs: Runs, tmp_path: Path) -> None:
+    position = Position(runs.config, tmp_path)
+    position.require_fits(replace(runs.config, optimizer={**runs.config.optimizer, "eps": 1e-8}), tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"loss\._target_ was None and is 'torch.nn.MSELoss'"):
+        position.require_fits(replace(runs.config, loss={"_target_": "torch.nn.MSELoss"}), tmp_path)

@@ -3,22 +3,29 @@
 import itertools
 import math
 from contextlib import closing
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import torchstrat as ts
+from tests.choices import chosen
 from torchstrat import config as schema
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import build, data
 from torchstrat.experiments.loop import run_title
-from torchstrat.experiments.objectives import ClickPrediction, make_train_step, objective_of
+from torchstrat.experiments.objectives import make_train_step, objective_of
 from torchstrat.experiments.scores import ClassMeter, ClickMeter, roc_auc
 from torchstrat.experiments.wide_and_deep import WideAndDeep
 
-SMALL = schema.WideAndDeepConfig(embedding_width=3, hidden=[8])
+SMALL = chosen("model=wide_and_deep", embedding_width=3, hidden=[8])
+
+
+def settings(**changes):
+    choices = {"strategy": chosen("strategy=one_device"), "model": SMALL, "optimizer": chosen("optimizer=adagrad")}
+    return schema.ExperimentConfig(**{**choices, **changes})
 
 
 def batch(rows: int, table_rows: int = 20):
@@ -30,7 +37,7 @@ def batch(rows: int, table_rows: int = 20):
 class TestModel:
     def test_logits_are_those_of_the_formula(self):
         torch.manual_seed(0)
-        model = WideAndDeep(20, SMALL)
+        model = WideAndDeep(20, embedding_width=3, hidden=[8])
         torch.nn.init.normal_(model.wide_categories.weight)
         integers, table_rows = batch(4)
         with torch.no_grad():
@@ -43,24 +50,28 @@ class TestModel:
 
     @pytest.mark.parametrize("sparse", [True, False])
     def test_a_step_changes_only_the_rows_of_the_batch(self, sparse):
-        model = WideAndDeep(50, schema.WideAndDeepConfig(embedding_width=3, hidden=[8], sparse_gradients=sparse))
+        model = WideAndDeep(50, embedding_width=3, hidden=[8], sparse_gradients=sparse)
         before = model.embedding.weight.detach().clone()
-        optimizer = build.optimizer(schema.AdagradConfig(), model.parameters())
+        optimizer = build.optimizer(settings(), model.parameters())
         inputs = batch(2, table_rows=20)
-        make_train_step(model, optimizer, ClickPrediction())((inputs, torch.tensor([0.0, 1.0])))
+        make_train_step(model, optimizer, functional.binary_cross_entropy_with_logits)(
+            (inputs, torch.tensor([0.0, 1.0]))
+        )
         assert model.embedding.weight.grad.is_sparse == sparse
         changed = (model.embedding.weight != before).any(dim=1).nonzero()[:, 0]
         assert changed.tolist() == inputs[1].unique().tolist()
 
     def test_models_and_data_that_do_not_fit_each_other(self, tmp_path):
-        clicks = data.load(schema.SyntheticClicksConfig(rows=50, folder=str(tmp_path)))
-        with pytest.raises(InvalidArgumentError, match=r"model=mlp is for inputs of one tensor.*model=wide_and_deep"):
-            build.model(schema.MlpConfig(), clicks)
-        assert isinstance(build.model(SMALL, clicks), WideAndDeep)
+        clicks = data.load(chosen("data=synthetic_clicks", rows=50, folder=str(tmp_path)))
+        with pytest.raises(InvalidArgumentError, match=r"model=mlp needs input_shape, classes.*model=wide_and_deep"):
+            build.model(settings(model=chosen("model=mlp")), clicks)
+        assert isinstance(build.model(settings(), clicks), WideAndDeep)
         (tmp_path / "rows.csv").write_text("1,0\n2,1\n" * 5)
-        rows = data.load(schema.CsvConfig(path=str(tmp_path / "rows.csv")))
-        with pytest.raises(InvalidArgumentError, match=r"model=wide_and_deep is for click logs"):
-            build.model(SMALL, rows)
+        rows = data.load(chosen("data=csv", path=str(tmp_path / "rows.csv")))
+        with pytest.raises(
+            InvalidArgumentError, match=r"model=wide_and_deep needs category_rows.* for click logs: use data=click_logs"
+        ):
+            build.model(settings(), rows)
 
 
 def auc_by_comparing_all_pairs(scores, labels) -> float:
@@ -139,11 +150,11 @@ def test_replicas_score_together_what_one_device_scores(meter_type):
 
 def train(strategy, examples, steps: int) -> tuple[dict, ClickMeter]:
     torch.manual_seed(0)
-    objective = objective_of(examples)
+    objective = objective_of(settings(), examples)
     with strategy.scope():
-        model = build.model(SMALL, examples)
-        optimizer = build.optimizer(schema.AdagradConfig(lr=0.1), model.parameters())
-    train_step = make_train_step(model, optimizer, objective)
+        model = build.model(settings(), examples)
+        optimizer = build.optimizer(settings(optimizer=chosen("optimizer=adagrad", lr=0.1)), model.parameters())
+    train_step = make_train_step(model, optimizer, objective.loss)
     loader = examples.train_loader(64, seed=0, workers=0)
     for distributed in itertools.islice(strategy.distribute_dataset(loader), steps):
         strategy.run(train_step, args=(distributed,))
@@ -157,7 +168,7 @@ def train(strategy, examples, steps: int) -> tuple[dict, ClickMeter]:
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clicks")
-    return data.load(schema.SyntheticClicksConfig(rows=4000, category_rows=4096, folder=str(folder)))
+    return data.load(chosen("data=synthetic_clicks", rows=4000, category_rows=4096, folder=str(folder)))
 
 
 def test_clicks_are_learnt(examples):
@@ -182,8 +193,6 @@ def test_two_replicas_learn_what_one_device_learns(examples, kind):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
-def test_synthetic_clicks_are_called_so(tmp_path):
-    config = SimpleNamespace(strategy=schema.OneDeviceConfig(), data=schema.SyntheticClicksConfig())
-    assert run_title(config, "×1") == "one_device ×1, synthetic clicks"
-    config.data = schema.ClickLogsConfig(path="log.tsv")
-    assert run_title(config, "×1") == "one_device ×1"
+def test_synthetic_clicks_are_called_so(examples):
+    assert run_title(settings(), examples, "×1") == "one_device ×1, synthetic clicks"
+    assert run_title(settings(), replace(examples, note=""), "×1") == "one_device ×1"

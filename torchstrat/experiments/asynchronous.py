@@ -14,20 +14,21 @@ from contextlib import closing, nullcontext
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchstrat.config import ExperimentConfig, ParameterServerConfig
+from torchstrat.config import ExperimentConfig
 from torchstrat.errors import CancelledByServerLossError
-from torchstrat.experiments import build, checkpoints, data
-from torchstrat.experiments.checkpoints import Checkpoints, NoCheckpoints, WentBack, checkpoints_of
+from torchstrat.experiments import build, data, targets
+from torchstrat.experiments.checkpoints import Checkpoints, WentBack, checkpoints_of
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.loop import on_cpu, planned_steps, require_enough_rows, run_title
-from torchstrat.experiments.objectives import Batch, make_train_step, objective_of
+from torchstrat.experiments.objectives import Batch, objective_of, step_of
 from torchstrat.experiments.parameter_server_cluster import (
     ClusterSize,
+    ParameterServers,
     coordinates,
     given_resolver,
     local_cluster,
@@ -52,25 +53,7 @@ _LEAST_AHEAD_PER_WORKER = 2
 """However long a step takes: one that runs, and one that comes next."""
 
 
-class Result(Protocol):
-    """The part of `torchstrat.RemoteValue` that is used here."""
-
-    def get(self, timeout: timedelta | float | None = None) -> Any: ...
-
-
-class Coordinator(checkpoints.Coordinator, Protocol):
-    """The part of `torchstrat.ClusterCoordinator` that is used here."""
-
-    def schedule(self, fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> Result: ...
-
-    def join(self, timeout: timedelta | float | None = None) -> None: ...
-
-    def create_leased_dataset(
-        self, dataset_fn: Callable[[], Any], batch_size: int, *, shuffle: Any, collate_fn: Any, rows: int
-    ) -> Any: ...
-
-
-def train(run: Run, chosen: ParameterServerConfig) -> None:
+def train(run: Run) -> None:
     """Do one run. Returns on the coordinator when it is done, on workers and servers when their cluster is.
 
     Raises:
@@ -78,6 +61,7 @@ def train(run: Run, chosen: ParameterServerConfig) -> None:
         ParameterServerUnavailable: a server was lost, and the variables it held.
     """
     config = run.config
+    chosen: ParameterServers = targets.make("strategy", config.strategy, config=config, plan=run.plan)
     given = given_resolver(config.cluster, run.plan)
     if given is not None and not coordinates(given):
         serve(given)
@@ -87,9 +71,11 @@ def train(run: Run, chosen: ParameterServerConfig) -> None:
     require_enough_rows(config, examples, size.workers, "workers")
     started = local_cluster(size, keep_pages=chosen.keep_pages)
     with started if given is None else nullcontext(given) as resolver:
-        with closing(build.parameter_server(config, chosen, resolver, size.servers)) as strategy:
-            coordinator = _coordinator(strategy)
-            title = run_title(config, f"({size})")
+        with closing(chosen.strategy(resolver, size.servers)) as strategy:
+            from torchstrat.parameter_server.coordinator import ClusterCoordinator  # imports torch.distributed.rpc
+
+            coordinator = ClusterCoordinator(strategy)
+            title = run_title(config, examples, f"({size})")
             total_steps = planned_steps(config, examples)
             with (
                 closing(FolderReport(run.folder, config, run.resolved, total_steps, title)) as report,
@@ -99,22 +85,15 @@ def train(run: Run, chosen: ParameterServerConfig) -> None:
                 training.run()
 
 
-def _coordinator(strategy: Any) -> Coordinator:
-    from torchstrat.parameter_server.coordinator import ClusterCoordinator  # imports torch.distributed.rpc
-
-    coordinator: Coordinator = ClusterCoordinator(strategy)
-    return coordinator
-
-
 class AsynchronousTraining:
     """The state of one run on its coordinator."""
 
     def __init__(
         self,
         config: ExperimentConfig,
-        examples: data.AnyExamples,
+        examples: data.Examples,
         strategy: Any,
-        coordinator: Coordinator,
+        coordinator: Any,
         report: Report,
         size: ClusterSize,
         checkpoints: Checkpoints | None = None,
@@ -127,19 +106,18 @@ class AsynchronousTraining:
         self._report = report
         self._size = size
         self._timeout = timedelta(seconds=config.cluster.timeout_seconds)
-        self._objective = objective_of(examples)
-        self._checkpoints = NoCheckpoints() if checkpoints is None else checkpoints
+        self._objective = objective_of(config, examples)
+        self._checkpoints = checkpoints or Checkpoints()
         self._position = Position(config, folder)
-        self._clock = self._position.clock
         self._planned_steps = planned_steps(config, examples)
 
     def run(self) -> None:
         config, strategy = self._config, self._strategy
         torch.manual_seed(config.seed)
         with strategy.scope():
-            model = build.model(config.model, self._examples)
-            optimizer = build.optimizer(config.optimizer, model.parameters())
-        train_step = make_train_step(model, optimizer, self._objective)
+            model = build.model(config, self._examples)
+            optimizer = build.optimizer(config, model.parameters())
+        train_step = step_of(config, model, optimizer, self._objective)
 
         def worker_step(batch: Batch) -> tuple[float, int]:
             """Runs on a worker: the loss of a batch, and the batch's rows."""
@@ -161,7 +139,15 @@ class AsynchronousTraining:
                 break
             epoch += 1
         self._report.parameters("parameters", on_cpu(model.state_dict()))
-        self._report.result(self._result(evaluation))
+        self._report.result(
+            ResultRecord.of(
+                config,
+                position,
+                evaluation,
+                processes=1 + self._size.workers + self._size.servers,
+                replicas=self._size.workers,
+            )
+        )
         self._checkpoints.finish()
 
     def _epoch(self, epoch: int, model: nn.Module, worker_step: Callable[..., Any], leased: Any) -> EvaluationRecord:
@@ -179,10 +165,11 @@ class AsynchronousTraining:
 
     def _leased_rows(self) -> Any:
         """The training rows, in batches and in an order like those of a run on one device."""
-        loader = self._examples.train_loader(self._config.data.global_batch, self._config.seed, workers=0)
+        global_batch = self._config.global_batch
+        loader = self._examples.train_loader(global_batch, self._config.seed, workers=0)
         return self._coordinator.create_leased_dataset(
             TrainingRows(self._config.data),
-            self._config.data.global_batch,
+            global_batch,
             shuffle=LoaderOrder(loader),
             collate_fn=loader.collate_fn,
             rows=len(self._examples.train),
@@ -191,10 +178,10 @@ class AsynchronousTraining:
     def _train_epoch(self, model: nn.Module, worker_step: Callable[..., Any], leased: Any) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
         position, kept = self._position, self._checkpoints
-        self._clock.begin_epoch()
+        self._position.clock.begin_epoch()
         for loss, rows in self._results(worker_step, leased):
             position.count(loss, rows)
-            self._report.step(StepRecord(position.step, position.epoch, loss, rows, self._clock.epoch_rate()))
+            self._report.step(StepRecord.of(position, rows))
             if position.step == self._config.snapshot_after_steps:
                 self._strategy.extended.pull(model)
                 self._report.parameters(f"parameters_after_step_{position.step}", on_cpu(model.state_dict()))
@@ -204,7 +191,7 @@ class AsynchronousTraining:
         if kept.should_stop():
             kept.save(position)
         leased.ledger.check(complete=position.step != self._config.max_steps)
-        self._clock.end_epoch()
+        self._position.clock.end_epoch()
 
     def _results(self, worker_step: Callable[..., Any], leased: Any) -> Iterator[tuple[float, int]]:
         """The results of an epoch's steps in the order they were scheduled, which is not that of their updates.
@@ -212,7 +199,7 @@ class AsynchronousTraining:
         Nothing is in flight when the result is yielded after which a snapshot or a checkpoint is due: it has the
         updates of the steps that were counted, and of no others.
         """
-        pending: deque[Result] = deque()
+        pending: deque[Any] = deque()
         first_step, began = self._position.step, time.perf_counter()
         for step, lease in enumerate(self._leases_left(leased), first_step + 1):
             if self._checkpoints.should_stop():
@@ -251,32 +238,7 @@ class AsynchronousTraining:
         meter = self._objective.meter()
         model.eval()
         with torch.no_grad():
-            for inputs, labels in self._examples.test_loader(self._config.data.global_batch):
+            for inputs, labels in self._examples.test_loader(self._config.global_batch):
                 meter.add(meter.measure(model(inputs), labels))
         model.train()
-        scores = meter.scores()
-        position = self._position
-        return EvaluationRecord(
-            position.step,
-            position.epoch,
-            position.train_loss,
-            scores.loss,
-            scores.accuracy,
-            scores.rows,
-            scores.auc,
-        )
-
-    def _result(self, last: EvaluationRecord) -> ResultRecord:
-        return ResultRecord(
-            strategy=self._config.strategy.name,
-            processes=1 + self._size.workers + self._size.servers,
-            replicas=self._size.workers,
-            steps=self._position.step,
-            accuracy=last.accuracy,
-            loss=last.loss,
-            train_loss=last.train_loss,
-            examples_per_second=self._clock.steady_rate(),
-            training_seconds=self._clock.seconds,
-            auc=last.auc,
-            data=self._config.data.name,
-        )
+        return EvaluationRecord.of(self._position, meter.scores())

@@ -1,9 +1,10 @@
-"""From settings to objects: the strategy by its registry name, model and optimizer by their own."""
+"""From settings to objects: strategies as the configuration's calls (`targets`), model and optimizer in their scope."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,30 +12,10 @@ import torch
 
 from torchstrat import registry
 from torchstrat.cluster import ProcessPlan
-from torchstrat.cluster_resolver import ClusterResolver
-from torchstrat.config import (
-    AdagradConfig,
-    AdamConfig,
-    AdamWConfig,
-    CentralStorageConfig,
-    ClusterConfig,
-    CollectiveConfig,
-    ExperimentConfig,
-    LogicalDevicesConfig,
-    MirroredConfig,
-    ModelConfig,
-    OneDeviceConfig,
-    OptimizerConfig,
-    ParameterServerConfig,
-    SgdConfig,
-    TpuConfig,
-    WideAndDeepConfig,
-)
+from torchstrat.config import ExperimentConfig, require, require_one_of, require_positive
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import models
-from torchstrat.experiments.click_logs import ClickExamples
-from torchstrat.experiments.data import AnyExamples
-from torchstrat.experiments.wide_and_deep import WideAndDeep
+from torchstrat.experiments import models, targets
+from torchstrat.experiments.data import Examples
 from torchstrat.sharding import logical_axis
 from torchstrat.strategy import Strategy
 
@@ -48,92 +29,191 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     Raises:
         InvalidArgumentError: the settings do not fit how the processes were started, or each other.
     """
-    launched = plan is not None
-    _require_launcher(config.cluster, launched)
-    if isinstance(config.strategy, TpuConfig):
-        from torchstrat.experiments import tpu
-
-        return tpu.strategy(config, config.strategy, plan)
-    options: dict[str, Any] = {
-        "gradient_reduce_op": config.strategy.gradient_reduce_op,
-        "timeout": timedelta(seconds=config.cluster.timeout_seconds),
-    }
-    chosen = config.strategy
-    cpu_only = config.cluster.accelerator == "cpu"
-    if isinstance(chosen, LogicalDevicesConfig):
-        options |= _logical_devices(chosen, config.model)
-    if isinstance(chosen, CollectiveConfig):
-        options["collectives"] = chosen.collectives
-    if isinstance(chosen, OneDeviceConfig):
-        if chosen.device is not None or cpu_only:
-            options["device"] = chosen.device or "cpu:0"
-    elif isinstance(chosen, MirroredConfig):
-        options["devices"] = _devices(chosen.replicas, chosen.devices, launched, cpu_only)
-    elif isinstance(chosen, CentralStorageConfig):
-        options["compute_devices"] = _devices(chosen.replicas, chosen.compute_devices, launched, cpu_only)
-        options["parameter_device"] = chosen.parameter_device
-        options["gradients"] = chosen.gradients
-    elif cpu_only and torch.cuda.is_available():
-        raise InvalidArgumentError(
-            f"cluster.accelerator=cpu, but strategy={chosen.name} takes its process's GPU where there is one; hide the "
-            "GPUs from it with CUDA_VISIBLE_DEVICES= in the environment."
-        )
-    built: Strategy = registry.create(chosen.name, **options)
+    require(
+        config.cluster.name != "torchrun" or plan is not None,
+        "cluster=torchrun, but this process was started without it; run torchrun --nproc-per-node N scripts/train.py "
+        "…, or use cluster=auto.",
+    )
+    require(
+        config.cluster.name != "local" or plan is None,
+        "cluster=local, but a launcher started this process as one of a group; run python scripts/train.py …, or use "
+        "cluster=auto.",
+    )
+    built: Strategy = targets.make("strategy", config.strategy, config=config, plan=plan)
     return built
 
 
-def _logical_devices(chosen: LogicalDevicesConfig, model: ModelConfig) -> dict[str, Any]:
-    mesh = chosen.logical_mesh
-    if math.prod(mesh) == 1:
-        return {}
-    axes = [logical_axis(index) for index in range(len(mesh))]
-    return {
-        "logical_devices_per_replica": math.prod(mesh),
-        "logical_mesh_shape": mesh,
-        "sharding_rules": chosen.sharding_rules or models.sharding_rules(model, axes),
-    }
-
-
-def parameter_server(
-    config: ExperimentConfig, chosen: ParameterServerConfig, resolver: ClusterResolver, servers: int
+def one_device(
+    config: ExperimentConfig, plan: ProcessPlan | None, device: str | None = None, replicas: int | None = None
 ) -> Strategy:
-    """The strategy for the cluster that ``resolver`` describes, connected to its ``servers`` servers."""
-    from torchstrat.partitioners import MinSizePartitioner
+    """``device``: a PyTorch device string. None: the first GPU, or the CPU where there is none."""
+    ignore_replicas(config, plan, replicas, "it has one")
+    device = device or ("cpu:0" if config.cluster.accelerator == "cpu" else None)
+    return create("one_device", config, **({} if device is None else {"device": device}))
 
-    return registry.create(
-        chosen.name,
-        cluster_resolver=resolver,
-        variable_partitioner=MinSizePartitioner(chosen.min_shard_bytes, chosen.max_shards or servers),
-        rows_only=chosen.rows_only,
-        gradient_reduce_op=chosen.gradient_reduce_op,
-        on_server_loss="restore" if config.restores_servers else "raise",
-        timeout=timedelta(seconds=config.cluster.timeout_seconds),
+
+def mirrored(
+    config: ExperimentConfig,
+    plan: ProcessPlan | None,
+    replicas: int | None = None,
+    devices: list[str] | None = None,
+    collectives: str = "auto",
+    logical_devices: int | None = None,
+    logical_mesh_shape: list[int] | None = None,
+    sharding_rules: dict[str, Any] | None = None,
+) -> Strategy:
+    """Synchronous training, every replica with a copy of the variables.
+
+    Args:
+        replicas: in this process: that many GPUs, or virtual replicas of the CPU (``cpu:0``, ``cpu:1``, …). None: every
+            GPU, or two virtual replicas where there is none. Under torchrun each process is one replica, or one of its
+            ``logical_devices``.
+        devices: The replicas' devices one by one, instead of ``replicas``.
+        collectives: How processes talk: ``auto`` (in memory that they share, where all are on one host and compute on
+            CPUs), ``process_group`` (gloo, NCCL) or ``shared_memory`` (an error where it cannot be had).
+        logical_devices: Devices of one replica, over which models with ``tensor_parallel`` or ``spatially_parallel``
+            are cut. None: as many as ``logical_mesh_shape`` has places, otherwise 1. On a TPU one process drives all
+            of them; elsewhere each is a process, and torchrun starts replicas times so many.
+        logical_mesh_shape: How ``sharding_rules`` see a replica's logical devices: the sizes of ``d0``, ``d1``, ….
+            None: all are ``d0``.
+        sharding_rules: Parameters to be cut, by name: ``{*.weight: [d0, null]}`` cuts rows. Without rules, what the
+            model asks for.
+    """
+    return create(
+        "mirrored",
+        config,
+        **_logical_devices(config, logical_mesh(logical_devices, logical_mesh_shape), sharding_rules),
+        collectives=_known_collectives(collectives),
+        devices=_devices("devices", config, plan, replicas, devices),
     )
 
 
-def _require_launcher(cluster: ClusterConfig, launched: bool) -> None:
-    if cluster.name == "torchrun" and not launched:
+def multi_worker_mirrored(
+    config: ExperimentConfig,
+    plan: ProcessPlan | None,
+    replicas: int | None = None,
+    collectives: str = "auto",
+    logical_devices: int | None = None,
+    logical_mesh_shape: list[int] | None = None,
+    sharding_rules: dict[str, Any] | None = None,
+) -> Strategy:
+    """As `mirrored`. Processes are found from the launcher's environment; one started alone is a cluster of one."""
+    ignore_replicas(config, plan, replicas, "every process is one")
+    if config.cluster.accelerator == "cpu" and torch.cuda.is_available():
         raise InvalidArgumentError(
-            "cluster=torchrun, but this process was started without it; run torchrun --nproc-per-node N "
-            "scripts/train.py …, or use cluster=auto."
+            "cluster.accelerator=cpu, but strategy=multi_worker_mirrored takes its process's GPU where there is one; "
+            "hide the GPUs from it with CUDA_VISIBLE_DEVICES= in the environment."
         )
-    if cluster.name == "local" and launched:
-        raise InvalidArgumentError(
-            "cluster=local, but a launcher started this process as one of a group; run python scripts/train.py …, or "
-            "use cluster=auto."
-        )
+    return create(
+        "multi_worker_mirrored",
+        config,
+        **_logical_devices(config, logical_mesh(logical_devices, logical_mesh_shape), sharding_rules),
+        collectives=_known_collectives(collectives),
+    )
 
 
-def _devices(replicas: int | None, devices: list[str] | None, launched: bool, cpu_only: bool) -> list[str] | None:
+def central_storage(
+    config: ExperimentConfig,
+    plan: ProcessPlan | None,
+    replicas: int | None = None,
+    compute_devices: list[str] | None = None,
+    parameter_device: str | None = None,
+    gradients: str = "everywhere",
+    collectives: str = "auto",
+) -> Strategy:
+    """Synchronous training on variables that are kept once.
+
+    Args:
+        replicas, collectives: As for `mirrored`.
+        compute_devices: The replicas' devices one by one, instead of ``replicas``.
+        parameter_device: Where parameters and optimizer state live. None: the compute device if there is one,
+            otherwise the CPU.
+        gradients: Which process sees the combined gradients under torchrun: ``everywhere``, or ``owner``, which is
+            quicker and for steps that neither clip nor read them.
+    """
+    require_one_of("strategy.gradients", gradients, ("everywhere", "owner"))
+    return create(
+        "central_storage",
+        config,
+        collectives=_known_collectives(collectives),
+        compute_devices=_devices("compute_devices", config, plan, replicas, compute_devices),
+        parameter_device=parameter_device,
+        gradients=gradients,
+    )
+
+
+def create(name: str, config: ExperimentConfig, **options: Any) -> Strategy:
+    """The strategy of that name in the registry, with what every one is told."""
+    built: Strategy = registry.create(
+        name,
+        gradient_reduce_op=config.strategy.get("gradient_reduce_op", "mean"),
+        timeout=timedelta(seconds=config.cluster.timeout_seconds),
+        **options,
+    )
+    return built
+
+
+def ignore_replicas(config: ExperimentConfig, plan: ProcessPlan | None, replicas: int | None, why: str) -> None:
+    """Say that ``strategy.replicas`` has no effect: a sweep over strategies sets it for those that have it."""
+    if replicas not in (None, 1) and (plan is None or plan.rank == 0):
+        name = config.name_of("strategy")
+        print(f"strategy={name}: strategy.replicas={replicas} is ignored, {why}", file=sys.stderr, flush=True)
+
+
+def _known_collectives(collectives: str) -> str:
+    require_one_of("strategy.collectives", collectives, ("auto", "process_group", "shared_memory"))
+    return collectives
+
+
+def logical_mesh(logical_devices: int | None, shape: list[int] | None) -> list[int]:
+    """The sizes of ``d0``, ``d1``, …"""
+    require_positive("strategy.logical_devices", logical_devices)
+    require(
+        shape is None or (bool(shape) and all(size > 0 for size in shape)),
+        f"strategy.logical_mesh_shape={shape} must be positive sizes, at least one.",
+    )
+    require(
+        shape is None or logical_devices in (None, math.prod(shape)),
+        f"strategy.logical_mesh_shape={shape} has {math.prod(shape or [])} places for "
+        f"strategy.logical_devices={logical_devices}; these must agree, or leave one of them null.",
+    )
+    return shape or [logical_devices or 1]
+
+
+def rules(config: ExperimentConfig, mesh: Sequence[int], given: dict[str, Any] | None) -> Any:
+    """How the model's parameters are cut over a replica's logical devices; None: they are not."""
+    return given or models.sharding_rules(config.model, [logical_axis(index) for index in range(len(mesh))])
+
+
+def _logical_devices(config: ExperimentConfig, mesh: list[int], given: dict[str, Any] | None) -> dict[str, Any]:
+    if math.prod(mesh) == 1:
+        return {}
+    return {
+        "logical_devices_per_replica": math.prod(mesh),
+        "logical_mesh_shape": mesh,
+        "sharding_rules": rules(config, mesh, given),
+    }
+
+
+def _devices(
+    key: str, config: ExperimentConfig, plan: ProcessPlan | None, replicas: int | None, devices: list[str] | None
+) -> list[str] | None:
     """The constructor's list of devices, one per replica of this process; None leaves the choice to the strategy."""
+    require_positive("strategy.replicas", replicas)
+    require(
+        replicas is None or devices is None,
+        f"strategy.replicas={replicas} and strategy.{key}={devices} were both given; set one of them and leave the "
+        "other null.",
+    )
     if devices is not None:
         return devices
-    if launched:
-        if replicas not in (None, 1):
-            raise InvalidArgumentError(
-                f"strategy.replicas={replicas}, but under a launcher each process is one replica; start {replicas} "
-                "processes instead (torchrun --nproc-per-node)."
-            )
+    cpu_only = config.cluster.accelerator == "cpu"
+    if plan is not None:
+        require(
+            replicas in (None, 1),
+            f"strategy.replicas={replicas}, but under a launcher each process is one replica; start {replicas} "
+            "processes instead (torchrun --nproc-per-node).",
+        )
         return ["cpu:0"] if cpu_only else None
     has_gpus = torch.cuda.is_available() and not cpu_only
     if replicas is None:
@@ -141,48 +221,48 @@ def _devices(replicas: int | None, devices: list[str] | None, launched: bool, cp
     return [f"{'cuda' if has_gpus else 'cpu'}:{index}" for index in range(replicas)]
 
 
-def model(config: ModelConfig, examples: AnyExamples) -> torch.nn.Module:
+def model(config: ExperimentConfig, examples: Examples) -> torch.nn.Module:
     """A fresh model for these examples. Call it inside ``strategy.scope()``.
 
     Raises:
         InvalidArgumentError: the model is not for such examples.
     """
-    if isinstance(config, WideAndDeepConfig):
-        if not isinstance(examples, ClickExamples):
-            raise InvalidArgumentError(
-                "model=wide_and_deep is for click logs; use data=click_logs or data=synthetic_clicks, or model=mlp or "
-                "model=convnet."
-            )
-        return WideAndDeep(examples.category_rows, config)
-    if isinstance(examples, ClickExamples):
-        raise InvalidArgumentError(
-            f"model={config.name} is for inputs of one tensor, and click logs have integers and categories; use "
-            "model=wide_and_deep."
-        )
-    return models.build(config, examples.input_shape, examples.classes)
+    built = targets.make("model", config.model, **examples.facts)
+    require(
+        isinstance(built, torch.nn.Module),
+        f"model._target_={config.model['_target_']} made {type(built).__name__}; a torch.nn.Module is needed.",
+    )
+    _require_sparse_gradients(config, built)
+    return built  # type: ignore[no-any-return]
 
 
-def optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer(config: ExperimentConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """A plain PyTorch optimizer. Call it inside ``strategy.scope()``."""
-    if isinstance(config, SgdConfig):
-        return torch.optim.SGD(
-            parameters,
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-        )
-    if isinstance(config, AdamConfig | AdamWConfig):
-        kind = torch.optim.Adam if isinstance(config, AdamConfig) else torch.optim.AdamW
-        first, second = config.betas
-        return kind(parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay)
-    if isinstance(config, AdagradConfig):
+    if config.optimizer.get("_target_") == "torch.optim.Adagrad":
         # Its step builds sparse tensors out of valid ones. PyTorch warns unless told whether to check them again.
         torch.sparse.check_sparse_tensor_invariants.disable()
-        return torch.optim.Adagrad(
-            parameters,
-            lr=config.lr,
-            initial_accumulator_value=config.initial_accumulator_value,
-            weight_decay=config.weight_decay,
-        )
-    raise InvalidArgumentError(f"optimizer.name={config.name} is not known; choose one of sgd, adam, adamw, adagrad.")
+    built: torch.optim.Optimizer = targets.make("optimizer", config.optimizer, params=parameters)
+    return built
+
+
+def _require_sparse_gradients(config: ExperimentConfig, built: torch.nn.Module) -> None:
+    """PyTorch would say so too, but in the first step, and without the names of the settings."""
+    if not any(getattr(module, "sparse", False) for module in built.modules()):
+        return
+    model, optimizer = config.name_of("model"), config.name_of("optimizer")
+    dense = "or set model.sparse_gradients=false, which updates whole tables at every step."
+    require(
+        optimizer.lower() not in ("adam", "adamw"),
+        f"optimizer={optimizer} cannot use the sparse gradients of model={model}; use optimizer=adagrad or "
+        f"optimizer=sgd, {dense}",
+    )
+    decay = config.optimizer.get("weight_decay", 0)
+    require(
+        decay == 0,
+        f"optimizer.weight_decay={decay} shrinks every row, and the gradients of model={model} are sparse; set it to "
+        f"0, {dense}",
+    )
+    require(
+        config.name_of("strategy") != "tpu",
+        f"strategy=tpu has no sparse gradients, and model={model} makes them; set model.sparse_gradients=false.",
+    )

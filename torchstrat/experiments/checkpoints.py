@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchstrat.checkpoint import Checkpoint, CheckpointManager
 from torchstrat.config import ExperimentConfig
@@ -20,33 +20,29 @@ from torchstrat.preemption import PreemptionHandler
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Coordinator(Protocol):
-    """The part of `torchstrat.ClusterCoordinator` that is used here."""
+class Checkpoints:
+    """What a training loop does about checkpoints: nothing, in a run that keeps none. Every process of a run makes the
+    same calls after the same steps."""
 
-    def restore_on_server_loss(
-        self, manager: CheckpointManager, checkpoint: Checkpoint, *, on_restored: Callable[[int], object]
-    ) -> None: ...
-
-
-class Checkpoints(Protocol):
-    """What a training loop does about checkpoints. Every process of a run makes the same calls after the same steps."""
+    drain_seconds: float | None = None
+    """What steps that are under way may take to end when the process is told to; None: as long as they like."""
 
     def begin(self, position: Position, report: Report, **objects: Any) -> bool:
         """Name what is saved; restore what the run goes on from, if anything. Whether there was something."""
-
-    drain_seconds: float | None
-    """What steps that are under way may take to end when the process is told to; None: as long as they like."""
+        return False
 
     def should_stop(self) -> bool:
         """Whether this run has been told to end. Called after every step, once; then `save` is to be called."""
+        return False
 
     def is_planned(self, step: int) -> bool:
         """Whether `save` is to be called after this step in any case. Asks nobody."""
+        return False
 
     def save(self, position: Position) -> None:
         """Save, and raise `RunAgain` if `should_stop` was true."""
 
-    def restore_on_server_loss(self, coordinator: Coordinator, position: Position) -> None:
+    def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
         """After `begin`: from now on a call that meets the loss of a parameter server raises `WentBack`, if the run's
         settings ask for that."""
 
@@ -58,36 +54,12 @@ class WentBack(Exception):  # noqa: N818  # no error: the loop begins again at i
     """A parameter server was lost. All servers, the position and the record are as in the newest checkpoint."""
 
 
-class NoCheckpoints:
-    """For runs that keep none."""
-
-    drain_seconds: float | None = None
-
-    def begin(self, position: Position, report: Report, **objects: Any) -> bool:
-        return False
-
-    def should_stop(self) -> bool:
-        return False
-
-    def is_planned(self, step: int) -> bool:
-        return False
-
-    def save(self, position: Position) -> None:
-        pass
-
-    def restore_on_server_loss(self, coordinator: Coordinator, position: Position) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 @contextmanager
 def checkpoints_of(run: Run) -> Iterator[Checkpoints]:
     """What the run's settings ask for. Enter it in the main thread, within the strategy's life."""
     config = run.config
     if not config.keeps_checkpoints:
-        yield NoCheckpoints()
+        yield Checkpoints()
         return
     grace = timedelta(seconds=config.checkpoint.grace_seconds)
     with (
@@ -103,11 +75,11 @@ def directory_of(config: ExperimentConfig) -> Path:
     return Path("outputs", config.name, "checkpoints") if chosen is None else Path(chosen).expanduser()
 
 
-class KeptCheckpoints:
+class KeptCheckpoints(Checkpoints):
     """See `Checkpoints`. ``manager`` and ``preemption`` are open as long as this is used."""
 
     def __init__(self, config: ExperimentConfig, manager: CheckpointManager, preemption: PreemptionHandler) -> None:
-        self.drain_seconds: float | None = config.checkpoint.grace_seconds / 4
+        self.drain_seconds = config.checkpoint.grace_seconds / 4
         self._config = config
         self._manager = manager
         self._preemption = preemption
@@ -174,7 +146,7 @@ class KeptCheckpoints:
             self._report.interrupted(position.step, self._manager.directory)
             raise RunAgain
 
-    def restore_on_server_loss(self, coordinator: Coordinator, position: Position) -> None:
+    def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
         if not self._config.restores_servers:
             return
         checkpoint, report = self._checkpoint, self._report

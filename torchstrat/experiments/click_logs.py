@@ -9,21 +9,21 @@ strategies share rows by index, and loading processes do not end with a short ba
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.nn import functional
+from torch.utils.data import Dataset, Sampler
 
-from torchstrat.config import ClickLogsConfig
-from torchstrat.data.worker_signals import outlive_preemption
+from torchstrat.config import require_positive
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments.click_rows import ClickRow, CollateClicks, parse
-from torchstrat.experiments.files import existing_file
+from torchstrat.experiments.data import Examples, existing_file, require_fraction
+from torchstrat.experiments.scores import ClickMeter
 
 _LINES_PER_ENTRY = 16
 """The index has the offset of every 16th line: half a byte of memory per row, and 4 KB read to find one."""
@@ -162,39 +162,31 @@ class NearbyOrder(Sampler[int]):
             yield from rows[torch.randperm(len(rows), generator=self._generator)].tolist()
 
 
-@dataclass(frozen=True)
-class ClickExamples:
-    """Impressions to train on and held-out ones. Batches are `CollateClicks`'s; one logit is to be learnt."""
+def load(path: str, test_path: str | None = None, category_rows: int = 1 << 16, test_fraction: float = 0.2) -> Examples:
+    """The examples of a log in the format of Criteo's data sets, or of two. Reads the first line of each.
 
-    train: ClickLog
-    test: ClickLog
-    category_rows: int
-    """Table rows that occur in a batch are below this."""
+    The end of the log is held out, since a log is in order of time and what has to be predicted is the future.
 
-    def train_loader(self, global_batch: int, seed: int, workers: int) -> DataLoader[Any]:
-        """Global batches in `NearbyOrder`, the last one as short as it comes: no row is dropped."""
-        order = torch.Generator().manual_seed(seed)
-        return DataLoader(
-            self.train,
-            batch_size=global_batch,
-            sampler=NearbyOrder(len(self.train), order),
-            generator=order,
-            num_workers=workers,
-            worker_init_fn=outlive_preemption,
-            collate_fn=CollateClicks(self.category_rows),
-        )
-
-    def test_loader(self, global_batch: int) -> DataLoader[Any]:
-        return DataLoader(self.test, batch_size=global_batch, collate_fn=CollateClicks(self.category_rows))
-
-
-def load(config: ClickLogsConfig) -> ClickExamples:
-    """The examples of a log, or of two. Reads the first line of each. Raises `InvalidArgumentError`."""
-    log = _open(config.path, "data.path")
-    if config.test_path is not None:
-        return ClickExamples(log, _open(config.test_path, "data.test_path"), config.category_rows)
-    cut = 1.0 - config.test_fraction
-    return ClickExamples(log.part(0.0, cut), log.part(cut, 1.0), config.category_rows)
+    Args:
+        test_path: A second log with the held-out rows, instead of ``test_fraction``.
+        category_rows: Rows of the tables that categories are hashed into, over all 26 fields together.
+    """
+    require_positive("data.category_rows", category_rows)
+    require_fraction(test_fraction)
+    log = _open(path, "data.path")
+    cut = 1.0 - test_fraction
+    train, test = (
+        (log.part(0.0, cut), log.part(cut, 1.0)) if test_path is None else (log, _open(test_path, "data.test_path"))
+    )
+    return Examples(
+        train,
+        test,
+        {"category_rows": category_rows},
+        loss=functional.binary_cross_entropy_with_logits,
+        meter=ClickMeter,
+        collate_fn=CollateClicks(category_rows),
+        order=NearbyOrder,
+    )
 
 
 def _open(path: str, setting: str) -> ClickLog:

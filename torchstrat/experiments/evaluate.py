@@ -16,8 +16,7 @@ from torch import nn
 
 from torchstrat.cluster_resolver import TFConfigClusterResolver
 from torchstrat.cluster_spec import EVALUATOR
-from torchstrat.config import ExperimentConfig
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.config import ExperimentConfig, require
 from torchstrat.evaluation import Evaluation, SidecarEvaluator
 from torchstrat.experiments import build, data
 from torchstrat.experiments.checkpoints import directory_of
@@ -45,20 +44,21 @@ def evaluate(run: Run) -> None:
         CommunicationTimeoutError: no checkpoint came in time.
     """
     config = run.config
-    if run.plan is not None and run.plan.size > 1:
-        raise InvalidArgumentError(
-            f"TF_CONFIG makes this process the evaluator, and torchrun started {run.plan.size} of them; start one."
-        )
-    if config.checkpoint.every_steps is None and config.resume == "never":
-        raise InvalidArgumentError(
-            "TF_CONFIG makes this process the evaluator, and this run keeps no checkpoints to evaluate; set "
-            "checkpoint.every_steps."
-        )
+    evaluators = run.plan.size if run.plan else 1
+    require(
+        evaluators == 1,
+        f"TF_CONFIG makes this process the evaluator, and torchrun started {evaluators} of them; start one.",
+    )
+    require(
+        config.keeps_checkpoints,
+        "TF_CONFIG makes this process the evaluator, and this run keeps no checkpoints to evaluate; set "
+        "checkpoint.every_steps.",
+    )
     examples = data.load(config.data)
-    objective = objective_of(examples)
+    objective = objective_of(config, examples)
     SidecarEvaluator(
-        lambda: build.model(config.model, examples),
-        examples.test_loader(config.data.global_batch),
+        lambda: build.model(config, examples),
+        examples.test_loader(config.global_batch),
         directory_of(config),
         evaluate_fn=lambda model, batches: _scores(model, batches, objective),
         log_dir=results_of(config),
@@ -75,8 +75,8 @@ def _scores(model: nn.Module, batches: Any, objective: Objective) -> dict[str, f
     for inputs, labels in batches:
         meter.add(meter.measure(model(inputs), labels))
     scores = meter.scores()
-    auc = {} if scores.auc is None else {"auc": scores.auc}
-    return {"loss": scores.loss, "accuracy": scores.accuracy, **auc}
+    values = {"loss": scores.loss, "accuracy": scores.accuracy, "auc": scores.auc}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _say(evaluation: Evaluation, _model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.errors import TorchstratError
+from torchstrat.experiments import sweep, targets
 from torchstrat.experiments.hand_over import MEETING_TIMEOUT, HandOver
 from torchstrat.launcher import launched_plan
 from torchstrat.preemption import EXIT_CODE
@@ -55,8 +56,10 @@ class Run:
     @classmethod
     def unpack(cls, message: Mapping[str, Any], plan: ProcessPlan | None) -> Run:
         """The run that rank 0 described. Raises `InvalidArgumentError` for a configuration that means nothing."""
+        config = schema.experiment_from_mapping(message["config"])
+        targets.check(config)
         return cls(
-            config=schema.experiment_from_mapping(message["config"]),
+            config=config,
             resolved=message["config"],
             overrides=list(message["overrides"]),
             folder=Path(message["folder"]),
@@ -75,25 +78,26 @@ class RunAgain(SystemExit):
 Task = Callable[[Run], None]
 
 
-def main(task: Task, config_folder: Path) -> int:
+def main(task: Task, configs: Path | None = None) -> int:
     """Call ``task`` for every run that the command line asks for, on every rank.
 
     Args:
         task: Called on all ranks of a run with equal configurations. It must leave nothing open: the next run of a
             sweep starts in the same process.
-        config_folder: Holds ``config.yaml`` and the config groups.
+        configs: Holds ``config.yaml`` and the config groups. None: `config_folder`'s.
 
     Returns:
         The exit status for the process: 0 if every run succeeded, that of `RunAgain` if a run ended with it.
     """
     with_tracebacks = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     register_schema()
+    _find_users_modules()
     try:
         plan = launched_plan()
         hand_over = _meet(plan) if plan is not None and plan.size > 1 else None
         if hand_over is not None and hand_over.rank > 0:
             return _Follower(task, plan, hand_over, with_tracebacks).follow()
-        return _Leader(task, plan, hand_over, with_tracebacks, config_folder).lead()
+        return _Leader(task, plan, hand_over, with_tracebacks, configs or config_folder()).lead()
     except _ONE_LINE as error:
         if with_tracebacks:
             raise
@@ -102,14 +106,26 @@ def main(task: Task, config_folder: Path) -> int:
 
 def register_schema() -> None:
     """Give Hydra the dataclasses that the YAML files set values of. Idempotent."""
-    store = ConfigStore.instance()
     experiment = OmegaConf.structured(schema.ExperimentConfig)
-    for group in schema.GROUPS:
-        experiment[group] = schema.MISSING  # a default choice would refuse to be replaced by another class
-    store.store(name="base_config", node=experiment)
-    for group, choices in schema.GROUPS.items():
-        for name, node in choices.items():
-            store.store(group=group, name=f"base_{name}", node=node)
+    for group in schema.CALLS:  # their keys are those of whatever is called, and `targets` knows which these are
+        experiment[group]._set_flag("struct", False)
+    ConfigStore.instance().store(name="base_config", node=experiment)
+
+
+def config_folder() -> Path:
+    """``configs/``: the wheel's copy, or that of the checkout."""
+    packaged = Path(__file__).with_name("configs")
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "configs"
+
+
+def _find_users_modules() -> None:
+    """Let ``_target_`` name what is in the folder that the command is run in, here and in processes started here."""
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, folder]))
 
 
 def _meet(plan: ProcessPlan) -> HandOver:
@@ -135,7 +151,7 @@ class _Leader:
     hand_over: HandOver | None
     """None: there is nobody to lead."""
     with_tracebacks: bool
-    config_folder: Path
+    configs: Path
 
     def lead(self) -> int:
         """Let Hydra parse the command line and call back once per run; returns the exit status."""
@@ -154,15 +170,18 @@ class _Leader:
         return status
 
     def _run_hydra(self) -> int:
-        failed_runs = 0
+        runs: list[tuple[Path, list[str], bool]] = []
+        pictures: list[bool] = []
 
         def run_one(config: DictConfig) -> None:
-            nonlocal failed_runs
-            failed_runs += not self._run(config)
+            succeeded = self._run(config)
+            message = HydraConfig.get()
+            runs.append((Path(message.runtime.output_dir), list(message.overrides.task), succeeded))
+            pictures.append(bool(config.curves))
 
         run_id = _new_run_id()  # once per command; `now` would be resolved again and again
         OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
-        decorate = hydra.main(version_base="1.3", config_path=str(self.config_folder.resolve()), config_name="config")
+        decorate = hydra.main(version_base="1.3", config_path=str(self.configs.resolve()), config_name="config")
         asked_before = os.environ.get("HYDRA_FULL_ERROR")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's way to be told: raise to the caller, do not print and exit
         try:
@@ -174,7 +193,9 @@ class _Leader:
                 del os.environ["HYDRA_FULL_ERROR"]
             else:
                 os.environ["HYDRA_FULL_ERROR"] = asked_before
-        return int(failed_runs > 0)
+        if len(runs) > 1:
+            sweep.show(runs, with_picture=any(pictures))
+        return int(not all(succeeded for _, _, succeeded in runs))
 
     def _run(self, config: DictConfig) -> bool:
         """One run; whether it succeeded. `SystemExit` when other ranks may be waiting for this one in vain."""
@@ -222,10 +243,24 @@ class _Follower:
                 return _fail(error, self.hand_over.rank)  # rank 0 knows nothing of it, and would not say it
 
 
+def values_of(config: DictConfig, overrides: list[str]) -> dict[str, Any]:
+    """The configuration that Hydra composed, as plain values."""
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
+    for group in schema.CALLS:
+        if f"{group}._target_" in given:  # another call: the arguments of the one in the file are not for it
+            kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
+            kept |= {"global_batch", "workers", "gradient_reduce_op"}
+            values[group] = {key: value for key, value in (values[group] or {}).items() if key in kept}
+    found: dict[str, Any] = values
+    return found
+
+
 def _describe(config: DictConfig) -> dict[str, Any]:
+    overrides = list(HydraConfig.get().overrides.task)
     return {
-        "config": OmegaConf.to_container(config, resolve=True),
-        "overrides": list(HydraConfig.get().overrides.task),
+        "config": values_of(config, overrides),
+        "overrides": overrides,
         "folder": HydraConfig.get().runtime.output_dir,
     }
 

@@ -14,23 +14,14 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.config import ExperimentConfig, SyntheticClicksConfig
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.config import ExperimentConfig, require
 from torchstrat.experiments import build, data
-from torchstrat.experiments.checkpoints import Checkpoints, NoCheckpoints, checkpoints_of
+from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.objectives import Batch, make_train_step, objective_of
+from torchstrat.experiments.objectives import Batch, objective_of, step_of
 from torchstrat.experiments.position import Position
-from torchstrat.experiments.programs import programs_of
-from torchstrat.experiments.report import (
-    EvaluationRecord,
-    FolderReport,
-    NoReport,
-    Report,
-    ResultRecord,
-    StepRecord,
-)
-from torchstrat.experiments.traffic import StepTraffic
+from torchstrat.experiments.programs import StepTraffic, programs_of
+from torchstrat.experiments.report import EvaluationRecord, FolderReport, Report, ResultRecord, StepRecord
 from torchstrat.strategy import Strategy
 
 
@@ -44,11 +35,16 @@ def train(run: Run) -> None:
     examples = data.load(config.data)
     strategy = build.strategy(config, run.plan)
     with closing(strategy):
-        _require_global_batch(config, strategy.num_replicas_in_sync)
-        require_enough_rows(config, examples, strategy.num_replicas_in_sync, "replicas")
-        report: Report = NoReport()
+        replicas = strategy.num_replicas_in_sync
+        require(
+            config.global_batch >= replicas,
+            f"data.global_batch={config.global_batch} is too small for {replicas} replicas, of which some would never "
+            f"get a row; use at least {replicas}, or fewer replicas.",
+        )
+        require_enough_rows(config, examples, replicas, "replicas")
+        report = Report()
         if run.is_chief:
-            title = run_title(config, _size(strategy))
+            title = run_title(config, examples, _size(strategy))
             report = FolderReport(run.folder, config, run.resolved, planned_steps(config, examples), title)
         processes = run.plan.size if run.plan else 1
         with closing(report), checkpoints_of(run) as checkpoints:
@@ -60,42 +56,27 @@ def _size(strategy: Strategy) -> str:
     return f"×{strategy.num_replicas_in_sync}" if logical == 1 else f"{strategy.num_replicas_in_sync}×{logical}"
 
 
-def run_title(config: ExperimentConfig, size: str) -> str:
+def run_title(config: ExperimentConfig, examples: data.Examples, size: str) -> str:
     """Stands before everything that a run says, and above its curves. What is synthetic is called so everywhere."""
-    synthetic = ", synthetic clicks" if isinstance(config.data, SyntheticClicksConfig) else ""
-    return f"{config.strategy.name} {size}{synthetic}"
+    return f"{config.name_of('strategy')} {size}{examples.note and f', {examples.note}'}"
 
 
-def steps_per_epoch(config: ExperimentConfig, examples: data.AnyExamples) -> int:
-    return -(-len(examples.train) // config.data.global_batch)
-
-
-def planned_steps(config: ExperimentConfig, examples: data.AnyExamples) -> int:
-    steps = config.epochs * steps_per_epoch(config, examples)
+def planned_steps(config: ExperimentConfig, examples: data.Examples) -> int:
+    steps = config.epochs * -(-len(examples.train) // config.global_batch)
     return min(steps, config.max_steps or steps)
 
 
-def _require_global_batch(config: ExperimentConfig, replicas: int) -> None:
-    global_batch = config.data.global_batch
-    if global_batch < replicas:
-        raise InvalidArgumentError(
-            f"data.global_batch={global_batch} is too small for {replicas} replicas, of which some would never get a "
-            f"row; use at least {replicas}, or fewer replicas."
-        )
-
-
-def require_enough_rows(config: ExperimentConfig, examples: data.AnyExamples, learners: int, what: str) -> None:
+def require_enough_rows(config: ExperimentConfig, examples: data.Examples, learners: int, what: str) -> None:
     """Raise `InvalidArgumentError` if one of so many ``what`` would never get a row, or no row is held out."""
-    if len(examples.train) < learners:
-        raise InvalidArgumentError(
-            f"data={config.data.name} has {len(examples.train)} training rows for {learners} {what}; at least one "
-            "row for each is needed."
-        )
-    if not len(examples.test):
-        raise InvalidArgumentError(
-            f"data={config.data.name} has no held-out rows; raise data.test_fraction={config.data.test_fraction}, or "
-            "name a file that has some."
-        )
+    name = config.name_of("data")
+    require(
+        len(examples.train) >= learners,
+        f"data={name} has {len(examples.train)} training rows for {learners} {what}; at least one row for each is "
+        "needed.",
+    )
+    fraction = config.data.get("test_fraction")
+    raise_it = "" if fraction is None else f"raise data.test_fraction={fraction}, or "
+    require(len(examples.test) > 0, f"data={name} has no held-out rows; {raise_it}name a file that has some.")
 
 
 class _Training:
@@ -104,7 +85,7 @@ class _Training:
     def __init__(
         self,
         config: ExperimentConfig,
-        examples: data.AnyExamples,
+        examples: data.Examples,
         strategy: Any,
         report: Report,
         processes: int,
@@ -117,23 +98,21 @@ class _Training:
         self._report = report
         self._processes = processes
         self._planned_steps = planned_steps(config, examples)
-        self._checkpoints = NoCheckpoints() if checkpoints is None else checkpoints
+        self._checkpoints = checkpoints or Checkpoints()
         self._position = Position(config, folder)
-        self._clock = self._position.clock
-        self._objective = objective_of(examples)
+        self._objective = objective_of(config, examples)
         self._traffic = StepTraffic(strategy)
 
     def run(self) -> None:
         config, strategy = self._config, self._strategy
         torch.manual_seed(config.seed)
         with strategy.scope():
-            model = build.model(config.model, self._examples)
-            optimizer = build.optimizer(config.optimizer, model.parameters())
-        train_step = make_train_step(model, optimizer, self._objective)
-        global_batch = config.data.global_batch
-        loader = self._examples.train_loader(global_batch, config.seed, config.data.workers)
+            model = build.model(config, self._examples)
+            optimizer = build.optimizer(config, model.parameters())
+        train_step = step_of(config, model, optimizer, self._objective)
+        loader = self._examples.train_loader(config.global_batch, config.seed, config.data_workers)
         train_batches = strategy.distribute_dataset(loader)
-        test_batches = strategy.distribute_dataset(self._examples.test_loader(global_batch))
+        test_batches = strategy.distribute_dataset(self._examples.test_loader(config.global_batch))
         self._checkpoints.begin(self._position, self._report, model=model, optimizer=optimizer, data=train_batches)
         for epoch in range(self._position.epoch, config.epochs + 1):
             self._position.begin_epoch(epoch)
@@ -143,7 +122,16 @@ class _Training:
             if self._is_over():
                 break
         self._report.parameters("parameters", on_cpu(model.state_dict()))
-        self._report.result(self._result(evaluation))
+        self._report.result(
+            ResultRecord.of(
+                config,
+                self._position,
+                evaluation,
+                processes=self._processes,
+                replicas=strategy.num_replicas_in_sync,
+                logical_devices=strategy.num_logical_devices,
+            )
+        )
         self._checkpoints.finish()
         programs = programs_of(strategy) or self._traffic.record()
         if programs is not None:
@@ -153,14 +141,13 @@ class _Training:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
         strategy, position = self._strategy, self._position
         model.train()
-        self._clock.begin_epoch()
+        position.clock.begin_epoch()
         for batch, rows in self._batches_left(batches):
             self._traffic.step_begins()
             per_replica = strategy.run(train_step, args=(batch,))
             self._traffic.step_ends()
-            loss = float(strategy.reduce("mean", per_replica, axis=None))
-            position.count(loss, rows)
-            self._report.step(StepRecord(position.step, position.epoch, loss, rows, self._clock.epoch_rate()))
+            position.count(float(strategy.reduce("mean", per_replica, axis=None)), rows)
+            self._report.step(StepRecord.of(position, rows))
             if position.step == self._config.snapshot_after_steps:
                 self._report.parameters(f"parameters_after_step_{position.step}", on_cpu(model.state_dict()))
             is_due = self._checkpoints.is_planned(position.step) or position.step == self._planned_steps
@@ -168,7 +155,7 @@ class _Training:
                 self._checkpoints.save(position)
             if self._is_over():
                 break
-        self._clock.end_epoch()
+        position.clock.end_epoch()
 
     def _batches_left(self, batches: Any) -> Iterator[tuple[Any, int]]:
         """The batches, each with its number of rows. None for a run that was over already and is gone on with."""
@@ -176,7 +163,7 @@ class _Training:
             yield from zip(batches, self._rows_of_batches(), strict=True)
 
     def _rows_of_batches(self) -> Iterator[int]:
-        rows, global_batch = len(self._examples.train), self._config.data.global_batch
+        rows, global_batch = len(self._examples.train), self._config.global_batch
         return (min(global_batch, rows - begin) for begin in range(self._position.rows, rows, global_batch))
 
     def _is_over(self) -> bool:
@@ -184,7 +171,7 @@ class _Training:
 
     def _evaluate(self, model: nn.Module, batches: Any) -> EvaluationRecord:
         """Scores over every held-out row, each counted once whatever the number of replicas."""
-        strategy, position, meter = self._strategy, self._position, self._objective.meter()
+        strategy, meter = self._strategy, self._objective.meter()
 
         def eval_step(batch: Batch) -> torch.Tensor:
             inputs, labels = batch
@@ -196,31 +183,7 @@ class _Training:
             meter.add(meter.combine(strategy, strategy.run(eval_step, args=(batch,))))
         scores = meter.scores()
         assert scores.rows == len(self._examples.test), f"counted {scores.rows} of {len(self._examples.test)} rows"
-        return EvaluationRecord(
-            position.step,
-            position.epoch,
-            position.train_loss,
-            scores.loss,
-            scores.accuracy,
-            scores.rows,
-            scores.auc,
-        )
-
-    def _result(self, last: EvaluationRecord) -> ResultRecord:
-        return ResultRecord(
-            strategy=self._config.strategy.name,
-            processes=self._processes,
-            replicas=self._strategy.num_replicas_in_sync,
-            steps=self._position.step,
-            accuracy=last.accuracy,
-            loss=last.loss,
-            train_loss=last.train_loss,
-            examples_per_second=self._clock.steady_rate(),
-            training_seconds=self._clock.seconds,
-            auc=last.auc,
-            data=self._config.data.name,
-            logical_devices=self._strategy.num_logical_devices,
-        )
+        return EvaluationRecord.of(self._position, scores)
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, torch.Tensor]:

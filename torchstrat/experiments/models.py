@@ -1,103 +1,193 @@
 """The application's models for images and rows, plain `torch.nn`. They know nothing of strategies, unless they are to
-be cut over the logical devices of a replica (`logical_devices`, `transformer`).
+be cut over the logical devices of a replica; where a replica has one, the annotations change nothing.
 
 All are smooth: GELU and average pooling, where ReLU and max pooling are more usual. At a kink or a tie (the digits'
 empty backgrounds are full of ties) a rounding difference of 1e-8 picks another branch and becomes a difference of 1e-3
 after twenty steps; smooth models let runs under different strategies be compared to rounding (2e-7).
+
+A model that has a static method ``sharding_rules(axes, **settings)`` is asked by it how its parameters are to be cut
+along the axes of a replica's logical devices: name → for each dimension the axes that cut it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.config import ConvNetConfig, MlpConfig, ModelConfig, TransformerConfig
-from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments.logical_devices import InBands, InColumns, rules_for_columns
-from torchstrat.experiments.transformer import RowTransformer, rules_for_heads
+from torchstrat.config import require, require_one_of, require_positive
+
+T = TypeVar("T")
+Rules = dict[str, list[list[str] | None]]
 
 
-def build(config: ModelConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A fresh model: ``(batch, *input_shape)`` float32 → logits ``(batch, classes)``.
+class Mlp(nn.Sequential):
+    """Inputs, flattened → logits ``(batch, classes)``.
 
-    Call it inside ``strategy.scope()``, which decides where the parameters live.
+    With ``tensor_parallel``, every second layer has its outputs cut over logical devices, and the one after it adds up
+    what the devices made of their parts: two layers cost one sum (Shoeybi et al., "Megatron-LM", 2019). `forward`
+    raises `InvalidArgumentError` if the width of such a layer does not divide.
+
+    Args:
+        hidden: Widths of the hidden layers.
+        tensor_parallel: Cut the layers, two by two, over a replica's logical devices. The numbers are the same.
     """
-    for schema, builder in _BUILDERS.items():
-        if isinstance(config, schema):
-            return builder(config, input_shape, classes)
-    raise InvalidArgumentError(f"model.name={config.name} is not known; choose one of mlp, convnet, transformer.")
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        hidden: Sequence[int] = (128, 128),
+        tensor_parallel: bool = False,
+    ) -> None:
+        require(all(width > 0 for width in hidden), f"model.hidden={[*hidden]} must be positive widths.")
+        widths = [math.prod(input_shape), *hidden]
+        layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
+        super().__init__(nn.Flatten(), *layers, nn.Linear(widths[-1], classes))
+        self._is_cut = tensor_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_cut:
+            return _plain(self, x)
+        strategy = ts.get_strategy()
+        widening, narrowing = _in_pairs([layer for layer in self if isinstance(layer, nn.Linear)])
+        for layer in self:
+            x = layer(x)
+            if layer in widening:
+                x = strategy.split_to_logical_devices(x, [1, strategy.num_logical_devices])
+            elif layer in narrowing:
+                x = strategy.replicate_to_logical_devices(x)
+        return x
+
+    @staticmethod
+    def sharding_rules(
+        axes: Sequence[str], hidden: Sequence[int] = (128, 128), tensor_parallel: bool = False
+    ) -> Rules | None:
+        if not tensor_parallel:
+            return None
+        layers = [str(1 + 2 * number) for number in range(len(hidden) + 1)]  # between them, GELUs
+        widening, narrowing = _in_pairs(layers)
+        return {
+            **{f"{name}.weight": [[*axes], None] for name in widening},  # (out, in)
+            **{f"{name}.bias": [[*axes]] for name in widening},
+            **{f"{name}.weight": [None, [*axes]] for name in narrowing},
+        }
 
 
-def _build_mlp(config: MlpConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    widths = [math.prod(input_shape), *config.hidden]
-    hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
-    kind = InColumns if config.tensor_parallel else nn.Sequential
-    return kind(nn.Flatten(), *hidden, nn.Linear(widths[-1], classes))
+def _plain(layers: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
-def sharding_rules(config: ModelConfig, axes: Sequence[str]) -> dict[str, list[list[str] | None]] | None:
-    """How a model's parameters are to be cut along ``axes``, by name; None: every logical device has all of them."""
-    if isinstance(config, MlpConfig) and config.tensor_parallel:
-        layers = len(config.hidden) + 1
-        return rules_for_columns([str(1 + 2 * number) for number in range(layers)], axes)  # between them, GELUs
-    if isinstance(config, TransformerConfig) and config.tensor_parallel:
-        return rules_for_heads(axes)
-    return None
+def _in_pairs(layers: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """The layers whose outputs, and those whose inputs are cut. A last one without a partner is in neither."""
+    paired = len(layers) // 2 * 2
+    return layers[:paired:2], layers[1:paired:2]
 
 
-def _build_convnet(config: ConvNetConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    if len(input_shape) != 3:
-        raise InvalidArgumentError(
-            f"model=convnet needs images (channels, height, width); this data has inputs of shape {input_shape}. Use "
-            "model=mlp, or set data.image_shape."
+class ConvNet(nn.Sequential):
+    """Images ``(batch, channels, height, width)`` → logits ``(batch, classes)``.
+
+    With ``spatially_parallel``, a convolution needs its neighbours' outermost rows, which the compiler has them
+    exchange. Poolings make images lower: from where the height no longer divides, every logical device has all of it.
+    `forward` raises `InvalidArgumentError` if the height of the model's input does not divide.
+
+    Args:
+        channels: Output channels of the 3×3 convolutions. Each but the first is followed by a 2×2 average pooling.
+        norm: ``group``: per example, equal on any number of replicas. ``batch``: statistics of each replica's own rows.
+            ``sync_batch``: statistics over all replicas' rows, which gives the numbers of one device.
+        groups: Groups of ``norm=group``; each entry of ``channels`` must be a multiple.
+        spatially_parallel: Cut images into bands of rows over a replica's logical devices. The numbers are the same.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        channels: Sequence[int] = (16, 32, 32),
+        norm: str = "group",
+        groups: int = 4,
+        spatially_parallel: bool = False,
+    ) -> None:
+        require_images("convnet", input_shape)
+        require_one_of("model.norm", norm, ("group", "batch", "sync_batch"))
+        require_positive("model.groups", groups)
+        require(
+            bool(channels) and all(width > 0 for width in channels),
+            f"model.channels={[*channels]} must name at least one positive number of channels.",
         )
-    channels, height, width = input_shape
-    halvings = len(config.channels) - 1
-    if min(height, width) < 2**halvings:
-        raise InvalidArgumentError(
-            f"model.channels={config.channels} halves the image {halvings} times, and {height}×{width} is too small "
-            "for that; use fewer channels."
+        require(
+            norm != "group" or all(width % groups == 0 for width in channels),
+            f"model.channels={[*channels]} cannot be split into model.groups={groups} groups; use multiples of "
+            f"{groups}, or another model.groups.",
         )
-    layers: list[nn.Module] = []
-    for index, (inputs, outputs) in enumerate(zip([channels, *config.channels], config.channels, strict=False)):
-        layers += [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), _norm(config, outputs), nn.GELU()]
-        if index > 0:
-            layers.append(nn.AvgPool2d(2))
-    features = config.channels[-1] * (height >> halvings) * (width >> halvings)
-    kind = InBands if config.spatially_parallel else nn.Sequential
-    model = kind(*layers, nn.Flatten(), nn.Linear(features, classes))
-    return ts.convert_sync_batchnorm(model) if config.norm == "sync_batch" else model
+        depth, height, width = input_shape
+        halvings = len(channels) - 1
+        require(
+            min(height, width) >= 2**halvings,
+            f"model.channels={[*channels]} halves the image {halvings} times, and {height}×{width} is too small for "
+            "that; use fewer channels.",
+        )
+        layers: list[nn.Module] = []
+        for index, (inputs, outputs) in enumerate(pairwise([depth, *channels])):
+            layers += [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), _norm(norm, groups, outputs), nn.GELU()]
+            layers += [nn.AvgPool2d(2)] if index > 0 else []
+        features = channels[-1] * (height >> halvings) * (width >> halvings)
+        super().__init__(*layers, nn.Flatten(), nn.Linear(features, classes))
+        self._is_cut = spatially_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_cut:
+            return _plain(self, x)
+        strategy = ts.get_strategy()
+        parts = strategy.num_logical_devices
+        x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
+        in_bands = True
+        for index, layer in enumerate(self):
+            if isinstance(layer, nn.Conv2d) and index > 0:
+                in_bands = x.shape[2] % parts == 0
+                if in_bands:
+                    x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
+                else:
+                    x = strategy.replicate_to_logical_devices(x)
+            elif isinstance(layer, nn.Flatten) or (in_bands and not _keeps_bands(layer, x.shape[2] // parts)):
+                x, in_bands = strategy.replicate_to_logical_devices(x), False
+            x = layer(x)
+        return x
 
 
-def _build_transformer(config: TransformerConfig, input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    if len(input_shape) != 3:
-        raise InvalidArgumentError(
-            f"model=transformer needs images (channels, height, width); this data has inputs of shape {input_shape}. "
-            "Use model=mlp, or set data.image_shape."
-        )
-    return RowTransformer(
-        input_shape,
-        classes,
-        width=config.width,
-        heads=config.heads,
-        blocks=config.blocks,
-        is_cut=config.tensor_parallel,
+def _keeps_bands(layer: nn.Module, rows: int) -> bool:
+    """Whether a band of ``rows`` becomes a band of the layer's output."""
+    return not isinstance(layer, nn.AvgPool2d) or rows % 2 == 0
+
+
+def _norm(norm: str, groups: int, channels: int) -> nn.Module:
+    if norm == "group":
+        return nn.GroupNorm(groups, channels)
+    layer = nn.BatchNorm2d(channels)
+    return ts.convert_sync_batchnorm(layer) if norm == "sync_batch" else layer
+
+
+def require_images(model: str, input_shape: Sequence[int]) -> None:
+    """Raise `InvalidArgumentError` unless inputs of this shape are images."""
+    require(
+        len(input_shape) == 3,
+        f"model={model} needs images (channels, height, width); this data has inputs of shape {tuple(input_shape)}. "
+        "Use model=mlp; or, with data=csv and data=npz, set data.image_shape=[channels,height,width].",
     )
 
 
-def _norm(config: ConvNetConfig, channels: int) -> nn.Module:
-    if config.norm == "group":
-        return nn.GroupNorm(config.groups, channels)
-    return nn.BatchNorm2d(channels)
+def sharding_rules(call: dict[str, Any], axes: Sequence[str]) -> Any:
+    """How the parameters of a model are to be cut along ``axes``; None: every logical device has all of them."""
+    from torchstrat.experiments import targets
 
-
-_BUILDERS: dict[type[ModelConfig], Callable[[Any, tuple[int, ...], int], nn.Module]] = {
-    MlpConfig: _build_mlp,
-    ConvNetConfig: _build_convnet,
-    TransformerConfig: _build_transformer,
-}
+    of_model = getattr(targets.locate("model", call), "sharding_rules", None)
+    if of_model is None:
+        return None
+    return of_model(axes, **targets.arguments("model", call))

@@ -1,66 +1,61 @@
-"""What a run learns: the loss that it trains on, and how its outputs are judged. Chosen by the data.
-
-`train_step` is the README's, and the only one: the synchronous and the asynchronous loop both run it.
-"""
+"""What a run learns: the loss that it trains on, how its outputs are judged, and the one training step, which the
+synchronous and the asynchronous loop both run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from torchstrat.experiments.click_logs import ClickExamples
-from torchstrat.experiments.data import AnyExamples
-from torchstrat.experiments.scores import ClassMeter, ClickMeter, Meter
+from torchstrat.config import ExperimentConfig
+from torchstrat.experiments import targets
+from torchstrat.experiments.data import Examples
+from torchstrat.experiments.scores import Loss, Meter
 
 Batch = tuple[Any, torch.Tensor]
 """Inputs, a tensor or a nest of tensors as the model takes them, and labels."""
 
 
-class Objective(Protocol):
+@dataclass(frozen=True)
+class Objective:
     """Has no state, and travels with the functions that use it."""
 
-    def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean over the batch."""
+    loss: Loss
+    new_meter: Callable[[Loss], Meter]
 
     def meter(self) -> Meter:
         """A fresh one, for one pass over held-out rows."""
+        return self.new_meter(self.loss)
 
 
-class Classification:
-    def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs, labels)
-
-    def meter(self) -> Meter:
-        return ClassMeter()
+def objective_of(config: ExperimentConfig, examples: Examples) -> Objective:
+    """The configuration's loss, or that of the data."""
+    return Objective(targets.make("loss", config.loss) if config.loss else examples.loss, examples.meter)
 
 
-class ClickPrediction:
-    def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.binary_cross_entropy_with_logits(outputs, labels)
-
-    def meter(self) -> Meter:
-        return ClickMeter()
-
-
-def objective_of(examples: AnyExamples) -> Objective:
-    return ClickPrediction() if isinstance(examples, ClickExamples) else Classification()
-
-
-def make_train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective
+def step_of(
+    config: ExperimentConfig, model: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective
 ) -> Callable[[Batch], torch.Tensor]:
-    """The step for ``strategy.run``: a batch → the mean loss before the update."""
+    """The configuration's step for ``strategy.run``, or `make_train_step`'s."""
+    call = config.step or {"_target_": f"{__name__}.{make_train_step.__name__}"}
+    step: Callable[[Batch], torch.Tensor] = targets.make(
+        "step", call, model=model, optimizer=optimizer, loss=objective.loss
+    )
+    return step
+
+
+def make_train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Callable[[Batch], torch.Tensor]:
+    """The README's step: a batch → the mean loss before the update."""
 
     def train_step(batch: Batch) -> torch.Tensor:
         inputs, labels = batch
         optimizer.zero_grad()
-        loss = objective.loss(model(inputs), labels)
-        loss.backward()
+        value = loss(model(inputs), labels)
+        value.backward()
         optimizer.step()
-        return loss.detach()
+        return value.detach()
 
     return train_step

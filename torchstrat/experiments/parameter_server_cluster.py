@@ -11,12 +11,61 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torchstrat.cluster import ProcessPlan
 from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from torchstrat.cluster_spec import EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
-from torchstrat.config import ClusterConfig
+from torchstrat.config import ClusterConfig, ExperimentConfig, require_positive
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments.build import create, ignore_replicas
+
+
+@dataclass(frozen=True)
+class ParameterServers:
+    """Asynchronous training: every worker takes its own steps, on variables that the servers hold.
+
+    ``workers`` and ``servers`` are for a run that finds no cluster in the environment and starts one on this machine;
+    a cluster that is described there (``torchstrat launch``, ``TF_CONFIG``) has as many of each as it says.
+    """
+
+    config: ExperimentConfig
+    plan: ProcessPlan | None
+    workers: int = 2
+    servers: int = 2
+    max_shards: int | None = None
+    """A variable is cut into at most this many pieces by rows. None: as many as there are servers."""
+    min_shard_bytes: int = 256 << 10
+    """No piece needs to be smaller than this: what is smaller as a whole stays on one server."""
+    rows_only: bool = True
+    """Rows of an embedding table that no gradient touches stay as they are, whatever the optimizer does to them on one
+    device by momentum, running averages or weight decay. False: the numbers of one device, stepping whole tables."""
+    keep_pages: bool = True
+    """The processes of a cluster that the run starts keep the pages of memory that they have freed: steps are faster,
+    their resident size stays at its peak. In a cluster that is there already, each task's ``TORCHSTRAT_KEEP_PAGES``
+    decides."""
+    on_server_loss: str = "auto"
+    """When a server dies: ``restore`` takes all servers back to the newest checkpoint, and the run goes on from there;
+    ``raise`` ends it. ``auto`` restores in a run that keeps checkpoints."""
+    replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("workers", "servers", "max_shards", "min_shard_bytes"):
+            require_positive(f"strategy.{key}", getattr(self, key))
+        ignore_replicas(self.config, self.plan, self.replicas, "workers take steps of their own: set strategy.workers")
+
+    def strategy(self, resolver: ClusterResolver, servers: int) -> Any:
+        """For the cluster that ``resolver`` describes, connected to its ``servers`` servers."""
+        from torchstrat.partitioners import MinSizePartitioner
+
+        return create(
+            "parameter_server",
+            self.config,
+            cluster_resolver=resolver,
+            variable_partitioner=MinSizePartitioner(self.min_shard_bytes, self.max_shards or servers),
+            rows_only=self.rows_only,
+            on_server_loss="restore" if self.config.restores_servers else "raise",
+        )
 
 
 @dataclass(frozen=True)
@@ -28,14 +77,11 @@ class ClusterSize:
 
     @classmethod
     def of(cls, spec: ClusterSpec) -> ClusterSize:
-        return cls(_tasks(spec, WORKER), _tasks(spec, PARAMETER_SERVER))
+        workers, servers = (spec.num_tasks(job) if job in spec.jobs else 0 for job in (WORKER, PARAMETER_SERVER))
+        return cls(workers, servers)
 
     def __str__(self) -> str:
         return f"{self.workers} worker{'s' * (self.workers != 1)}, {self.servers} server{'s' * (self.servers != 1)}"
-
-
-def _tasks(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0
 
 
 def serve(resolver: ClusterResolver) -> None:

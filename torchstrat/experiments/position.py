@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torchstrat.config import ExperimentConfig
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.experiments import targets
 from torchstrat.experiments.clock import Clock
 
-_FIXED = ("seed", "model", "data", "optimizer")
-"""Settings without which the rest of a run would not be that of the run that was begun."""
-_FREE = {"data": {"workers", "folder"}}
+_FIXED = ("model", "data", "optimizer", "loss", "step")
+"""Calls without which the rest of a run would not be that of the run that was begun."""
+_FREE = ("data.workers", "data.folder")
 """Settings within those that change no number."""
 
 
@@ -27,6 +27,8 @@ class Position:
     def __init__(self, config: ExperimentConfig, folder: Path) -> None:
         self.step = 0
         """Steps taken."""
+        self.loss = 0.0
+        """Of the last one."""
         self.epoch = 1
         """The epoch under way; its evaluation may be all that is left of it."""
         self.rows = 0
@@ -41,6 +43,7 @@ class Position:
     def count(self, loss: float, rows: int) -> None:
         """A step was taken on so many rows, with this mean loss."""
         self.step += 1
+        self.loss = loss
         self.rows += rows
         self._loss_of_rows += loss * rows
         self.clock.count(rows)
@@ -58,11 +61,17 @@ class Position:
     def require_fits(self, config: ExperimentConfig, checkpoint: Path) -> None:
         """Raise `InvalidArgumentError` unless ``config`` goes on with the run whose position was loaded."""
         own = _settings(config)
-        changed = [
-            f"{name} was {self._settings.get(name)!r} and is {own.get(name)!r}"
-            for name in sorted(own.keys() | self._settings.keys())
-            if own.get(name) != self._settings.get(name)
-        ]
+        # Runs of versions without _target_ recorded names, and every default.
+        unknown = {f"{group}._target_" for group in ("model", "data", "optimizer")} - self._settings.keys()
+        changed = []
+        older = {name.partition(".")[0] for name in unknown}
+        for name in sorted((own.keys() | self._settings.keys()).difference(unknown)):
+            default = _default(config, name)
+            if name not in own and default is None and name.partition(".")[0] in older:
+                continue  # had no effect
+            was, now = self._settings.get(name, default), own.get(name, default)
+            if was != now:
+                changed.append(f"{name} was {was!r} and is {now!r}")
         if changed:
             raise InvalidArgumentError(
                 f"{checkpoint} is of a run with other settings: {'; '.join(changed)}. Set them as they were, or begin "
@@ -98,14 +107,16 @@ class Position:
 
 def _settings(config: ExperimentConfig) -> dict[str, Any]:
     """Setting → value, as JSON has it."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"seed": config.seed, "data.global_batch": config.global_batch}
     for group in _FIXED:
-        value = getattr(config, group)
-        if group == "seed":
-            settings[group] = value
-            continue
-        for name, one in asdict(value).items():
-            if name not in _FREE.get(group, ()):
-                settings[f"{group}.{name}"] = one
-    copied: dict[str, Any] = json.loads(json.dumps(settings))
+        settings |= {f"{group}.{key}": value for key, value in getattr(config, group).items()}
+    copied: dict[str, Any] = json.loads(json.dumps({key: settings[key] for key in settings if key not in _FREE}))
     return copied
+
+
+def _default(config: ExperimentConfig, name: str) -> Any:
+    """What a setting is that a run does not mention."""
+    group, _, key = name.partition(".")
+    call = getattr(config, group) if group in _FIXED else {}
+    value = targets.defaults(group, call).get(key) if call else None
+    return [*value] if isinstance(value, tuple) else value

@@ -16,7 +16,7 @@
 A run that goes on with an earlier one (``resume=auto``) begins with that one's record up to where it goes on, so that
 each folder tells the whole story. Checkpoints are elsewhere: see `torchstrat.experiments.checkpoints.directory_of`.
 
-Only the chief has a `FolderReport`; every other process has a `NoReport` and writes nothing.
+Only the chief has a `FolderReport`; every other process has a `Report`, which writes nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 
 from torchstrat.config import ExperimentConfig
 from torchstrat.experiments.metrics_file import MetricsFile, records_until
-from torchstrat.experiments.programs import ProgramRecord
-from torchstrat.experiments.traffic import TrafficRecord
+from torchstrat.experiments.position import Position
+from torchstrat.experiments.programs import ProgramRecord, TrafficRecord
+from torchstrat.experiments.scores import Scores
 from torchstrat.parameter_server.leases.ledger import Ledger
 from torchstrat.sharding.explain import Explanation
 
@@ -51,6 +52,10 @@ class StepRecord:
     examples_per_second: float
     """Over the training steps of this epoch so far, all replicas together."""
 
+    @classmethod
+    def of(cls, position: Position, rows: int) -> StepRecord:
+        return cls(position.step, position.epoch, position.loss, rows, position.clock.epoch_rate())
+
 
 @dataclass(frozen=True)
 class EvaluationRecord:
@@ -60,11 +65,16 @@ class EvaluationRecord:
     """Mean over the rows of the epoch."""
     loss: float
     """Mean over the held-out rows."""
-    accuracy: float
+    accuracy: float | None
+    """None where labels are no classes."""
     rows: int
     """Held-out rows counted, over all replicas; always all of them."""
     auc: float | None = None
     """Area under the ROC curve over the held-out rows; click logs only."""
+
+    @classmethod
+    def of(cls, position: Position, scores: Scores) -> EvaluationRecord:
+        return cls(position.step, position.epoch, position.train_loss, **asdict(scores))
 
 
 @dataclass(frozen=True)
@@ -85,16 +95,8 @@ class LedgerRecord:
     @classmethod
     def of(cls, step: int, epoch: int, ledger: Ledger) -> LedgerRecord:
         """``epoch``: counted from 1, as in the other records."""
-        return cls(
-            step,
-            epoch,
-            ledger.rows,
-            ledger.handed_out,
-            ledger.finished,
-            ledger.repeated,
-            ledger.returned,
-            ledger.lost,
-        )
+        counts = ("rows", "handed_out", "finished", "repeated", "returned", "lost")
+        return cls(step, epoch, *(getattr(ledger, name) for name in counts))
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class ResultRecord:
     processes: int
     replicas: int
     steps: int
-    accuracy: float
+    accuracy: float | None
     loss: float
     """Held-out, after the last epoch."""
     train_loss: float
@@ -117,9 +119,24 @@ class ResultRecord:
     logical_devices: int = 1
     """Of each replica."""
 
+    @classmethod
+    def of(cls, config: ExperimentConfig, position: Position, last: EvaluationRecord, **sizes: int) -> ResultRecord:
+        return cls(
+            strategy=config.name_of("strategy"),
+            steps=position.step,
+            accuracy=last.accuracy,
+            loss=last.loss,
+            train_loss=last.train_loss,
+            examples_per_second=position.clock.steady_rate(),
+            training_seconds=position.clock.seconds,
+            auc=last.auc,
+            data=config.name_of("data"),
+            **sizes,
+        )
 
-class Report(Protocol):
-    """Told about a run as it goes, on every process."""
+
+class Report:
+    """Told about a run as it goes, on every process. This one, of processes that are not the chief, writes nothing."""
 
     def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
         """Before anything else. ``earlier``: the folder of the run that this one goes on with after ``step`` steps, as
@@ -131,56 +148,30 @@ class Report(Protocol):
     def interrupted(self, step: int, checkpoints: Path) -> None:
         """The run was told to end, and its checkpoint of this step is in that directory."""
 
-    def step(self, record: StepRecord) -> None: ...
-
-    def parameters(self, name: str, state: Mapping[str, Any]) -> None: ...
-
-    def ledger(self, record: LedgerRecord) -> None: ...
-
-    def evaluation(self, record: EvaluationRecord) -> None: ...
-
-    def result(self, record: ResultRecord) -> None: ...
-
-    def programs(self, record: ProgramRecord | TrafficRecord, sharding: Explanation) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NoReport:
-    """For processes that are not the chief."""
-
-    def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def interrupted(self, step: int, checkpoints: Path) -> None:
-        pass
-
     def step(self, record: StepRecord) -> None:
-        pass
+        """A step was taken."""
 
     def parameters(self, name: str, state: Mapping[str, Any]) -> None:
-        pass
+        """A ``state_dict`` of CPU tensors, kept as ``<name>.pt``."""
 
     def ledger(self, record: LedgerRecord) -> None:
-        pass
+        """Before the epoch's evaluation; parameter servers only."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        pass
+        """An epoch is over."""
 
     def result(self, record: ResultRecord) -> None:
-        pass
+        """So is the training."""
 
     def programs(self, record: ProgramRecord | TrafficRecord, sharding: Explanation) -> None:
-        pass
+        """After the result: what was compiled for which devices, or sent between them, and what each of them held of
+        the parameters."""
 
     def close(self) -> None:
-        pass
+        """Also after a failure: what was measured until then stays readable."""
 
 
-class FolderReport:
+class FolderReport(Report):
     """Writes the files named above into ``folder`` (which exists) and shows progress on stderr."""
 
     def __init__(
@@ -189,7 +180,9 @@ class FolderReport:
         self._folder = folder
         self._draws_curves = config.curves
         self._title = title
-        (folder / "config.yaml").write_text(_to_yaml(resolved), encoding="utf-8")
+        from omegaconf import OmegaConf
+
+        OmegaConf.save(OmegaConf.create(dict(resolved)), folder / "config.yaml")
         self._metrics = MetricsFile(folder)
         self._wants_tensorboard = config.tensorboard
         self._tensorboard: Any = None
@@ -198,9 +191,6 @@ class FolderReport:
         self._steps: list[StepRecord] = []
 
     def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
-        """What the run in ``earlier`` recorded until ``step``, and saved, is this one's as well. In place of what it
-        recorded itself: a run may go back to a checkpoint."""
-        self._forget()
         kept = [] if earlier is None else records_until(earlier, step)
         self._metrics.begin(kept)
         self._steps, self._evaluations = [], []
@@ -223,13 +213,6 @@ class FolderReport:
         for file in earlier.glob("parameters_after_step_*.pt"):
             if file.parent != self._folder.resolve() and int(file.stem.rpartition("_")[2]) <= step:
                 shutil.copyfile(file, self._folder / file.name)
-
-    def _forget(self) -> None:
-        self._steps.clear()
-        self._evaluations.clear()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
 
     def _take_over(self, record: dict[str, Any]) -> None:
         event = record.pop("event")
@@ -255,11 +238,9 @@ class FolderReport:
         self._scalars(record.step, loss=record.loss, examples_per_second=record.examples_per_second)
 
     def parameters(self, name: str, state: Mapping[str, Any]) -> None:
-        """Save a ``state_dict`` of CPU tensors as ``<name>.pt``."""
         torch.save(dict(state), self._folder / f"{name}.pt")
 
     def ledger(self, record: LedgerRecord) -> None:
-        """Before the epoch's evaluation; parameter servers only."""
         self._write("ledger", record)
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -269,15 +250,13 @@ class FolderReport:
 
     def _remember_evaluation(self, record: EvaluationRecord) -> None:
         self._evaluations.append(record)
-        self._scalars(record.step, test_loss=record.loss, test_accuracy=record.accuracy)
-        if record.auc is not None:
-            self._scalars(record.step, test_auc=record.auc)
+        self._scalars(record.step, test_loss=record.loss, test_accuracy=record.accuracy, test_auc=record.auc)
 
     def result(self, record: ResultRecord) -> None:
         self._write("result", record)
         self._progress.close()
         print(
-            f"{self._title}: accuracy {record.accuracy:.4f}, {_auc(record, ', ')}loss {record.loss:.4f}, "
+            f"{self._title}: {_scores(record, ', ')}loss {record.loss:.4f}, "
             f"{record.examples_per_second:,.0f} examples/s → {self._folder}",
             file=sys.stderr,
         )
@@ -285,8 +264,6 @@ class FolderReport:
             draw_curves(self._folder / "curves.png", self._title, self._steps, self._evaluations)
 
     def programs(self, record: ProgramRecord | TrafficRecord, sharding: Explanation) -> None:
-        """After the result: what was compiled for which devices, or sent between them, and what each of them held of
-        the parameters."""
         self._write(record.event, record)
         for line in [*record.lines(), sharding.totals()]:
             print(f"{self._title}: {line}", file=sys.stderr)
@@ -294,7 +271,6 @@ class FolderReport:
             sharding.save_png(self._folder / "sharding.png")
 
     def close(self) -> None:
-        """Also after a failure: what was measured until then stays readable."""
         self._progress.close()
         self._metrics.close()
         self._close_tensorboard()
@@ -307,17 +283,21 @@ class FolderReport:
     def _write(self, event: str, record: Any) -> None:
         self._metrics.write({"event": event, **asdict(record)})
 
-    def _scalars(self, step: int, **values: float) -> None:
+    def _scalars(self, step: int, **values: float | None) -> None:
         if not self._wants_tensorboard:
             return
         if self._tensorboard is None:
-            self._tensorboard = _tensorboard_writer(self._folder / "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"))
         for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
+            if value is not None:
+                self._tensorboard.add_scalar(name, value, step)
 
 
-def _auc(record: EvaluationRecord | ResultRecord, separator: str) -> str:
-    return "" if record.auc is None else f"AUC {record.auc:.4f}{separator}"
+def _scores(record: EvaluationRecord | ResultRecord, separator: str) -> str:
+    scores = {"accuracy": record.accuracy, "AUC": record.auc}
+    return "".join(f"{name} {value:.4f}{separator}" for name, value in scores.items() if value is not None)
 
 
 def read_metrics(folder: Path, event: str) -> list[dict[str, Any]]:
@@ -334,47 +314,24 @@ def draw_curves(file: Path, title: str, steps: list[StepRecord], evaluations: li
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot: that picks a backend for the whole process, and keeps every figure
-    losses, accuracies = figure.subplots(1, 2)
+    losses, scores = figure.subplots(1, 2)
     losses.plot([record.step for record in steps], [record.loss for record in steps], linewidth=0.8, label="training")
     losses.plot([record.step for record in evaluations], [record.loss for record in evaluations], label="held out")
     losses.set(title=title, xlabel="step", ylabel="loss", yscale="log")
     losses.legend()
-    accuracies.plot([record.epoch for record in evaluations], [record.accuracy for record in evaluations], marker=".")
-    accuracies.set(title="held out", xlabel="epoch", ylabel="accuracy")
-    with_auc = [record for record in evaluations if record.auc is not None]
-    if with_auc:
-        accuracies.plot([record.epoch for record in with_auc], [record.auc for record in with_auc], marker=".")
-        accuracies.legend(["accuracy", "AUC"])
-        accuracies.set(ylabel="accuracy, AUC")
-    accuracies.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (losses, accuracies):
+    for name in ("accuracy", "auc"):
+        points = [(record.epoch, value) for record in evaluations if (value := getattr(record, name)) is not None]
+        if points:
+            scores.plot(*zip(*points, strict=True), marker=".", label=name)
+            scores.legend()
+    scores.set(title="held out", xlabel="epoch")
+    scores.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (losses, scores):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
 
 
-def _to_yaml(resolved: Mapping[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(dict(resolved)))
-
-
-def _tensorboard_writer(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder))
-
-
-class Progress(Protocol):
-    def go_on(self, step: int) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def evaluation(self, record: EvaluationRecord) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def progress_on(stream: TextIO, kind: str, total_steps: int, title: str) -> Progress:
+def progress_on(stream: TextIO, kind: str, total_steps: int, title: str) -> _Bar | _Lines:
     """Shows progress as ``config.progress`` asks for it."""
     if kind == "auto":
         kind = "bar" if stream.isatty() else "lines"
@@ -427,7 +384,7 @@ class _Lines:
         if self._stream is not None:
             print(
                 f"{self._title}: epoch {record.epoch:>3}  loss {record.train_loss:.4f}  "
-                f"accuracy {record.accuracy:.4f}  {_auc(record, '  ')}{self._examples_per_second:,.0f} examples/s",
+                f"{_scores(record, '  ')}{self._examples_per_second:,.0f} examples/s",
                 file=self._stream,
                 flush=True,
             )

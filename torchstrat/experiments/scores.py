@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,12 +12,16 @@ import torch.nn.functional as F
 
 from torchstrat.strategy import Strategy
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Outputs and labels → the mean over the batch."""
+
 
 @dataclass(frozen=True)
 class Scores:
     loss: float
     """Mean over the rows."""
-    accuracy: float
+    accuracy: float | None
+    """None where labels are no classes."""
     rows: int
     auc: float | None = None
     """Area under the ROC curve, where outputs are one logit and both labels occur."""
@@ -38,15 +44,20 @@ class Meter(Protocol):
 
 
 class ClassMeter:
-    """Mean cross entropy and accuracy: outputs are logits ``(batch, classes)``, labels ``(batch,)`` int64."""
+    """Sums over rows, of any mean loss. Accuracy where labels are classes: outputs ``(batch, classes, …)``, labels
+    ``(batch, …)`` integers."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss = F.cross_entropy) -> None:
+        self._loss = loss
         self._total = torch.zeros(3, dtype=torch.float64)  # sums over rows of: loss, correct, 1
 
     def measure(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(outputs, labels, reduction="sum")
-        correct = (outputs.argmax(dim=1) == labels).sum()
-        return torch.stack([loss, correct.to(loss.dtype), torch.full_like(loss, len(labels))])
+        rows = len(labels)
+        loss = self._loss(outputs, labels) * rows
+        correct = torch.full_like(loss, math.nan)
+        if not labels.is_floating_point() and outputs.ndim == labels.ndim + 1:
+            correct = (outputs.argmax(dim=1) == labels).sum().to(loss.dtype) * (rows / max(labels.numel(), 1))
+        return torch.stack([loss, correct, torch.full_like(loss, rows)])
 
     def combine(self, strategy: Strategy, per_replica: Any) -> torch.Tensor:
         reduced: torch.Tensor = strategy.reduce("sum", per_replica, axis=None)
@@ -57,16 +68,17 @@ class ClassMeter:
 
     def scores(self) -> Scores:
         loss, correct, rows = self._total.tolist()
-        return Scores(loss / rows, correct / rows, int(rows))
+        return Scores(loss / rows, None if math.isnan(correct) else correct / rows, int(rows))
 
 
 class ClickMeter:
-    """Log loss, accuracy and AUC: outputs are logits ``(batch,)``, labels ``(batch,)`` float, 0 or 1.
+    """Loss, accuracy and AUC: outputs are logits ``(batch,)``, labels ``(batch,)`` float, 0 or 1.
 
     AUC compares every row with every other, so all logits are kept: 8 bytes a row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss = F.binary_cross_entropy_with_logits) -> None:
+        self._loss = loss
         self._measured: list[torch.Tensor] = []
 
     def measure(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -81,9 +93,8 @@ class ClickMeter:
 
     def scores(self) -> Scores:
         logits, labels = torch.cat(self._measured).double().unbind(dim=1)
-        loss = F.binary_cross_entropy_with_logits(logits, labels)
         accuracy = ((logits > 0) == (labels > 0.5)).double().mean()
-        return Scores(float(loss), float(accuracy), len(labels), roc_auc(logits, labels))
+        return Scores(float(self._loss(logits, labels)), float(accuracy), len(labels), roc_auc(logits, labels))
 
 
 def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float | None:

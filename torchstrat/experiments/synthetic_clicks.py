@@ -13,15 +13,17 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
-from torchstrat.config import ClickLogsConfig, SyntheticClicksConfig
+from torchstrat.config import require, require_positive
+from torchstrat.experiments import click_logs
 from torchstrat.experiments.click_rows import CATEGORIES, INTEGERS
+from torchstrat.experiments.data import Examples
 
 _VERSION = 1
 """Part of the file's name: raise it with every change of what is generated."""
@@ -32,24 +34,27 @@ _CLICK_LOGIT = -1.4
 """The mean logit, which gives about a quarter of clicks."""
 
 
-def as_log(config: SyntheticClicksConfig) -> ClickLogsConfig:
-    """The settings of the log that ``config`` describes, which is written first where it is not there yet.
+def load(
+    rows: int = 20_000,
+    seed: int = 0,
+    folder: str = "outputs/synthetic_clicks",
+    category_rows: int = 1 << 16,
+    test_fraction: float = 0.2,
+) -> Examples:
+    """The examples of a log of so many rows, held-out ones included, which is kept in ``folder``.
 
-    Processes may call this at the same time: each writes a file of its own and moves it to the place when it is whole.
+    Written first where it is not there yet. Processes may call this at the same time: each writes a file of its own and
+    moves it to the place when it is whole.
     """
-    folder = Path(config.folder).expanduser()
-    path = folder / f"synthetic_clicks-v{_VERSION}-{config.rows}_rows-seed_{config.seed}.tsv"
+    require_positive("data.rows", rows)
+    require(seed >= 0, f"data.seed={seed} must not be negative.")
+    path = Path(folder).expanduser() / f"synthetic_clicks-v{_VERSION}-{rows}_rows-seed_{seed}.tsv"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with _moved_when_whole(path) as file:
-            write(file, config.rows, config.seed)
-    return ClickLogsConfig(
-        path=str(path),
-        global_batch=config.global_batch,
-        test_fraction=config.test_fraction,
-        workers=config.workers,
-        category_rows=config.category_rows,
-    )
+            write(file, rows, seed)
+    log = click_logs.load(str(path), category_rows=category_rows, test_fraction=test_fraction)
+    return replace(log, note="synthetic clicks")
 
 
 @contextlib.contextmanager

@@ -5,47 +5,62 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torchstrat import registry
 from torchstrat.cluster import ProcessPlan
-from torchstrat.config import ExperimentConfig, TpuConfig
+from torchstrat.config import ExperimentConfig, require, require_positive
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import models
-from torchstrat.sharding import logical_axis
+from torchstrat.experiments.build import logical_mesh, rules
 from torchstrat.strategy import Strategy
 from torchstrat.tpu import DeviceAssignment, initialize_tpu_system
 
 
-def strategy(config: ExperimentConfig, chosen: TpuConfig, plan: ProcessPlan | None) -> Strategy:
-    """The strategy on the devices that ``chosen`` asks for. Starts the TPU runtime of this process if need be.
+def strategy(
+    config: ExperimentConfig,
+    plan: ProcessPlan | None,
+    replicas: int | None = None,
+    virtual_devices: int | None = None,
+    logical_devices: int | None = None,
+    logical_mesh_shape: list[int] | None = None,
+    sharding_rules: dict[str, Any] | None = None,
+) -> Strategy:
+    """Replicas times logical devices on a TPU, all driven by one process. Starts the TPU runtime of it if need be.
+
+    Args:
+        replicas: None: as many as there are devices for. Devices that are left over compute along and count nothing.
+        virtual_devices: Let the CPU pretend to be so many devices. None: a TPU, or what ``PJRT_DEVICE`` in the
+            environment says.
+        logical_devices, logical_mesh_shape, sharding_rules: As for `build.mirrored`.
 
     Raises:
         InvalidArgumentError: a launcher started several processes; there are not so many devices, or they cannot be
             cut into such replicas.
         DeviceError, UnsupportedError, ContextError: see `initialize_tpu_system`.
     """
-    if plan is not None and plan.size > 1:
-        raise InvalidArgumentError(
-            f"strategy=tpu drives all devices from one process, and a launcher started {plan.size}; run python "
-            "scripts/train.py …, with strategy.replicas for their number."
-        )
-    topology = initialize_tpu_system(virtual_devices=chosen.virtual_devices)
+    require_positive("strategy.replicas", replicas)
+    require_positive("strategy.virtual_devices", virtual_devices)
+    logical = logical_mesh(logical_devices, logical_mesh_shape)
+    require(
+        plan is None or plan.size == 1,
+        f"strategy=tpu drives all devices from one process, and a launcher started {plan.size if plan else 1}; run "
+        "python scripts/train.py …, with strategy.replicas for their number.",
+    )
+    topology = initialize_tpu_system(virtual_devices=virtual_devices)
     mesh_shape: list[int] = topology.mesh_shape.tolist()
-    logical_mesh = chosen.logical_mesh
-    shape = computation_shape(mesh_shape, math.prod(logical_mesh))
+    shape = computation_shape(mesh_shape, math.prod(logical))
     most = math.prod(mesh_shape) // math.prod(shape)
-    if chosen.replicas is not None and chosen.replicas > most:
-        raise InvalidArgumentError(
-            f"strategy.replicas={chosen.replicas} with {math.prod(shape)} logical device(s) each do not fit on "
-            f"{math.prod(mesh_shape)} devices; use at most {most}, or fewer logical devices."
-        )
-    axes = [logical_axis(index) for index in range(len(logical_mesh))]
+    require(
+        replicas is None or replicas <= most,
+        f"strategy.replicas={replicas} with {math.prod(shape)} logical device(s) each do not fit on "
+        f"{math.prod(mesh_shape)} devices; use at most {most}, or fewer logical devices.",
+    )
     return registry.create(
-        chosen.name,
-        device_assignment=DeviceAssignment.build(topology, shape, num_replicas=chosen.replicas or most),
-        gradient_reduce_op=chosen.gradient_reduce_op,
-        sharding_rules=chosen.sharding_rules or models.sharding_rules(config.model, axes),
-        logical_mesh_shape=logical_mesh,
+        "tpu",
+        device_assignment=DeviceAssignment.build(topology, shape, num_replicas=replicas or most),
+        gradient_reduce_op=config.strategy.get("gradient_reduce_op", "mean"),
+        sharding_rules=rules(config, logical, sharding_rules),
+        logical_mesh_shape=logical,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from torchstrat.config import ParameterServerConfig
 from torchstrat.experiments import asynchronous, evaluate, loop
 from torchstrat.experiments.launch import Run
 
@@ -22,7 +21,7 @@ def train(run: Run) -> None:
         torch.set_num_threads(config.cluster.threads_per_process)
     if evaluate.is_evaluator():
         evaluate.evaluate(run)
-    elif isinstance(config.strategy, ParameterServerConfig):
-        asynchronous.train(run, config.strategy)
+    elif config.name_of("strategy") == "parameter_server":
+        asynchronous.train(run)
     else:
         loop.train(run)

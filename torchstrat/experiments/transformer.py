@@ -5,12 +5,15 @@ devices of a replica: then each has some of the heads, and some of the hidden un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 import torchstrat as ts
+from torchstrat.config import require, require_positive
+from torchstrat.experiments.models import Rules, require_images
 
 
 class Block(nn.Module):
@@ -59,16 +62,32 @@ class Block(nn.Module):
 
 
 class RowTransformer(nn.Module):
-    """Images ``(batch, channels, height, width)`` → logits ``(batch, classes)``."""
+    """Images ``(batch, channels, height, width)`` → logits ``(batch, classes)``.
+
+    ``tensor_parallel``: cut heads and hidden units over a replica's logical devices. The numbers are the same.
+    """
 
     def __init__(
-        self, image_shape: Sequence[int], classes: int, *, width: int, heads: int, blocks: int, is_cut: bool
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        width: int = 64,
+        heads: int = 4,
+        blocks: int = 2,
+        tensor_parallel: bool = False,
     ) -> None:
         super().__init__()
-        channels, height, pixels = image_shape
+        require_images("transformer", input_shape)
+        for name, value in (("width", width), ("heads", heads), ("blocks", blocks)):
+            require_positive(f"model.{name}", value)
+        require(
+            width % heads == 0,
+            f"model.width={width} cannot be split into model.heads={heads} heads; use a multiple.",
+        )
+        channels, height, pixels = input_shape
         self.embedding = nn.Linear(channels * pixels, width)
         self.positions = nn.Parameter(torch.randn(height, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, heads, is_cut=is_cut) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, heads, is_cut=tensor_parallel) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 
@@ -79,15 +98,16 @@ class RowTransformer(nn.Module):
         logits: torch.Tensor = self.head(self.norm(x).mean(1))
         return logits
 
-
-def rules_for_heads(axes: Sequence[str]) -> dict[str, list[list[str] | None]]:
-    """Sharding rules for a `RowTransformer` whose blocks are cut along ``axes``."""
-    cut = [*axes]
-    rules: dict[str, list[list[str] | None]] = {}
-    for name in ("query", "key", "value", "widening"):
-        rules[f"blocks.*.{name}.weight"] = [cut, None]  # (out, in)
-    for name in ("query", "value", "widening"):
-        rules[f"blocks.*.{name}.bias"] = [cut]
-    for name in ("out", "narrowing"):
-        rules[f"blocks.*.{name}.weight"] = [None, cut]
-    return rules
+    @staticmethod
+    def sharding_rules(axes: Sequence[str], tensor_parallel: bool = False, **_settings: Any) -> Rules | None:
+        if not tensor_parallel:
+            return None
+        cut = [*axes]
+        rules: Rules = {}
+        for name in ("query", "key", "value", "widening"):
+            rules[f"blocks.*.{name}.weight"] = [cut, None]  # (out, in)
+        for name in ("query", "value", "widening"):
+            rules[f"blocks.*.{name}.bias"] = [cut]
+        for name in ("out", "narrowing"):
+            rules[f"blocks.*.{name}.weight"] = [None, cut]
+        return rules

@@ -6,12 +6,13 @@ embeddings, which generalises, add up to one logit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
 
-from torchstrat.config import WideAndDeepConfig
+from torchstrat.config import require, require_positive
 from torchstrat.experiments.click_rows import CATEGORIES, INTEGERS, ClickInputs
 
 _INITIAL_DEVIATION = 0.01
@@ -26,18 +27,29 @@ class WideAndDeep(nn.Module):
 
     Args:
         category_rows: Rows of both tables.
-        config: Widths, and whether the tables' gradients are sparse.
+        embedding_width: Numbers that the deep part keeps for a category; the wide part keeps one.
+        hidden: Widths of the deep part's hidden layers.
+        sparse_gradients: The gradient of a table has only the rows that a batch looks up. SGD and Adagrad can use it,
+            Adam cannot.
     """
 
-    def __init__(self, category_rows: int, config: WideAndDeepConfig) -> None:
+    def __init__(
+        self,
+        category_rows: int,
+        embedding_width: int = 16,
+        hidden: Sequence[int] = (128, 64),
+        sparse_gradients: bool = True,
+    ) -> None:
+        require_positive("model.embedding_width", embedding_width)
+        require(all(width > 0 for width in hidden), f"model.hidden={[*hidden]} must be positive widths.")
         super().__init__()
-        sparse = config.sparse_gradients
+        sparse = sparse_gradients
         self.wide_categories = nn.EmbeddingBag(category_rows, 1, mode="sum", sparse=sparse)
         self.wide_integers = nn.Linear(INTEGERS, 1)
-        self.embedding = nn.Embedding(category_rows, config.embedding_width, sparse=sparse)
-        widths = [INTEGERS + CATEGORIES * config.embedding_width, *config.hidden]
-        hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
-        self.deep = nn.Sequential(*hidden, nn.Linear(widths[-1], 1))
+        self.embedding = nn.Embedding(category_rows, embedding_width, sparse=sparse)
+        widths = [INTEGERS + CATEGORIES * embedding_width, *hidden]
+        layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
+        self.deep = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
         nn.init.zeros_(self.wide_categories.weight)
         nn.init.normal_(self.embedding.weight, std=_INITIAL_DEVIATION)
 

@@ -5,14 +5,12 @@ Imported on workers, which need nothing else of the application.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from torchstrat.config import DataConfig
 from torchstrat.experiments import data
 
 
@@ -22,11 +20,11 @@ class TrainingRows:
     Rows that stay in their file (click logs) are not read before they are asked for.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        self._config = with_absolute_paths(config)
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        self._call = with_absolute_paths(call)
 
     def __call__(self) -> Any:
-        return data.load(self._config).train
+        return data.load(self._call).train
 
 
 class LoaderOrder:
@@ -77,10 +75,7 @@ class _RowNumbers(Dataset[int]):
         return index
 
 
-def with_absolute_paths(config: DataConfig) -> DataConfig:
+def with_absolute_paths(call: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings for a process that may have been started in another folder."""
-    paths = {entry.name for entry in fields(config)} & {"path", "test_path", "folder"}
-    absolute: dict[str, Any] = {
-        name: str(Path(path).expanduser().resolve()) for name in paths if (path := getattr(config, name)) is not None
-    }
-    return replace(config, **absolute)
+    paths = {key: call[key] for key in ("path", "test_path", "folder") if isinstance(call.get(key), str)}
+    return {**call, **{key: str(Path(path).expanduser().resolve()) for key, path in paths.items()}}
