@@ -37,6 +37,11 @@ class Command:
 
 
 COMMANDS = {
+    "train": Command(
+        "[GROUP=CHOICE …] [KEY=VALUE …]",
+        "train a model under any strategy, one run or a sweep",
+        "torchstrat.experiments.train:main",
+    ),
     "launch": Command(
         "--ps N --workers N [options] SCRIPT [ARGUMENT …]",
         "run SCRIPT with parameter servers and workers on this machine",

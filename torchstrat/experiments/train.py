@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 import torch
 
-from torchstrat.experiments import asynchronous, evaluate, loop
+from torchstrat.experiments import asynchronous, evaluate, launch, loop
 from torchstrat.experiments.launch import Run
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """``torchstrat train`` and ``scripts/train.py``: every run that the words ask for; returns the exit status."""
+    if words is not None:
+        sys.argv = ["torchstrat train", *words]  # Hydra reads them there
+    return launch.main(train)
 
 
 def train(run: Run) -> None:
