@@ -13,16 +13,16 @@
     python scripts/train.py checkpoint.every_steps=50 checkpoint.max_to_keep=3 resume=auto
     python scripts/train.py --help
 
-Settings are described in ``torchstrat/config.py``; results go to one folder per run, printed at its end.
+Settings are described in ``torchstrat/experiments/README.md``; results go to one folder per run, printed at its end.
 """
 
 import sys
 
 if __name__ == "__main__":
     try:
-        from torchstrat.experiments import launch, train
+        from torchstrat.experiments.train import main
     except ModuleNotFoundError as error:
         if error.name != "hydra":
             raise
-        sys.exit("error: this needs Hydra and what it plots with: pip install torchstrat[experiments]")
-    sys.exit(launch.main(train.train))
+        sys.exit("error: this needs hydra, which is not installed: pip install 'torchstrat[experiments]'")
+    sys.exit(main())

@@ -1,10 +1,12 @@
 """Every file under configs/ is composed, and says what torchstrat/config.py and the calls that it names allow."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.choices import chosen
+from torchstrat import cli
 from torchstrat import config as schema
 from torchstrat.errors import InvalidArgumentError
 
@@ -294,3 +296,25 @@ def test_a_mapping_needs_to_say_only_what_differs():
     mirrored = chosen("strategy=mirrored", replicas=3)
     config = schema.experiment_from_mapping({"strategy": mirrored, "epochs": 2})
     assert config == schema.ExperimentConfig(strategy=mirrored, epochs=2)
+
+
+def test_an_installed_package_brings_its_configs(tmp_path, monkeypatch):
+    assert launch.config_folder() == CONFIGS
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
+    assert launch.config_folder() == tmp_path / "configs"
+
+
+def test_the_command_without_its_extra_names_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchstrat", "train", "epochs=1"])
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    assert cli.main() == 1
+    assert "pip install 'torchstrat[experiments]'" in capsys.readouterr().err
+
+
+def test_the_command_is_the_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchstrat", "train", "epoch=3"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert cli.main() == 1
+    assert "error: Could not override 'epoch'" in capsys.readouterr().err

@@ -14,7 +14,9 @@ import contextlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
+
+import torch.distributed as dist
 
 from torchstrat.errors import CommunicationTimeoutError
 
@@ -28,22 +30,10 @@ OUTCOME_TIMEOUT = timedelta(seconds=10)
 """From one rank's failure to that of another, when both have the same cause."""
 
 
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-
-
 class HandOver:
     """One rank's end of the channel. Every method of rank 0 has its counterpart on the others, in the same order."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self.rank = rank
         self.size = size

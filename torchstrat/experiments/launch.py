@@ -193,7 +193,7 @@ class _Leader:
                 del os.environ["HYDRA_FULL_ERROR"]
             else:
                 os.environ["HYDRA_FULL_ERROR"] = asked_before
-        if len(runs) > 1:
+        if len(runs) > 1 and any(succeeded for _, _, succeeded in runs):
             sweep.show(runs, with_picture=any(pictures))
         return int(not all(succeeded for _, _, succeeded in runs))
 

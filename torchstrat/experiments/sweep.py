@@ -17,7 +17,7 @@ def show(runs: Sequence[tuple[Path, Sequence[str], bool]], with_picture: bool) -
     varying = [text for text in runs[0][1] if any(text not in overrides for _, overrides, _ in runs)]
     keys = {text.partition("=")[0] for text in varying}
     for folder, overrides, succeeded in runs:
-        results = read_metrics(folder, "result") if succeeded else []
+        results = read_metrics(folder, "result") if succeeded and (folder / "metrics.jsonl").exists() else []
         values = results[-1] if results else {}
         numbers = [
             format(values[name], spec) if values.get(name) is not None else "-" for name, spec in _COLUMNS.items()
@@ -29,7 +29,7 @@ def show(runs: Sequence[tuple[Path, Sequence[str], bool]], with_picture: bool) -
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), file=sys.stderr)
     if with_picture:
-        _draw([folder for folder, _, succeeded in runs if succeeded])
+        _draw([folder for folder, _, _ in runs if (folder / "metrics.jsonl").exists()])
 
 
 def _draw(folders: Sequence[Path]) -> None:
