@@ -314,7 +314,7 @@ def test_the_command_without_its_extra_names_it(monkeypatch, capsys):
 
 def test_the_command_is_the_script(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["torchstrat", "train", "epoch=3"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "")
+    path = [*sys.path]
     assert cli.main() == 1
+    assert sys.path == path
     assert "error: Could not override 'epoch'" in capsys.readouterr().err

@@ -9,11 +9,12 @@ status; a sweep goes on with its other runs where every rank failed alike. ``HYD
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,13 @@ def main(task: Task, configs: Path | None = None) -> int:
     """
     with_tracebacks = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     register_schema()
-    _find_users_modules()
     try:
         plan = launched_plan()
         hand_over = _meet(plan) if plan is not None and plan.size > 1 else None
-        if hand_over is not None and hand_over.rank > 0:
-            return _Follower(task, plan, hand_over, with_tracebacks).follow()
-        return _Leader(task, plan, hand_over, with_tracebacks, configs or config_folder()).lead()
+        with _users_modules():
+            if hand_over is not None and hand_over.rank > 0:
+                return _Follower(task, plan, hand_over, with_tracebacks).follow()
+            return _Leader(task, plan, hand_over, with_tracebacks, configs or config_folder()).lead()
     except _ONE_LINE as error:
         if with_tracebacks:
             raise
@@ -118,14 +119,19 @@ def config_folder() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "configs"
 
 
-def _find_users_modules() -> None:
-    """Let ``_target_`` name what is in the folder that the command is run in, here and in processes started here."""
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folder not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, folder]))
+@contextlib.contextmanager
+def _users_modules() -> Iterator[None]:
+    """``_target_`` may name what is in the folder that the command is run in, here and in processes started here."""
+    path, inherited = [*sys.path], os.environ.get("PYTHONPATH")
+    sys.path.append(os.getcwd())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, os.getcwd()]))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        os.environ.pop("PYTHONPATH")
+        if inherited is not None:
+            os.environ["PYTHONPATH"] = inherited
 
 
 def _meet(plan: ProcessPlan) -> HandOver:

@@ -15,7 +15,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """``torchstrat train`` and ``scripts/train.py``: every run that the words ask for; returns the exit status."""
     if words is not None:
         sys.argv = ["torchstrat train", *words]  # Hydra reads them there
-    return launch.main(train)
+    status = launch.main(train)
+    if words is not None and not {"--help", "-h"}.isdisjoint(words):
+        raise SystemExit(status)  # as the other commands end, which have argparse's help
+    return status
 
 
 def train(run: Run) -> None:
