@@ -42,6 +42,8 @@ DEV = [
     "setuptools>=77",  # builds them without isolation, so that their test needs no index; see pyproject.toml
     "twine>=6.1",  # checks them; 6.1 knows License-Expression
     "sybil>=9.0",  # finds the blocks of code in docs/ that tests/docs runs
+    "nbclient>=0.10",  # runs notebooks as Jupyter does
+    "ipykernel>=6.29",  # the kernel that they run in
 ]
 
 DOCS_TOOLS = [
