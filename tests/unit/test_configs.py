@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.choices import chosen
 from torchstrat import cli
@@ -12,7 +13,8 @@ from torchstrat.errors import InvalidArgumentError
 
 hydra = pytest.importorskip("hydra")
 
-from torchstrat.experiments import build, data, launch, targets  # noqa: E402
+from torchstrat.experiments import build, data, launch, objectives, targets  # noqa: E402
+from torchstrat.experiments.scores import Scores  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
@@ -124,6 +126,7 @@ class TestCallsOfOnesOwn:
             "    return data, data\n"
             "def one_set(): return torch.utils.data.TensorDataset(torch.zeros(5))\n"
             "number = 3\n"
+            "def step(model, loss, clip: float = 1.0): return lambda batch: (model, loss, clip, batch)\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -174,6 +177,18 @@ class TestCallsOfOnesOwn:
     def test_mistakes_are_named_before_anything_is_started(self, overrides, message):
         with pytest.raises(InvalidArgumentError, match=message):
             compose(*overrides)
+
+    @pytest.mark.parametrize("loss", ["torch.nn.MSELoss", "torch.nn.functional.mse_loss"])
+    def test_losses_and_steps(self, loss):
+        config = compose(f"loss._target_={loss}", "step._target_=mine.step", "step.clip=0.5")
+        objective = objectives.objective_of(config, data.Examples([], []))
+        outputs, targets_ = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [1.0]])
+        model, said_loss, clip, batch = objectives.step_of(config, "model", "optimizer", objective)("batch")
+        assert (model, clip, batch) == ("model", 0.5, "batch")
+        assert float(said_loss(outputs, targets_)) == 2.0
+        meter = objective.meter()
+        meter.add(meter.measure(outputs, targets_))
+        assert meter.scores() == Scores(loss=2.0, accuracy=None, rows=2)
 
     def test_arguments_that_the_call_refuses(self):
         config = compose("optimizer.lr=-1")
