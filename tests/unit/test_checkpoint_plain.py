@@ -186,6 +186,7 @@ def test_tensors_within_other_values_have_their_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15
 @pytest.mark.parametrize("layout", ["sparse", "quantized", "parameter"])
 def test_tensors_that_are_more_than_numbers(layout: str, tmp_path: Path) -> None:
     tensor = {
