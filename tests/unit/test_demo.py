@@ -45,33 +45,55 @@ def rows_of(printed):
     return {line.split()[0]: line for line in printed.splitlines() if line}
 
 
-def test_without_torch_xla_the_table_says_that_the_tpu_was_left_out(demo, outcome, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "TPU_ENVIRONMENT", tmp_path)
-    monkeypatch.setattr(demo.subprocess, "Popen", None)  # nothing is to be started
-    assert demo.run_tpu(tmp_path / "run") == []
+def test_what_the_tpu_was_left_out_for_stands_in_the_table(demo, outcome, capsys):
     baseline = outcome(demo.BASELINE)
-    capsys.readouterr()
-    demo.print_table([baseline], baseline)
+    demo.print_table([baseline], baseline, "torch_xla does not exist for this machine")
     printed = capsys.readouterr().out
     assert rows_of(printed)["tpu"].split() == ["tpu", "left", "out", *["–"] * 6]
-    assert "tpu: left out: there is no .venv-tpu with torch_xla" in printed
-    assert "./scripts/test tests/tpu makes it" in printed
+    assert "tpu: left out: torch_xla does not exist for this machine" in printed
     assert demo.judge([baseline], baseline) == []
 
 
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("true", None), ("echo first; echo 'torch_xla is not for this machine' >&2; exit 3", "torch_xla is not for this")],
+)
+def test_the_tpus_environment_is_made_in_the_background(demo, tmp_path, monkeypatch, script, why):
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "_environment.sh").write_text(f'[[ "$TORCHSTRAT_ENV" == tpu ]] || exit 9\n{script}\n')
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    environment = demo.TpuEnvironment(tmp_path / "log.txt")
+    try:
+        found = environment.why_not()
+        assert found is None if why is None else found.startswith(why)
+    finally:
+        environment.close()
+
+
+def test_the_time_left_goes_by_how_long_the_set_ups_before_have_taken(demo, monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(demo, "SECONDS", {"one": 10, "two": 20})
+    progress = demo.Progress(["one", "two"])
+    progress.begin("one")
+    now[0] += 30.0  # three times as slow
+    progress.begin("two")
+    progress.end()
+    assert capsys.readouterr().err.splitlines() == ["[1/2] one: about 30 s left", "[2/2] two: about 60 s left"]
+
+
 def test_the_tpus_run_is_started_in_its_own_environment(demo, outcome, tmp_path, monkeypatch):
-    (tmp_path / "stamp").touch()
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps(
             {"event": "programs", "devices": 8, "replicas": 4, "logical_devices": 2, "compilations": ["run 0", "run 1"]}
         )
     )
-    monkeypatch.setattr(demo, "TPU_ENVIRONMENT", tmp_path)
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     started = []
     monkeypatch.setattr(demo, "run", lambda *arguments: started.append(arguments) or outcome(demo.TPU))
-    (found,) = demo.run_tpu(tmp_path)
-    ((setup, _, environment),) = started
+    found = demo.run_tpu(tmp_path, demo.Progress([demo.TPU.name]))
+    ((setup, _, _, environment),) = started
     assert "PJRT_DEVICE" not in environment
     assert found.note.startswith("4 replicas × 2 logical devices on 8 virtual devices; 2 compilations")
     command = setup.command(tmp_path)
@@ -84,7 +106,7 @@ def test_the_tpus_run_is_started_in_its_own_environment(demo, outcome, tmp_path,
 def test_logical_devices_are_in_the_table_and_numbers_are_judged(demo, outcome, capsys):
     baseline = outcome(demo.BASELINE)
     near = outcome(demo.TPU, apart=1e-6, replicas=4, logical_devices=2)
-    demo.print_table([baseline, near], baseline)
+    demo.print_table([baseline, near], baseline, "")
     printed = capsys.readouterr().out
     assert "4×2" in rows_of(printed)["tpu"]
     assert "left out" not in printed
