@@ -13,7 +13,7 @@
     python scripts/train.py checkpoint.every_steps=50 checkpoint.max_to_keep=3 resume=auto
     python scripts/train.py --help
 
-Settings are described in ``torchstrat/experiments/README.md``; results go to one folder per run, printed at its end.
+Settings are described in ``docs/tutorials/hydra.md``; results go to one folder per run, printed at its end.
 """
 
 import sys
