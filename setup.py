@@ -112,11 +112,7 @@ setup(
         "numpy>=1.26",  # torch does not require it; arrays are accepted as data, and strings travel as object arrays
         "cloudpickle>=3.0",  # sends functions of a script or a notebook to workers; a well-kept library beats our own
     ],
-    py_modules=["pytest_torchstrat"],  # no part of the package, whose import is PyTorch's: pytest imports it everywhere
-    entry_points={
-        "console_scripts": ["torchstrat = torchstrat.cli:main"],
-        "pytest11": ["pytest_torchstrat = pytest_torchstrat"],
-    },
+    entry_points={"console_scripts": ["torchstrat = torchstrat.cli:main"]},
     extras_require={
         "progress": PROGRESS,  # ts.progress
         "experiments": EXPERIMENTS,  # torchstrat train, scripts/train.py and scripts/demo

@@ -31,7 +31,7 @@ PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     "torchstrat": [sys.executable, "-c", "import sys; from torchstrat.cli import main; sys.exit(main())"],
-    "pytest": [sys.executable, "-m", "pytest", "-p", "pytest_torchstrat", "-p", "no:cacheprovider"],
+    "pytest": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
 }
 _NUMBER = re.compile(r"\d+\.\d+")
 

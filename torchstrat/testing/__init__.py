@@ -9,8 +9,7 @@ differ; so does the command ``torchstrat verify``.
 For programs with a `ClusterCoordinator`: `Cluster` (``LocalCluster`` is an older name of the same class) is one of real
 processes on this machine, `torchstrat.testing.fake_cluster.FakeCluster` one of threads, with faults on command.
 
-For pytest, ``cluster``, ``torchrun`` and ``fault_plan`` are fixtures: see the module ``pytest_torchstrat``, which is
-installed with this package.
+For pytest, `torchstrat.testing.pytest_plugin` has the fixtures ``cluster``, ``torchrun`` and ``fault_plan``.
 
 For programs that annotate tensors for a TPU: `fake_tpu_strategy` needs neither a TPU nor torch_xla.
 """

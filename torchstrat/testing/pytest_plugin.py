@@ -1,7 +1,9 @@
 """pytest's fixtures for distributed programs: ``cluster``, ``torchrun`` and ``fault_plan``.
 
-Installed with torchstrat; a project that has them under names of its own keeps its own. `-p no:pytest_torchstrat` turns
-them off::
+A project that wants them says so in its ``conftest.py``, or ``-p torchstrat.testing.pytest_plugin``. Fixtures of the
+project's own of the same names stay its own::
+
+    pytest_plugins = ["torchstrat.testing.pytest_plugin"]  # conftest.py
 
     @pytest.mark.cluster(ps=1, workers=2)
     def test_training(cluster):
@@ -11,8 +13,7 @@ them off::
     def test_a_sum_over_ranks(torchrun):
         assert torchrun(sum_of_ranks, 2) == [1, 1]
 
-A module beside the package and not in it: pytest imports its plugins in every project of an environment, and importing
-any part of torchstrat imports PyTorch. Here that happens when a test asks for a fixture.
+It is no entry point: pytest would import it in every project of an environment, and PyTorch with it.
 """
 
 from __future__ import annotations
