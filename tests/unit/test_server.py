@@ -6,16 +6,18 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_pre_hooks
 
 from torchstrat import server as command
 from torchstrat.cluster_spec import ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
-from torchstrat.parameter_server.meeting import rebirth, task_server
+from torchstrat.parameter_server.meeting import listener, rebirth, task_server
 from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
 from torchstrat.parameter_server.meeting.roles import check_role, make_service
 from torchstrat.parameter_server.meeting.task_server import Server
@@ -355,3 +357,15 @@ def test_a_child_of_multiprocessing_leaves_that_to_its_parent(monkeypatch) -> No
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
     monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("it was executed"))
     rebirth.start_again()
+
+
+def test_a_worker_whose_port_is_in_use_leaves_no_hook_before_steps(monkeypatch) -> None:
+    monkeypatch.setattr(listener, "BIND_SECONDS", 0.05)
+    hooks = list(optimizer_pre_hooks)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        spec = {"worker": [f"127.0.0.1:{taken.getsockname()[1]}"], "ps": ["127.0.0.1:1"]}
+        with pytest.raises(ClusterConfigError, match="cannot listen"):
+            Server(spec, "worker", 0, secret=SECRET)
+    assert list(optimizer_pre_hooks) == hooks

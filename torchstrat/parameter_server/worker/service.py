@@ -72,8 +72,7 @@ class FunctionWorker:
         self._queues: dict[Peer, BatchQueue] = {}  # of one coordinator, the last that sent anything
         self._session: _Session | None = None
         self._leaving = False
-        self._closed = False
-        StepHook.attach()
+        self._has_hook = False
 
     # -- Service ----------------------------------------------------------------------------------------------------
 
@@ -82,6 +81,9 @@ class FunctionWorker:
 
     def attach(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        if not self._has_hook:  # now and not when it is made: the task's port may be in use, and nobody closes it then
+            self._has_hook = True
+            StepHook.attach()
 
     def status(self) -> Mapping[str, Any]:
         return {}
@@ -124,8 +126,8 @@ class FunctionWorker:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._outcomes.close()
-        if not self._closed:
-            self._closed = True
+        if self._has_hook:
+            self._has_hook = False
             StepHook.detach()
 
     def join(self) -> None:
