@@ -71,7 +71,7 @@ MISTAKES = {
     "bad.tsv, line 1: 2 field(s), and 40 with tabs between them": ["data=click_logs", "data.path=bad.tsv"],
     "data.path=absent.tsv does not exist": ["data=click_logs", "data.path=absent.tsv"],
     "it is for click logs: use data=click_logs or data=synthetic_clicks": ["data=digits"],
-    "model=mlp is for inputs of one tensor": ["model=mlp"],
+    "inputs of click logs are not one tensor: use model=wide_and_deep": ["model=mlp"],
     "optimizer.weight_decay=0.1 shrinks every row": ["optimizer.weight_decay=0.1"],
     "training rows for 9 workers": ["data.rows=2", "strategy=parameter_server", "strategy.workers=9"],
 }
