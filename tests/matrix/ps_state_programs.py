@@ -72,7 +72,7 @@ class Program(NamedTuple):
     leaves_gradients: bool = False
     """Functions without a step, for the next one to step with."""
     at_once: bool = False
-    """As many functions at once as there are workers. All have read when the first writes."""
+    """As many functions at once as there are workers. All have read, and stepped, when the first writes."""
     has_tensor_rate: bool = False
 
 
@@ -90,7 +90,10 @@ def batches() -> list[torch.Tensor]:
     return [torch.randn(3, 4, generator=draw, dtype=torch.float64) for _ in range(ROUNDS)]
 
 
-def step_of(parts: Parts, program: Program) -> Callable[..., torch.Tensor | None]:
+def step_of(
+    parts: Parts, program: Program, meet: Callable[[], None] = lambda: None
+) -> Callable[..., torch.Tensor | None]:
+    """``meet`` returns when all functions that run at once have called it."""
     edit, edits_gradients = program.in_function, program.edits_gradients
     at_once, leaves_gradients = program.at_once, program.leaves_gradients
 
@@ -110,6 +113,8 @@ def step_of(parts: Parts, program: Program) -> Callable[..., torch.Tensor | None
             optimizer.step()
         if leaves_gradients and steps:
             optimizer.zero_grad()
+        if at_once:
+            meet()  # a step brings values of servers: what another function has written by then would be seen
         if edits and not edits_gradients and edit is not None:
             edit(parts)
         if raises:
@@ -247,14 +252,27 @@ def _has_ended(value: Any) -> bool:
     return True
 
 
+def _meeting(came: Any, workers: int) -> Callable[[], None]:
+    """For functions of which ``workers`` run at once, and the next ones when these have ended."""
+
+    def meet() -> None:
+        came.assign_add(1)
+        count = int(came.read_value())
+        all_of_these = -(-count // workers) * workers
+        while int(came.read_value()) < all_of_these:
+            time.sleep(0.001)
+
+    return meet
+
+
 def on_servers(program: Program, new_strategy: Callable[[], Any], workers: int) -> dict[str, torch.Tensor]:
     strategy = new_strategy()
     try:
         with strategy.scope():
             parts = build(program)
-            counts = [ts.Variable(torch.tensor(0), name=name) for name in ("begun", "released")]
+            *counts, stepped = [ts.Variable(torch.tensor(0), name=name) for name in ("begun", "released", "stepped")]
         coordinator = ts.ClusterCoordinator(strategy)
-        turns, returned = Turns(coordinator, counts, workers, step_of(parts, program)), []
+        turns, returned = Turns(coordinator, counts, workers, step_of(parts, program, _meeting(stepped, workers))), []
         for index, batch in enumerate(batches()):
             edits = program.in_function is not None and index in EDITED
             _edit_outside(parts, program, index)
