@@ -65,24 +65,16 @@ class LossCheck:
 
     @contextmanager
     def _looking(self, weights: StepWeights) -> Iterator[None]:
-        strategy = self._strategy
-
-        def look(roots: Any) -> None:
-            replica = get_replica_context()
-            if (
-                replica is None
-                or replica.strategy is not strategy
-                or not isinstance(roots, torch.Tensor)
-                or roots.grad_fn is None
-            ):
+        def look(roots: Any, replica: int) -> None:
+            if not isinstance(roots, torch.Tensor) or roots.grad_fn is None:
                 return
             self._is_over = True
             if not self._is_sum:
-                self._found |= set(_findings(roots.grad_fn, weights.rows_of(replica.replica_id_in_sync_group)))
+                self._found |= set(_findings(roots.grad_fn, weights.rows_of(replica)))
             if any(getattr(module, "scale_grad_by_freq", False) for module in self._modules()):
                 self._found.add(_FREQUENCIES)
 
-        with backward_calls(look):
+        with backward_calls(self._strategy, look):
             yield
         if self._found and not weights.are_said:
             for message in sorted(self._found):
@@ -114,13 +106,16 @@ def _differ_in_labels(ignored: torch.Tensor | None, rows: int | None) -> bool:
 
 
 @contextmanager
-def backward_calls(look: Callable[[Any], None]) -> Iterator[None]:
-    """In this block ``look`` sees what is differentiated; `torch.Tensor.backward` goes through the same name."""
+def backward_calls(strategy: Any, look: Callable[[Any, int], None]) -> Iterator[None]:
+    """In this block ``look`` sees what is differentiated on which replica of ``strategy``; `torch.Tensor.backward` goes
+    through the same name."""
     found = torch.autograd.backward
 
     @functools.wraps(found)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        look(args[0] if args else kwargs.get("tensors"))
+        replica = get_replica_context()
+        if replica is not None and replica.strategy is strategy:
+            look(args[0] if args else kwargs.get("tensors"), replica.replica_id_in_sync_group)
         return found(*args, **kwargs)
 
     torch.autograd.backward = backward

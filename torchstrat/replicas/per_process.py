@@ -402,8 +402,13 @@ class PerProcessReplica:
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            looking = self._losses.around(weights), self._renorms.around()
-            with looking[0], looking[1], step, enter(self._strategy, self._context), self._around_step():
+            with (
+                self._losses.around(weights),
+                self._renorms.around(),
+                step,
+                enter(self._strategy, self._context),
+                self._around_step(),
+            ):
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from torchstrat.context import get_replica_context
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas.loss_check import backward_calls
 from torchstrat.replicas.renormed_rows import renormed_weights
@@ -47,14 +46,12 @@ class RenormCheck:
         names = renormed_weights(self._registry.modules())
         before = {id(one): one._version for one in self._registry.tensors() if id(one) in names}
 
-        def look(roots: Any) -> None:
-            replica = get_replica_context()
-            if replica is not None and replica.strategy is self._strategy:
-                used = _used_as_a_whole(roots, lambda one: before.get(id(one), one._version) != one._version)
-                if used is not None:
-                    raise self._refused(*used)
+        def look(roots: Any, _replica: int) -> None:
+            used = _used_as_a_whole(roots, lambda one: before.get(id(one), one._version) != one._version)
+            if used is not None:
+                raise self._refused(*used)
 
-        with backward_calls(look):
+        with backward_calls(self._strategy, look):
             yield
 
     def _refused(self, table: torch.Tensor, by: str) -> UnsupportedError:
