@@ -267,20 +267,26 @@ def require_kwargs(kwargs: Any) -> None:
 def require_fitting_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """For a `TypeError` that ``fn(*args, **kwargs)`` has raised: if ``fn`` does not take these, say so in the caller's
     words."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin without one
+    error = misfit(fn, *args, **(kwargs or {}))
+    if error is None:
         return
+    name = getattr(fn, "__name__", type(fn).__name__)
+    taken = inspect.Signature([one.replace(annotation=one.empty) for one in inspect.signature(fn).parameters.values()])
+    message = (
+        f"run called {name}{taken} with {len(args)} positional arguments and the keywords "
+        f"{sorted(kwargs or {})}: {error}. Each entry of args is one argument"
+    )
+    # A batch of a DataLoader is a list, which passes for a list of arguments.
+    message += "; for a single one, such as a whole batch, write args=(batch,)." if len(args) > 1 else "."
+    raise WrongTypeError(message) from None
+
+
+def misfit(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> TypeError | None:
+    """Why ``fn`` cannot be called with these; None if it can, or if nobody knows: a builtin may not say."""
     try:
-        signature.bind(*args, **(kwargs or {}))
+        inspect.signature(fn).bind(*args, **kwargs)
     except TypeError as error:
-        name = getattr(fn, "__name__", type(fn).__name__)
-        bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
-        taken = inspect.Signature(bare)
-        message = (
-            f"run called {name}{taken} with {len(args)} positional arguments and the keywords "
-            f"{sorted(kwargs or {})}: {error}. Each entry of args is one argument"
-        )
-        # A batch of a DataLoader is a list, which passes for a list of arguments.
-        message += "; for a single one, such as a whole batch, write args=(batch,)." if len(args) > 1 else "."
-        raise WrongTypeError(message) from None
+        return error
+    except ValueError:
+        pass
+    return None

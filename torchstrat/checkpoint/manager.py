@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import warnings
@@ -18,6 +17,7 @@ from torchstrat.checkpoint.writer_lock import WriterLock
 from torchstrat.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
 from torchstrat.parameter_server.server_loss import OnServerLoss, RaiseLoss, not_saved
 from torchstrat.tracebacks import short_tracebacks
+from torchstrat.values import misfit
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.checkpoint import Checkpoint
@@ -80,10 +80,9 @@ class CheckpointManager:
         if args and _is_checkpoint(args[0]):
             checkpoint, *args = args  # type: ignore[assignment]
         self._checkpoint = checkpoint
-        try:
-            inspect.signature(self._set_up).bind(*args, **settings)
-        except TypeError as error:
-            raise WrongTypeError(f"CheckpointManager: {error}. {_CALLS}") from None
+        error = misfit(self._set_up, *args, **settings)
+        if error is not None:
+            raise WrongTypeError(f"CheckpointManager: {error}. {_CALLS}")
         self._set_up(*args, **settings)
 
     def _set_up(self, directory: _Path, max_to_keep: int | None = 5, keep_every: int | None = None) -> None:

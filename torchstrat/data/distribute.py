@@ -24,7 +24,7 @@ from torchstrat.data.sources import Source, make_source, refuse_distributed
 from torchstrat.data.standing import FixedSizes, StepPerItem
 from torchstrat.data.streams import bare_steps, element_steps
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.values import require_callable
+from torchstrat.values import misfit, require_callable
 
 if TYPE_CHECKING:
     from torchstrat.strategy import Strategy
@@ -187,17 +187,11 @@ def distribute_datasets_from_function(
 
 
 def _require_context(dataset_fn: Callable[[InputContext], Any]) -> None:
-    try:
-        signature = inspect.signature(dataset_fn)
-    except (TypeError, ValueError):  # a builtin without one
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
+    if misfit(dataset_fn, None) is not None:
         raise WrongTypeError(
             "distribute_datasets_from_function calls its function with one positional argument, an InputContext, and "
-            f"got one of {signature}; write def dataset_fn(context)."
-        ) from None
+            f"got one of {inspect.signature(dataset_fn)}; write def dataset_fn(context)."
+        )
 
 
 def input_context(layout: InputLayout) -> InputContext:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,6 +10,7 @@ from torchstrat import nest
 from torchstrat.data import spec
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.parameter_server.worker.resources import ResourceSpec
+from torchstrat.values import misfit
 
 if TYPE_CHECKING:
     from torchstrat.parameter_server.coordinator import ClusterCoordinator
@@ -116,15 +116,11 @@ class ResourceTable:
 
 def require_builder(fn: Any, call: str) -> None:
     """That ``fn``, which ``call`` got, can be called without arguments."""
-    try:
-        inspect.signature(fn).bind()
-    except TypeError:
+    if misfit(fn) is not None:
         raise WrongTypeError(
             f"{call} has every worker call the function without arguments; {fn!r:.80} needs some. "
             "Bind them with functools.partial, or read them from its closure."
-        ) from None
-    except ValueError:  # a builtin without a signature
-        return
+        )
 
 
 def refuse_remote_values(value: Any, remote_type: type, call: str) -> None:
