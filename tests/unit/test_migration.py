@@ -16,7 +16,7 @@ import torch
 
 import torchstrat as ts
 from tests.migration import TEXT, TITLES, losses, program, replaced, run
-from torchstrat.communication_options import in_own_words
+from torchstrat.collectives.communication_options import in_own_words
 from torchstrat.testing.fake_cluster import FakeCluster
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
 from torchstrat.tpu.system import system_of

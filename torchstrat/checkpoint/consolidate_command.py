@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from torchstrat.checkpoint.consolidate import consolidate
-from torchstrat.command_help import parser_with_examples
+from torchstrat.commands import parser_with_examples
 from torchstrat.errors import TorchstratError
 
 

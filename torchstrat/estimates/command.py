@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torchstrat import named_objects
-from torchstrat.command_help import parser_with_examples
+from torchstrat.commands import named_object, parser_with_examples
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.estimates.estimate import DEVICES, estimate
 from torchstrat.estimates.program import optimizer_named
@@ -53,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     try:
         found = estimate(
-            named_objects.find(options.build),
+            named_object(options.build),
             None if options.optimizer is None else _optimizer(*options.optimizer),
             replicas=options.replicas,
             device=options.device,
@@ -80,5 +79,5 @@ def _optimizer(name: str, *arguments: str) -> Any:
 
 
 def _batch(name: str) -> Any:
-    found = named_objects.find(name)
+    found = named_object(name)
     return found() if callable(found) else found

@@ -4,7 +4,7 @@
 """
 
 from torchstrat import partitioners
-from torchstrat.communication_options import CommunicationImplementation, CommunicationOptions
+from torchstrat.collectives.communication_options import CommunicationImplementation, CommunicationOptions
 from torchstrat.experimental import coordinator
 from torchstrat.strategies.central_storage import CentralStorageStrategy
 from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy

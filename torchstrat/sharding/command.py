@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat import named_objects
-from torchstrat.command_help import parser_with_examples
+from torchstrat.commands import named_object, parser_with_examples
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.sharding.explain import Explanation, explain_tensors
 from torchstrat.sharding.grid import DeviceGrid
@@ -46,7 +45,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--png", metavar="FILE", help="draw it, too; needs matplotlib")
     options = parser.parse_args(words)
     try:
-        build, rules = named_objects.find(options.build), named_objects.find(options.rules)
+        build, rules = named_object(options.build), named_object(options.rules)
         explanation = explain_rules(build, rules, options.logical_devices, options.replicas)
     except (InvalidArgumentError, WrongTypeError) as error:
         parser.error(str(error))

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, final
 
 from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
-from torchstrat.communication_options import CommunicationOptions, in_own_words
+from torchstrat.collectives.communication_options import CommunicationOptions, in_own_words
 from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import WrongTypeError
 from torchstrat.extended import StrategyExtended

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torchstrat import named_objects
-from torchstrat.command_help import parser_with_examples
+from torchstrat.commands import named_object, parser_with_examples
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.testing.compare import STRATEGIES, compare
 
@@ -28,7 +27,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("strategies", metavar="STRATEGY", nargs="*", help=f"of: {', '.join(STRATEGIES)}; none: all")
     options = parser.parse_args(words)
     try:
-        build, step, batches = (named_objects.find(name) for name in (options.build, options.step, options.batches))
+        build, step, batches = (named_object(name) for name in (options.build, options.step, options.batches))
         comparison = compare(build, step, batches, options.strategies or STRATEGIES)
     except InvalidArgumentError as error:
         parser.error(str(error))

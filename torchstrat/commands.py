@@ -1,9 +1,15 @@
-"""What ``--help`` of a command prints: its purpose, its arguments, and calls that can be copied."""
+"""What torchstrat's commands share: help that ends with calls to copy, and objects that are named MODULE:NAME."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchstrat.errors import InvalidArgumentError
 
 
 def parser_with_examples(
@@ -28,3 +34,20 @@ class _LinesAsTheyAre(argparse.HelpFormatter):
             line if line.startswith(" ") else super(_LinesAsTheyAre, self)._fill_text(line, width, indent)
             for line in text.splitlines()
         )
+
+
+def named_object(name: str) -> Any:
+    """The object that ``train:build`` names. Modules of the working directory are found, as ``python -m`` finds them.
+
+    Raises `InvalidArgumentError` where the name has another form, or nothing has it.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise InvalidArgumentError(f"{name!r} must be MODULE:NAME, such as train:step.")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError(f"{name!r} cannot be loaded from {here}: {error}.") from error
