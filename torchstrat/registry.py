@@ -60,8 +60,9 @@ def create(name: str, **options: Any) -> Strategy:
     """Build the strategy registered as ``name`` with its constructor's keywords."""
     strategy_type: Any = get(name)
     known = inspect.signature(strategy_type).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
     unknown = [option for option in options if option not in known]
-    if unknown:
+    if unknown and not takes_any:
         raise WrongTypeError(
             f"strategy {name!r} was given {', '.join(unknown)}, which {strategy_type.__name__} does not have; it takes "
             f"{', '.join(option for option in known if not option.startswith('_'))}."

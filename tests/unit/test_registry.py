@@ -46,3 +46,14 @@ def test_names_that_are_taken_and_what_is_no_strategy_are_refused() -> None:
         registry.register("own", 3)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="unknown strategy 'own'; there are one_device, "):
         registry.get("own")
+
+
+def test_a_strategy_that_hands_keywords_on_gets_them() -> None:
+    class HandsOn(Own):
+        def __init__(self, **options: int) -> None:
+            super().__init__(**options)
+
+    registry.register("hands_on", HandsOn)
+    made = registry.create("hands_on", parts=3)
+    assert isinstance(made, HandsOn)
+    assert made.parts == 3
