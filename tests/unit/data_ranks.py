@@ -80,8 +80,6 @@ class InMemoryCommunicator:
 class WordsPlace:
     """Where `Words` are left that nobody waits for in vain."""
 
-    is_gone = False
-
     def __init__(self, store: Any, ended: Callable[[], list[int]] = list) -> None:
         self._store, self.ended = store, ended
 
@@ -105,11 +103,8 @@ class _Store:
     def set(self, name: str, word: str) -> None:
         self._words[name] = word
 
-    def check(self, names: list[str]) -> bool:
-        return all(name in self._words for name in names)
-
-    def get(self, name: str) -> bytes:
-        return self._words[name].encode()
+    def compare_set(self, name: str, expected: str, word: str) -> bytes:
+        return self._words.get(name, expected).encode()
 
     def add(self, name: str, count: int) -> int:
         return 0

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from torchstrat.collectives import standstill
-from torchstrat.collectives.failures import FailureBoard, StoreVisits
+from torchstrat.collectives.failures import FailureBoard, StoreVisits, said_at
 from torchstrat.collectives.standstill import Channel, Standstill, StandstillError
 
 BOARD = "board"
+
+
+class StoppedStore:
+    """Answers once it goes on."""
+
+    def __init__(self) -> None:
+        self._store, self.stopped_until = dist.HashStore(), threading.Event()
+        self.stopped_until.set()
+
+    def clone(self) -> StoppedStore:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        assert self.stopped_until.wait(60)
+        return getattr(self._store, name)
+
+
+class TakenAwayStore:
+    """Somebody always takes away a key after it was found to be there; a ``get`` would wait."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        raise TimeoutError("after five minutes, from a store of torch's")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 class Rank:
@@ -136,7 +169,19 @@ def test_who_has_failed_and_does_not_come_is_not_waited_for(store: Any, monkeypa
     first.looks(first.waits("steps", "SGD.step()"))
 
 
-def test_a_store_that_does_not_answer_says_nothing(store: Any) -> None:
-    (first, _) = ranks(store, 2)
-    first.visits.is_gone = True
-    first.looks(first.waits("steps", "backward()"))
+def test_a_store_that_does_not_answer_says_nothing_until_it_does() -> None:
+    store, answers = StoppedStore(), threading.Event()
+    visits = StoreVisits(store)
+    store.stopped_until = answers
+    assert visits.visit(lambda found: found.set("key", "late"), None, seconds=0.01) is None
+    assert visits.is_gone
+    assert visits.visit(lambda found: said_at(found, "key"), "nothing") == "nothing"
+    answers.set()
+    deadline = time.monotonic() + 60
+    while visits.is_gone and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert visits.visit(lambda found: said_at(found, "key"), "nothing") == "late"
+
+
+def test_what_is_taken_away_while_it_is_asked_for_is_not_waited_for() -> None:
+    assert said_at(TakenAwayStore(), "key") is None

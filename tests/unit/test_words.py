@@ -19,6 +19,16 @@ def words(size: int, seconds: float = 60.0, ended: Callable[[], list[int]] = lis
     return store, [Words(WordsPlace(store, ended), rank, size, seconds) for rank in range(size)]
 
 
+class OftenAway(WordsPlace):
+    """Of three visits two find nobody."""
+
+    visits = 0
+
+    def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        self.visits += 1
+        return super().visit(call, otherwise) if self.visits % 3 == 0 else otherwise
+
+
 def test_all_are_heard_whoever_comes_last_and_nothing_stays() -> None:
     store, ranks = words(3)
     with ThreadPoolExecutor(3) as pool:
@@ -44,3 +54,12 @@ def test_who_does_not_come_in_time_is_named() -> None:
     with pytest.raises(PeersMissingError) as missing:
         ranks[0].of_all()
     assert missing.value.late == (0,)
+
+
+def test_a_store_that_does_not_answer_for_a_while_is_asked_again() -> None:
+    store = dist.HashStore()
+    ranks = [Words(OftenAway(store), rank, 2, 60.0) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for rank, one in enumerate(ranks):
+            one.tell(f"word {rank}")
+        assert list(pool.map(Words.of_all, ranks)) == [{0: "word 0", 1: "word 1"}] * 2

@@ -16,22 +16,31 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 2.0  # how long a rank that gave up waits for the others to say why they did
 _PAUSE_SECONDS = 0.05
+_NOTHING = "\0"  # that nobody says
 
 
 class StoreVisits:
     """Calls to the store at which all have met, for when nobody may be listening there.
 
     The process that hosts it may be the one that died, or that was stopped, and a stopped one never answers. So every
-    visit is made on a thread of its own that is not waited for beyond a deadline; after that the store counts as gone.
-    And on a connection of its own: a thread that waits in the store, such as for the start of a group, keeps the first
-    one to itself.
+    visit is made on a thread of its own that is not waited for beyond a deadline; until it comes back the store counts
+    as gone. And on a connection of its own: a thread that waits in the store, such as for the start of a group, keeps
+    the first one to itself.
     """
 
     def __init__(self, store: Any) -> None:
         self._first = store
         self._store: Any = None
-        self.is_gone = False
-        """Whether the store has been found not to answer."""
+        self._late: threading.Thread | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the store has been found not to answer, and does not yet.
+
+        A thread that still waits holds the connection: nobody else may use it. One that came late, such as on a machine
+        that stood still for a while, has let go of it.
+        """
+        return self._late is not None and self._late.is_alive()
 
     def visit(self, call: Callable[[Any], T], otherwise: T, seconds: float = 2 * PATIENCE_SECONDS) -> T:
         """What ``call(store)`` makes of it, if that answers in time. What it raises counts as no answer."""
@@ -50,8 +59,7 @@ class StoreVisits:
         thread = threading.Thread(target=visit, name="torchstrat-failure-note", daemon=True)
         thread.start()
         thread.join(seconds)
-        # A thread that still waits holds the connection: nobody else may use it any more.
-        self.is_gone = self.is_gone or thread.is_alive()
+        self._late = thread
         return results[0] if results else otherwise
 
 
@@ -126,8 +134,12 @@ def note_of(store: Any, prefix: str, rank: int) -> str | None:
 
 
 def said_at(store: Any, key: str) -> str | None:
-    """What stands there; None where nothing does. Without waiting, as a store's own ``get`` would."""
-    return store.get(key).decode() if store.check([key]) else None
+    """What stands there; None where nothing does.
+
+    A store's own ``get`` waits for what is not there, also where it was taken away since somebody asked for it.
+    """
+    found: bytes = store.compare_set(key, _NOTHING, _NOTHING)
+    return None if found.decode() == _NOTHING else found.decode()
 
 
 def collect(store: Any, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:

@@ -475,10 +475,6 @@ class _WordsPlace:
         board = self._communicator._family.board
         return board.visit(lambda store: call(dist.PrefixStore(self._prefix, store)), otherwise)
 
-    @property
-    def is_gone(self) -> bool:
-        return self._communicator._family.board.is_gone
-
     def told(self) -> None:
         self._channel.count = 1
 

@@ -22,10 +22,6 @@ class Place(Protocol):
     def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
         """What ``call`` makes of a part of the store that nothing else has; see `StoreVisits.visit`."""
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the store does not answer any more."""
-
     def told(self) -> None:
         """This rank has left its word: nobody waits for it any more."""
 
@@ -49,20 +45,29 @@ class Words:
 
     def __init__(self, place: Place, rank: int, size: int, seconds: float) -> None:
         self._place, self._rank, self._size, self._seconds = place, rank, size, seconds
-        self._told = False
+        self._word: str | None = None
+        self._is_left = False
 
     def tell(self, word: str) -> None:
         """Leave it, for good and without waiting. The first counts."""
-        if not self._told:
-            self._told = True
-            self._place.visit(lambda store: store.set(str(self._rank), word), None)
+        if self._word is None:
+            self._word = word
+            self._leave()
             self._place.told()
 
-    def of_all(self) -> dict[int, str]:
-        """Every rank's word, as soon as all are there; fewer where the store does not answer any more.
+    def _leave(self) -> None:
+        def leave(store: Any) -> bool:
+            store.set(str(self._rank), self._word)
+            return True
 
-        Raises `CommunicationTimeoutError` where one does not come in time, and `CommunicationError` where a rank has
-        ended without one, or waits for this one in another call.
+        self._is_left = self._place.visit(leave, False)
+
+    def of_all(self) -> dict[int, str]:
+        """Every rank's word, as soon as all are there.
+
+        A store that does not answer for a while is asked again. Raises `CommunicationTimeoutError` where a word does
+        not come in time, and `CommunicationError` where a rank has ended without one, or waits for this one in another
+        call.
         """
         return self._place.wait(self._listen)
 
@@ -70,7 +75,9 @@ class Words:
         missing = list(range(self._size))
         said: dict[int, str] = {}
         deadline, pause = time.monotonic() + self._seconds, _FIRST_LOOK_SECONDS
-        while not self._place.is_gone:
+        while True:
+            if self._word is not None and not self._is_left:
+                self._leave()  # the store did not answer; without it the others would wait in vain
             ended = self._place.ended()  # before the store is asked: a rank may leave its word, and then end
             said.update(self._place.visit(partial(_heard, missing), {}))
             missing = [rank for rank in missing if rank not in said]
