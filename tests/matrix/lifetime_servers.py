@@ -351,7 +351,7 @@ def _check_strategies(column: str, options: Mapping[str, Any], *, is_sampled: bo
         return {"the coordinator": held_here(tracked)}
 
     turns = 2 if is_sampled or column != TRIALS else 8
-    require_flat(turn, turns, look, 10)
+    require_flat(turn, turns, look, 10, rounds=3)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
