@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import torchstrat as ts
 from tests.matrix import catalog
 from tests.matrix.table import Table
@@ -53,16 +55,19 @@ def cells_of(table: Table, place: str, fault: str | None) -> list[tuple[str, str
 def run_program(module: str, cells: Sequence[tuple[str, str]], fault: str | None, seconds: float, **more: Any) -> Any:
     """The outcomes of these cells, by ``row | column``. ``more``: what else the module's function wants to know."""
     root = Path(__file__).parents[2]
-    program = subprocess.run(
-        [sys.executable, "-m", module, json.dumps({"cells": cells, "fault": fault, **more})],
-        check=False,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    command = [sys.executable, "-m", module, json.dumps({"cells": cells, "fault": fault, **more})]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    try:
+        program = subprocess.run(
+            command, check=False, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        if fault is None:  # no outcome of a cell: one that is known to be wrong would pass for it
+            pytest.fail(f"the program did not end in {seconds:g} s: {str(error.stderr)[-4000:]}")
+        raise
     found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
+    if len(found) != len(cells) and fault is None:
+        pytest.fail(f"the program ended early: {program.stderr[-4000:]}")
     assert len(found) == len(cells), program.stderr[-4000:]
     return found
 
