@@ -20,14 +20,13 @@ class StoppedStore:
     """Answers once it goes on."""
 
     def __init__(self) -> None:
-        self._store, self.stopped_until = dist.HashStore(), threading.Event()
-        self.stopped_until.set()
+        self._store, self.goes_on = dist.HashStore(), threading.Event()
 
     def clone(self) -> StoppedStore:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        assert self.stopped_until.wait(60)
+        assert self.goes_on.wait(60)
         return getattr(self._store, name)
 
 
@@ -170,13 +169,12 @@ def test_who_has_failed_and_does_not_come_is_not_waited_for(store: Any, monkeypa
 
 
 def test_a_store_that_does_not_answer_says_nothing_until_it_does() -> None:
-    store, answers = StoppedStore(), threading.Event()
+    store = StoppedStore()
     visits = StoreVisits(store)
-    store.stopped_until = answers
     assert visits.visit(lambda found: found.set("key", "late"), None, seconds=0.01) is None
     assert visits.is_gone
     assert visits.visit(lambda found: said_at(found, "key"), "nothing") == "nothing"
-    answers.set()
+    store.goes_on.set()
     deadline = time.monotonic() + 60
     while visits.is_gone and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -59,7 +59,8 @@ class StoreVisits:
         thread = threading.Thread(target=visit, name="torchstrat-failure-note", daemon=True)
         thread.start()
         thread.join(seconds)
-        self._late = thread
+        if thread.is_alive():
+            self._late = thread
         return results[0] if results else otherwise
 
 
@@ -138,8 +139,8 @@ def said_at(store: Any, key: str) -> str | None:
 
     A store's own ``get`` waits for what is not there, also where it was taken away since somebody asked for it.
     """
-    found: bytes = store.compare_set(key, _NOTHING, _NOTHING)
-    return None if found.decode() == _NOTHING else found.decode()
+    found: str = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    return None if found == _NOTHING else found
 
 
 def collect(store: Any, keys: Mapping[str, int], said: dict[int, str], seconds: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchstrat.collectives.failures import said_at
 from torchstrat.errors import CommunicationTimeoutError
 
 _LOOK_SECONDS = 0.01
@@ -61,10 +62,8 @@ def _answer(meeting: Any, own: str, size: int, timeout: timedelta) -> None:
     answered: set[str] = set()
     while missing:
         for rank in missing:
-            if not meeting.check([f"word/{rank}"]):
-                continue
-            word = meeting.get(f"word/{rank}").decode()
-            if word not in answered:
+            word = said_at(meeting, f"word/{rank}")
+            if word is not None and word not in answered:
                 answered.add(word)
                 meeting.set(f"answer/{rank}/{word}", own)
         missing = [rank for rank in missing if not meeting.check([f"met/{own}/{rank}"])]
