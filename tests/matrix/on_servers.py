@@ -62,14 +62,18 @@ def run_program(module: str, cells: Sequence[tuple[str, str]], fault: str | None
             command, check=False, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
-        if fault is None:  # no outcome of a cell: one that is known to be wrong would pass for it
-            pytest.fail(f"the program did not end in {seconds:g} s: {str(error.stderr)[-4000:]}")
-        raise
+        said = (error.stderr or b"").decode(errors="replace")
+        raise _lost(fault, f"the program did not end in {seconds:g} s: {said[-4000:]}") from error
     found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
-    if len(found) != len(cells) and fault is None:
-        pytest.fail(f"the program ended early: {program.stderr[-4000:]}")
-    assert len(found) == len(cells), program.stderr[-4000:]
+    if len(found) != len(cells):
+        raise _lost(fault, f"the program ended early: {program.stderr[-4000:]}")
     return found
+
+
+def _lost(fault: str | None, text: str) -> BaseException:
+    """Of a program without outcomes. With a fault in it that is one of its cells; else it is none of any, for those
+    that are known to be wrong would pass for it."""
+    return pytest.fail.Exception(text) if fault is None else AssertionError(text)
 
 
 def raise_outcome(outcome: Mapping[str, Any]) -> None:
