@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import dis
 import functools
 import itertools
 import random
@@ -11,7 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,19 +84,29 @@ class Reached:
 class Start:
     """Where the walk from a step function begins: what it names, and its arguments.
 
-    Two equal starts mean an equal walk where ``is_closed``. Elsewhere the step reaches containers or objects of the
-    user's own, whose contents may have changed.
+    Two equal starts mean an equal walk where ``is_closed``: what functions of the program's own name, which are called
+    by the step, counts as named by the step. Elsewhere the step reaches containers or objects of the user's own, whose
+    contents may have changed.
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:
         self._objects = [one for one in itertools.chain(_from_callable(fn), arguments) if not _is_atom(type(one))]
-        self._ids = [id(one) for one in self._objects if not _is_data(one)]
         self._references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
         self.is_closed = True
-        for one in self._objects:
-            if not _is_whole(type(one)) and not _is_library_function(one):
+        self._named = list(self._objects)
+        known: set[int] = set()
+        for one in self._named:  # which grows
+            if _is_whole(type(one)) or _is_library_function(one):
+                continue
+            # Beside a method there is its object, which keeps things where no name tells of them.
+            if isinstance(fn, types.MethodType) or not isinstance(one, types.FunctionType):
                 self.is_closed = False
                 break
+            known = known or set(map(id, self._named))
+            named = [each for each in _from_function(one) if not _is_atom(type(each)) and id(each) not in known]
+            known.update(map(id, named))
+            self._named += named
+        self._ids = [id(one) for one in self._named if not _is_data(one)]
 
     def is_same(self, earlier: Start) -> bool:
         """Whether it starts from the very same objects as one that has forgotten its objects."""
@@ -125,8 +136,8 @@ class Start:
 
     def forget_objects(self) -> None:
         """Keep only what `is_same` needs, which holds nothing alive."""
-        self._references = [_reference_to(one) for one in self._objects if not _is_data(one)]
-        self._objects = []
+        self._references = [_reference_to(one) for one in self._named if not _is_data(one)]
+        self._objects, self._named = [], []
 
 
 def _reference_to(value: Any) -> weakref.ref[Any] | None:
@@ -233,20 +244,33 @@ def _from_function(fn: types.FunctionType) -> Iterator[Any]:
     if _is_library(fn.__module__):
         return
     names = _names(fn.__code__)
-    for name in names:
+    for name in names.of_globals:
         value = fn.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             if not _is_library(value.__name__):
-                yield from (member for key, member in list(vars(value).items()) if key in names)
+                yield from (member for key, member in list(vars(value).items()) if key in names.of_attributes)
         elif value is not None:
             yield value
 
 
+class _Names(NamedTuple):
+    """That a function uses, and the functions defined in it, in order."""
+
+    of_globals: dict[str, None]
+    of_attributes: dict[str, None]
+
+
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> dict[str, None]:
-    """Global and attribute names used by a function and by the functions defined in it, in order."""
-    names = dict.fromkeys(code.co_names)
+def _names(code: types.CodeType) -> _Names:
+    names = _Names({}, {})
+    for one in dis.get_instructions(code):
+        is_import = one.opname.startswith("IMPORT_")
+        if is_import or "GLOBAL" in one.opname or one.opname == "LOAD_NAME":  # the last: in the body of a class
+            names.of_globals.setdefault(one.argval)
+        if is_import or "ATTR" in one.opname or "METHOD" in one.opname:
+            names.of_attributes.setdefault(one.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(_names(constant))
+            for own, inner in zip(names, _names(constant), strict=True):
+                own.update(inner)
     return names

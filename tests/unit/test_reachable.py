@@ -88,3 +88,44 @@ def test_plain_tensors_are_told_from_leaves() -> None:
     reached = Start(closing_over([leaf, plain]), []).walk()
     assert [id(one) for one in reached.tensors] == [id(leaf)]
     assert [id(one) for one in reached.plain] == [id(plain)]
+
+
+MODEL, LIST = nn.Linear(1, 1), [1]
+
+
+def loss_of(x: Any) -> Any:
+    return MODEL(x)
+
+
+def through_a_helper(x: Any) -> Any:
+    return loss_of(x).sum()
+
+
+def itself(x: Any) -> Any:
+    return itself(MODEL(x))
+
+
+def through_a_list() -> Any:
+    return loss_of(LIST)
+
+
+@pytest.mark.parametrize(("step", "is_closed"), [(through_a_helper, True), (itself, True), (through_a_list, False)])
+def test_a_step_is_walked_again_only_where_it_reaches_what_may_have_changed(step: Any, is_closed: bool) -> None:
+    start = Start(step, [])
+    assert start.is_closed == is_closed
+    assert start.walk().modules == [MODEL]
+
+
+def test_a_helper_that_reaches_another_model_makes_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Start(through_a_helper, [])
+    before.forget_objects()
+    assert Start(through_a_helper, []).is_same(before)
+    monkeypatch.setitem(globals(), "MODEL", nn.Linear(1, 1))
+    assert not Start(through_a_helper, []).is_same(before)
+
+
+def test_an_attribute_is_not_the_global_of_the_same_name() -> None:
+    def step(trainer: Any) -> Any:
+        return trainer.MODEL(1)
+
+    assert not Start(step, []).walk().modules
