@@ -7,8 +7,7 @@
     torchrun --nproc-per-node 2 scripts/train.py strategy=central_storage
     python scripts/train.py data=csv data.path=rows.csv model=mlp optimizer=adamw
     python scripts/train.py model._target_=mine.MyNet model.width=64 optimizer._target_=torch.optim.NAdam
-    python scripts/train.py experiment=recsys data=click_logs data.path=day_0.tsv
-    python scripts/train.py experiment=recsys strategy=parameter_server strategy.workers=4
+    python scripts/train.py strategy=parameter_server strategy.workers=4 optimizer.momentum=0
     torchstrat launch --ps 2 --workers 4 --evaluator scripts/train.py strategy=parameter_server resume=auto
     python scripts/train.py checkpoint.every_steps=50 checkpoint.max_to_keep=3 resume=auto
     python scripts/train.py --help

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("hydra")
@@ -28,13 +29,13 @@ STEPS_PER_EPOCH = 10
 
 
 def settings(folder: Path, **strategy: Any) -> schema.ExperimentConfig:
-    """320 clicks to train on, in batches of 32."""
+    """320 rows to train on, in batches of 32."""
+    inputs = np.random.default_rng(0).normal(size=(400, 6)).astype(np.float32)
+    np.savez(folder / "rows.npz", x=inputs, y=(inputs[:, 0] > 0).astype(np.int64))
     return schema.ExperimentConfig(
         strategy=chosen("strategy=parameter_server", **strategy),
-        model=chosen("model=wide_and_deep", embedding_width=2, hidden=[4]),
-        data=chosen(
-            "data=synthetic_clicks", rows=400, category_rows=512, global_batch=32, folder=str(folder / "clicks")
-        ),
+        model=chosen("model=mlp", hidden=[4]),
+        data=chosen("data=npz", path=str(folder / "rows.npz"), global_batch=32),
         optimizer=chosen("optimizer=adagrad"),
         checkpoint=schema.CheckpointConfig(every_steps=4),
         epochs=2,

@@ -14,7 +14,7 @@ from torchstrat.errors import InvalidArgumentError
 hydra = pytest.importorskip("hydra")
 
 from torchstrat.experiments import build, data, launch, objectives, targets  # noqa: E402
-from torchstrat.experiments.scores import Scores  # noqa: E402
+from torchstrat.experiments.objectives import Scores, measure  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
@@ -22,7 +22,6 @@ GROUPS = ("strategy", "model", "data", "optimizer")
 NEEDED = {
     "data/csv": ["data.path=rows.csv"],
     "data/npz": ["data.path=rows.npz"],
-    "data/click_logs": ["data.path=log.tsv"],
 }
 
 
@@ -74,14 +73,6 @@ def test_an_experiment_picks_one_of_each_and_can_be_overridden():
     assert config.name == "digits_mlp_central"
     assert [config.name_of(group) for group in ("strategy", "model", "optimizer")] == ["mirrored", "mlp", "adam"]
     assert config.optimizer["lr"] == 0.5
-
-
-def test_recsys_runs_on_a_log_that_the_user_names_as_well():
-    assert compose("experiment=recsys").data == chosen("data=synthetic_clicks", global_batch=256)
-    config = compose("experiment=recsys", "data=click_logs", "data.path=log.tsv", "strategy=parameter_server")
-    assert config.data == chosen("data=click_logs", path="log.tsv", global_batch=256)
-    assert [config.name_of(group) for group in ("model", "optimizer")] == ["wide_and_deep", "adagrad"]
-    assert config.strategy == chosen("strategy=parameter_server", workers=2, servers=2)
 
 
 @pytest.mark.parametrize("plus", ["", "+"])
@@ -181,14 +172,12 @@ class TestCallsOfOnesOwn:
     @pytest.mark.parametrize("loss", ["torch.nn.MSELoss", "torch.nn.functional.mse_loss"])
     def test_losses_and_steps(self, loss):
         config = compose(f"loss._target_={loss}", "step._target_=mine.step", "step.clip=0.5")
-        objective = objectives.objective_of(config, data.Examples([], []))
+        given = objectives.loss_of(config, data.Examples([], []))
         outputs, targets_ = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [1.0]])
-        model, said_loss, clip, batch = objectives.step_of(config, "model", "optimizer", objective)("batch")
+        model, said_loss, clip, batch = objectives.step_of(config, "model", "optimizer", given)("batch")
         assert (model, clip, batch) == ("model", 0.5, "batch")
         assert float(said_loss(outputs, targets_)) == 2.0
-        meter = objective.meter()
-        meter.add(meter.measure(outputs, targets_))
-        assert meter.scores() == Scores(loss=2.0, accuracy=None, rows=2)
+        assert Scores.of(measure(given, outputs, targets_)) == Scores(loss=2.0, accuracy=None, rows=2)
 
     def test_arguments_that_the_call_refuses(self):
         config = compose("optimizer.lr=-1")
@@ -238,22 +227,10 @@ DEFAULTS = {"strategy": "one_device", "model": "mlp", "data": "digits", "optimiz
         ({"model": chosen("model=mlp", hidden=[8, "x"])}, r"model\.hidden=\[8, 'x'\] is not of type .*Sequence\[int\]"),
         ({"model": chosen("model=convnet", channels=[6])}, r"cannot be split into model\.groups=4 groups"),
         ({"model": chosen("model=convnet", norm="layer")}, r"choose one of group, batch, sync_batch"),
-        ({"model": chosen("model=wide_and_deep", embedding_width=0)}, r"embedding_width=0 must be greater than 0"),
-        (
-            {"model": chosen("model=wide_and_deep"), "optimizer": chosen("optimizer=adam")},
-            r"optimizer=adam cannot use the sparse gradients .* use optimizer=adagrad .* model\.sparse_gradients=false",
-        ),
-        (
-            {"model": chosen("model=wide_and_deep"), "optimizer": chosen("optimizer=adagrad", weight_decay=0.1)},
-            r"optimizer\.weight_decay=0\.1 shrinks every row",
-        ),
         (
             {"optimizer": chosen("optimizer=adagrad", initial_accumulator_value=-1.0)},
             r"Invalid initial_accumulator_value",
         ),
-        ({"data": chosen("data=click_logs")}, r"data\.path has no default; set data\.path=…"),
-        ({"data": chosen("data=click_logs", path="x", category_rows=0)}, r"category_rows=0 must be greater than 0"),
-        ({"data": chosen("data=synthetic_clicks", seed=-1)}, r"data\.seed=-1 must not be negative"),
         ({"strategy": chosen("strategy=parameter_server", workers=0)}, r"strategy\.workers=0 must be greater than 0"),
         ({"strategy": chosen("strategy=parameter_server", servers=0)}, r"strategy\.servers=0 must be greater than 0"),
         (
@@ -276,14 +253,6 @@ DEFAULTS = {"strategy": "one_device", "model": "mlp", "data": "digits", "optimiz
             {"strategy": chosen("strategy=tpu", sharding_rules=[["w", None]])},
             r"sharding_rules=\[.*\] is not of type dict",
         ),
-        (
-            {
-                "strategy": chosen("strategy=tpu"),
-                "model": chosen("model=wide_and_deep"),
-                "optimizer": chosen("optimizer=adagrad"),
-            },
-            r"strategy=tpu has no sparse gradients, .* model\.sparse_gradients=false",
-        ),
         ({"epoch": 3}, r"epoch is not a setting; there are name, strategy"),
         ({"epochs": 0}, r"epochs=0 must be greater than 0"),
         ({"progress": "loud"}, r"choose one of auto, bar, lines, off"),
@@ -303,7 +272,7 @@ def all_checks(values, makes_strategy):
     data.load(config.data)
     if makes_strategy:
         targets.make("strategy", config.strategy, config=config, plan=None)
-    facts = {"input_shape": (1, 8, 8), "classes": 10, "category_rows": 9}
+    facts = {"input_shape": (1, 8, 8), "classes": 10}
     build.optimizer(config, build.model(config, data.Examples([], [], facts)).parameters())
 
 

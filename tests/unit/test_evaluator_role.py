@@ -18,7 +18,7 @@ from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
 from torchstrat.experiments import build, data, evaluate, train
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.loop import planned_steps
-from torchstrat.experiments.objectives import objective_of
+from torchstrat.experiments.objectives import loss_of, score
 
 EVALUATOR = json.dumps({"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": {"type": "evaluator", "index": 0}})
 
@@ -64,11 +64,8 @@ def scores(run: Run, step: int) -> dict[str, float]:
     examples = data.load(run.config.data)
     torch.manual_seed(step)
     model = build.model(run.config, examples)
-    meter = objective_of(run.config, examples).meter()
-    inputs, labels = examples.test.tensors
-    with torch.no_grad():
-        meter.add(meter.measure(model(inputs), labels))
-    return {"loss": meter.scores().loss, "accuracy": meter.scores().accuracy}
+    found = score(model, [examples.test.tensors], loss_of(run.config, examples))
+    return {"loss": found.loss, "accuracy": found.accuracy}
 
 
 def test_the_same_command_evaluates(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

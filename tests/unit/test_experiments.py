@@ -153,21 +153,6 @@ EVALUATION = EvaluationRecord(step=1, epoch=1, train_loss=0.5, loss=0.25, accura
 RESULT = ResultRecord("mirrored", 1, 2, 1, 0.75, 0.25, 0.5, 1000.0, 0.064)
 
 
-def test_what_is_said_of_clicks_has_the_auc(tmp_path):
-    stream = io.StringIO()
-    progress = progress_on(stream, "lines", total_steps=1, title="a run")
-    progress.step(STEP)
-    progress.evaluation(replace(EVALUATION, auc=0.875))
-    assert "accuracy 0.7500  AUC 0.8750  1,000 examples/s" in stream.getvalue()
-    report = FolderReport(tmp_path, schema.ExperimentConfig(progress="off", tensorboard=False), {}, 1, "a run")
-    report.evaluation(replace(EVALUATION, auc=0.875))
-    report.result(replace(RESULT, auc=0.875, data="synthetic_clicks"))
-    report.close()
-    assert read_metrics(tmp_path, "evaluation")[0]["auc"] == 0.875
-    assert read_metrics(tmp_path, "result")[0]["data"] == "synthetic_clicks"
-    assert (tmp_path / "curves.png").exists()
-
-
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "failed"])
 def test_a_folder_holds_what_was_reported_until_then(tmp_path, finished):
     config = schema.ExperimentConfig(progress="off", tensorboard=False)

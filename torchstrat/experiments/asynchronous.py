@@ -25,7 +25,7 @@ from torchstrat.experiments import build, data, targets
 from torchstrat.experiments.checkpoints import Checkpoints, WentBack, checkpoints_of
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.loop import on_cpu, planned_steps, require_enough_rows, run_title
-from torchstrat.experiments.objectives import Batch, objective_of, step_of
+from torchstrat.experiments.objectives import Batch, loss_of, score, step_of
 from torchstrat.experiments.parameter_server_cluster import (
     ClusterSize,
     ParameterServers,
@@ -75,7 +75,7 @@ def train(run: Run) -> None:
             from torchstrat.parameter_server.coordinator import ClusterCoordinator  # imports torch.distributed.rpc
 
             coordinator = ClusterCoordinator(strategy)
-            title = run_title(config, examples, f"({size})")
+            title = run_title(config, f"({size})")
             total_steps = planned_steps(config, examples)
             with (
                 closing(FolderReport(run.folder, config, run.resolved, total_steps, title)) as report,
@@ -106,7 +106,7 @@ class AsynchronousTraining:
         self._report = report
         self._size = size
         self._timeout = timedelta(seconds=config.cluster.timeout_seconds)
-        self._objective = objective_of(config, examples)
+        self._loss = loss_of(config, examples)
         self._checkpoints = checkpoints or Checkpoints()
         self._position = Position(config, folder)
         self._planned_steps = planned_steps(config, examples)
@@ -117,7 +117,7 @@ class AsynchronousTraining:
         with strategy.scope():
             model = build.model(config, self._examples)
             optimizer = build.optimizer(config, model.parameters())
-        train_step = step_of(config, model, optimizer, self._objective)
+        train_step = step_of(config, model, optimizer, self._loss)
 
         def worker_step(batch: Batch) -> tuple[float, int]:
             """Runs on a worker: the loss of a batch, and the batch's rows."""
@@ -235,10 +235,7 @@ class AsynchronousTraining:
     def _evaluate(self, model: nn.Module) -> EvaluationRecord:
         """Scores over the held-out rows, computed here with the servers' values of this moment."""
         self._strategy.extended.pull(model)
-        meter = self._objective.meter()
         model.eval()
-        with torch.no_grad():
-            for inputs, labels in self._examples.test_loader(self._config.global_batch):
-                meter.add(meter.measure(model(inputs), labels))
+        scores = score(model, self._examples.test_loader(self._config.global_batch), self._loss)
         model.train()
-        return EvaluationRecord.of(self._position, meter.scores())
+        return EvaluationRecord.of(self._position, scores)

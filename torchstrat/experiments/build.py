@@ -232,7 +232,6 @@ def model(config: ExperimentConfig, examples: Examples) -> torch.nn.Module:
         isinstance(built, torch.nn.Module),
         f"model._target_={config.model['_target_']} made {type(built).__name__}; a torch.nn.Module is needed.",
     )
-    _require_sparse_gradients(config, built)
     return built  # type: ignore[no-any-return]
 
 
@@ -243,26 +242,3 @@ def optimizer(config: ExperimentConfig, parameters: Iterable[torch.nn.Parameter]
         torch.sparse.check_sparse_tensor_invariants.disable()
     built: torch.optim.Optimizer = targets.make("optimizer", config.optimizer, params=parameters)
     return built
-
-
-def _require_sparse_gradients(config: ExperimentConfig, built: torch.nn.Module) -> None:
-    """PyTorch would say so too, but in the first step, and without the names of the settings."""
-    if not any(getattr(module, "sparse", False) for module in built.modules()):
-        return
-    model, optimizer = config.name_of("model"), config.name_of("optimizer")
-    dense = "or set model.sparse_gradients=false, which updates whole tables at every step."
-    require(
-        optimizer.lower() not in ("adam", "adamw"),
-        f"optimizer={optimizer} cannot use the sparse gradients of model={model}; use optimizer=adagrad or "
-        f"optimizer=sgd, {dense}",
-    )
-    decay = config.optimizer.get("weight_decay", 0)
-    require(
-        decay == 0,
-        f"optimizer.weight_decay={decay} shrinks every row, and the gradients of model={model} are sparse; set it to "
-        f"0, {dense}",
-    )
-    require(
-        config.name_of("strategy") != "tpu",
-        f"strategy=tpu has no sparse gradients, and model={model} makes them; set model.sparse_gradients=false.",
-    )

@@ -18,16 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from torchstrat.config import require
 from torchstrat.data.worker_signals import outlive_preemption
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import targets
-from torchstrat.experiments.scores import ClassMeter, Loss, Meter
 
 Inputs = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Outputs and labels → the mean over the batch."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,15 @@ class Examples:
     """What a model's constructor may ask for by name: ``input_shape``, ``classes``."""
     loss: Loss = functional.cross_entropy
     """Unless the configuration has one."""
-    meter: Callable[[Loss], Meter] = ClassMeter
     collate_fn: Callable[[list[Any]], Any] | None = None
-    order: Callable[[int, torch.Generator], Sampler[int]] | None = None
-    """Of so many training rows, drawn anew each epoch. None: any order is as likely as any other."""
-    note: str = ""
-    """Stands in everything that a run says of itself."""
 
     def train_loader(self, global_batch: int, seed: int, workers: int) -> DataLoader[Any]:
         """Global batches in an order drawn anew each epoch, the last one as short as it comes: no row is dropped."""
         generator = torch.Generator().manual_seed(seed)
-        order = self.order(len(self.train), generator) if self.order else RandomSampler(self.train, generator=generator)
         return DataLoader(
             self.train,
             batch_size=global_batch,
-            sampler=order,
+            sampler=RandomSampler(self.train, generator=generator),
             generator=generator,
             num_workers=workers,
             worker_init_fn=outlive_preemption,

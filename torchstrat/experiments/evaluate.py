@@ -22,7 +22,7 @@ from torchstrat.experiments import build, data
 from torchstrat.experiments.checkpoints import directory_of
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.loop import planned_steps
-from torchstrat.experiments.objectives import Objective, objective_of
+from torchstrat.experiments.objectives import loss_of, score
 
 
 def is_evaluator() -> bool:
@@ -55,12 +55,12 @@ def evaluate(run: Run) -> None:
         "checkpoint.every_steps.",
     )
     examples = data.load(config.data)
-    objective = objective_of(config, examples)
+    loss = loss_of(config, examples)
     SidecarEvaluator(
         lambda: build.model(config, examples),
         examples.test_loader(config.global_batch),
         directory_of(config),
-        evaluate_fn=lambda model, batches: _scores(model, batches, objective),
+        evaluate_fn=lambda model, batches: _scores(model, batches, loss),
         log_dir=results_of(config),
         newest_only=config.evaluator.newest_only,
         timeout=config.evaluator.timeout_seconds,
@@ -70,12 +70,9 @@ def evaluate(run: Run) -> None:
     ).start()
 
 
-def _scores(model: nn.Module, batches: Any, objective: Objective) -> dict[str, float]:
-    meter = objective.meter()
-    for inputs, labels in batches:
-        meter.add(meter.measure(model(inputs), labels))
-    scores = meter.scores()
-    values = {"loss": scores.loss, "accuracy": scores.accuracy, "auc": scores.auc}
+def _scores(model: nn.Module, batches: Any, loss: data.Loss) -> dict[str, float]:
+    scores = score(model, batches, loss)
+    values = {"loss": scores.loss, "accuracy": scores.accuracy}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -18,7 +18,7 @@ from torchstrat.config import ExperimentConfig, require
 from torchstrat.experiments import build, data
 from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.objectives import Batch, objective_of, step_of
+from torchstrat.experiments.objectives import Batch, Scores, loss_of, measure, step_of
 from torchstrat.experiments.position import Position
 from torchstrat.experiments.programs import StepTraffic, programs_of
 from torchstrat.experiments.report import EvaluationRecord, FolderReport, Report, ResultRecord, StepRecord
@@ -44,7 +44,7 @@ def train(run: Run) -> None:
         require_enough_rows(config, examples, replicas, "replicas")
         report = Report()
         if run.is_chief:
-            title = run_title(config, examples, _size(strategy))
+            title = run_title(config, _size(strategy))
             report = FolderReport(run.folder, config, run.resolved, planned_steps(config, examples), title)
         processes = run.plan.size if run.plan else 1
         with closing(report), checkpoints_of(run) as checkpoints:
@@ -56,9 +56,9 @@ def _size(strategy: Strategy) -> str:
     return f"×{strategy.num_replicas_in_sync}" if logical == 1 else f"{strategy.num_replicas_in_sync}×{logical}"
 
 
-def run_title(config: ExperimentConfig, examples: data.Examples, size: str) -> str:
-    """Stands before everything that a run says, and above its curves. What is synthetic is called so everywhere."""
-    return f"{config.name_of('strategy')} {size}{examples.note and f', {examples.note}'}"
+def run_title(config: ExperimentConfig, size: str) -> str:
+    """Stands before everything that a run says, and above its curves."""
+    return f"{config.name_of('strategy')} {size}"
 
 
 def planned_steps(config: ExperimentConfig, examples: data.Examples) -> int:
@@ -100,7 +100,7 @@ class _Training:
         self._planned_steps = planned_steps(config, examples)
         self._checkpoints = checkpoints or Checkpoints()
         self._position = Position(config, folder)
-        self._objective = objective_of(config, examples)
+        self._loss = loss_of(config, examples)
         self._traffic = StepTraffic(strategy)
 
     def run(self) -> None:
@@ -109,7 +109,7 @@ class _Training:
         with strategy.scope():
             model = build.model(config, self._examples)
             optimizer = build.optimizer(config, model.parameters())
-        train_step = step_of(config, model, optimizer, self._objective)
+        train_step = step_of(config, model, optimizer, self._loss)
         loader = self._examples.train_loader(config.global_batch, config.seed, config.data_workers)
         train_batches = strategy.distribute_dataset(loader)
         test_batches = strategy.distribute_dataset(self._examples.test_loader(config.global_batch))
@@ -171,17 +171,17 @@ class _Training:
 
     def _evaluate(self, model: nn.Module, batches: Any) -> EvaluationRecord:
         """Scores over every held-out row, each counted once whatever the number of replicas."""
-        strategy, meter = self._strategy, self._objective.meter()
+        strategy, measured = self._strategy, torch.zeros(3, dtype=torch.float64)
 
         def eval_step(batch: Batch) -> torch.Tensor:
             inputs, labels = batch
             with torch.no_grad():
-                return meter.measure(model(inputs), labels)
+                return measure(self._loss, model(inputs), labels)
 
         model.eval()
         for batch in batches:
-            meter.add(meter.combine(strategy, strategy.run(eval_step, args=(batch,))))
-        scores = meter.scores()
+            measured += strategy.reduce("sum", strategy.run(eval_step, args=(batch,)), axis=None).cpu()
+        scores = Scores.of(measured)
         assert scores.rows == len(self._examples.test), f"counted {scores.rows} of {len(self._examples.test)} rows"
         return EvaluationRecord.of(self._position, scores)
 

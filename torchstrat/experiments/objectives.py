@@ -1,9 +1,10 @@
-"""What a run learns: the loss that it trains on, how its outputs are judged, and the one training step, which the
-synchronous and the asynchronous loop both run."""
+"""What a run learns: the loss that it trains on, the one training step, which the synchronous and the asynchronous
+loop both run, and how outputs are judged on held-out rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,38 +13,24 @@ from torch import nn
 
 from torchstrat.config import ExperimentConfig
 from torchstrat.experiments import targets
-from torchstrat.experiments.data import Examples
-from torchstrat.experiments.scores import Loss, Meter
+from torchstrat.experiments.data import Examples, Loss
 
 Batch = tuple[Any, torch.Tensor]
 """Inputs, a tensor or a nest of tensors as the model takes them, and labels."""
 
 
-@dataclass(frozen=True)
-class Objective:
-    """Has no state, and travels with the functions that use it."""
-
-    loss: Loss
-    new_meter: Callable[[Loss], Meter]
-
-    def meter(self) -> Meter:
-        """A fresh one, for one pass over held-out rows."""
-        return self.new_meter(self.loss)
-
-
-def objective_of(config: ExperimentConfig, examples: Examples) -> Objective:
+def loss_of(config: ExperimentConfig, examples: Examples) -> Loss:
     """The configuration's loss, or that of the data."""
-    return Objective(targets.make("loss", config.loss) if config.loss else examples.loss, examples.meter)
+    loss: Loss = targets.make("loss", config.loss) if config.loss else examples.loss
+    return loss
 
 
 def step_of(
-    config: ExperimentConfig, model: nn.Module, optimizer: torch.optim.Optimizer, objective: Objective
+    config: ExperimentConfig, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
 ) -> Callable[[Batch], torch.Tensor]:
     """The configuration's step for ``strategy.run``, or `make_train_step`'s."""
     call = config.step or {"_target_": f"{__name__}.{make_train_step.__name__}"}
-    step: Callable[[Batch], torch.Tensor] = targets.make(
-        "step", call, model=model, optimizer=optimizer, loss=objective.loss
-    )
+    step: Callable[[Batch], torch.Tensor] = targets.make("step", call, model=model, optimizer=optimizer, loss=loss)
     return step
 
 
@@ -59,3 +46,43 @@ def make_train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Lo
         return value.detach()
 
     return train_step
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of held-out rows."""
+
+    loss: float
+    """Mean over the rows."""
+    accuracy: float | None
+    """None where labels are no classes."""
+    rows: int
+
+    @classmethod
+    def of(cls, measured: torch.Tensor) -> Scores:
+        """``measured``: what `measure` returned, summed over all batches; at least one row."""
+        loss, correct, rows = measured.tolist()
+        return cls(loss / rows, None if math.isnan(correct) else correct / rows, round(rows))
+
+
+def measure(loss: Loss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sums over a batch's rows, of: the loss, right answers, 1.
+
+    Answers are right or wrong where labels are classes, else nan: outputs ``(batch, classes, …)``, labels
+    ``(batch, …)`` integers.
+    """
+    rows = len(labels)
+    total = loss(outputs, labels) * rows
+    correct = torch.full_like(total, math.nan)
+    if not labels.is_floating_point() and outputs.ndim == labels.ndim + 1:
+        correct = (outputs.argmax(dim=1) == labels).sum().to(total.dtype) * (rows / max(labels.numel(), 1))
+    return torch.stack([total, correct, torch.full_like(total, rows)])
+
+
+def score(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Scores:
+    """Scores of a model that is whole in this process."""
+    measured = torch.zeros(3, dtype=torch.float64)
+    with torch.no_grad():
+        for inputs, labels in batches:
+            measured += measure(loss, model(inputs), labels)
+    return Scores.of(measured)

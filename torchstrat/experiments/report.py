@@ -33,9 +33,9 @@ import torch
 
 from torchstrat.config import ExperimentConfig
 from torchstrat.experiments.metrics_file import MetricsFile, records_until
+from torchstrat.experiments.objectives import Scores
 from torchstrat.experiments.position import Position
 from torchstrat.experiments.programs import ProgramRecord, TrafficRecord
-from torchstrat.experiments.scores import Scores
 from torchstrat.parameter_server.leases.ledger import Ledger
 from torchstrat.sharding.explain import Explanation
 
@@ -69,8 +69,6 @@ class EvaluationRecord:
     """None where labels are no classes."""
     rows: int
     """Held-out rows counted, over all replicas; always all of them."""
-    auc: float | None = None
-    """Area under the ROC curve over the held-out rows; click logs only."""
 
     @classmethod
     def of(cls, position: Position, scores: Scores) -> EvaluationRecord:
@@ -112,8 +110,6 @@ class ResultRecord:
     examples_per_second: float
     """Over all training steps but those of the first epoch, if there was a second."""
     training_seconds: float
-    auc: float | None = None
-    """As in `EvaluationRecord`."""
     data: str = ""
     """``data.name``."""
     logical_devices: int = 1
@@ -129,7 +125,6 @@ class ResultRecord:
             train_loss=last.train_loss,
             examples_per_second=position.clock.steady_rate(),
             training_seconds=position.clock.seconds,
-            auc=last.auc,
             data=config.name_of("data"),
             **sizes,
         )
@@ -250,7 +245,7 @@ class FolderReport(Report):
 
     def _remember_evaluation(self, record: EvaluationRecord) -> None:
         self._evaluations.append(record)
-        self._scalars(record.step, test_loss=record.loss, test_accuracy=record.accuracy, test_auc=record.auc)
+        self._scalars(record.step, test_loss=record.loss, test_accuracy=record.accuracy)
 
     def result(self, record: ResultRecord) -> None:
         self._write("result", record)
@@ -296,8 +291,7 @@ class FolderReport(Report):
 
 
 def _scores(record: EvaluationRecord | ResultRecord, separator: str) -> str:
-    scores = {"accuracy": record.accuracy, "AUC": record.auc}
-    return "".join(f"{name} {value:.4f}{separator}" for name, value in scores.items() if value is not None)
+    return "" if record.accuracy is None else f"accuracy {record.accuracy:.4f}{separator}"
 
 
 def read_metrics(folder: Path, event: str) -> list[dict[str, Any]]:
@@ -307,7 +301,7 @@ def read_metrics(folder: Path, event: str) -> list[dict[str, Any]]:
 
 
 def draw_curves(file: Path, title: str, steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> None:
-    """A picture of training loss per step and held-out accuracy (and AUC, where there is one) per epoch."""
+    """A picture of training loss per step and held-out accuracy per epoch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -319,12 +313,10 @@ def draw_curves(file: Path, title: str, steps: list[StepRecord], evaluations: li
     losses.plot([record.step for record in evaluations], [record.loss for record in evaluations], label="held out")
     losses.set(title=title, xlabel="step", ylabel="loss", yscale="log")
     losses.legend()
-    for name in ("accuracy", "auc"):
-        points = [(record.epoch, value) for record in evaluations if (value := getattr(record, name)) is not None]
-        if points:
-            scores.plot(*zip(*points, strict=True), marker=".", label=name)
-            scores.legend()
-    scores.set(title="held out", xlabel="epoch")
+    points = [(record.epoch, record.accuracy) for record in evaluations if record.accuracy is not None]
+    if points:
+        scores.plot(*zip(*points, strict=True), marker=".")
+    scores.set(title="held out", xlabel="epoch", ylabel="accuracy")
     scores.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (losses, scores):
         axes.grid(alpha=0.3)

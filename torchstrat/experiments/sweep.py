@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchstrat.experiments.report import read_metrics
 
-_COLUMNS = {"accuracy": ".4f", "auc": ".4f", "loss": ".4f", "examples_per_second": ",.0f"}
+_COLUMNS = {"accuracy": ".4f", "loss": ".4f", "examples_per_second": ",.0f"}
 
 
 def show(runs: Sequence[tuple[Path, Sequence[str], bool]], with_picture: bool) -> None:

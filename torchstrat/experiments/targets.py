@@ -8,7 +8,7 @@ The keys beside it are arguments. Some are offered besides, to a call that has a
 
 =========  =================================================================================================
 strategy   ``config``, ``plan``: the `ExperimentConfig`, and the launcher's plan
-model      what the data says of itself: ``input_shape``, ``classes``; of click logs ``category_rows``
+model      what the data says of itself: ``input_shape``, ``classes``
 data       nothing; it returns an `Examples`, or a pair of `torch.utils.data.Dataset`: training, held out
 optimizer  ``params``
 loss       nothing; a class is called, a function is the loss
@@ -31,7 +31,7 @@ from torchstrat.errors import InvalidArgumentError
 
 _OFFERED = {
     "strategy": ("config", "plan"),
-    "model": ("input_shape", "classes", "category_rows"),
+    "model": ("input_shape", "classes"),
     "optimizer": ("params",),
     "step": ("model", "optimizer", "loss"),
 }
@@ -151,23 +151,16 @@ def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
     require(
         not lacking,
         f"{group}={call.get('name', call['_target_'])} needs {', '.join(lacking)}, and this data has "
-        f"{', '.join(offered) or 'nothing of the kind'}; "
-        + _ADVICE.get(",".join(lacking), f"set {' '.join(f'{group}.{name}=…' for name in lacking)}"),
+        f"{', '.join(offered) or 'nothing of the kind'}; set " + " ".join(f"{group}.{name}=…" for name in lacking),
     )
     try:
         return made(**wanted)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
         raise InvalidArgumentError(
             f"{group}._target_={call['_target_']} refused its arguments: {error} (HYDRA_FULL_ERROR=1 shows where.)"
         ) from error
-
-
-_ADVICE = {
-    "category_rows": "it is for click logs: use data=click_logs or data=synthetic_clicks, or model=mlp.",
-    "input_shape,classes": "inputs of click logs are not one tensor: use model=wide_and_deep.",
-}
 
 
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

@@ -15,10 +15,7 @@ from torchstrat.experiments import data
 
 
 class TrainingRows:
-    """Called on each worker, it reads the training rows, all of them: which ones a step gets is only known then.
-
-    Rows that stay in their file (click logs) are not read before they are asked for.
-    """
+    """Called on each worker, it reads the training rows, all of them: which ones a step gets is only known then."""
 
     def __init__(self, call: Mapping[str, Any]) -> None:
         self._call = with_absolute_paths(call)
@@ -77,5 +74,5 @@ class _RowNumbers(Dataset[int]):
 
 def with_absolute_paths(call: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings for a process that may have been started in another folder."""
-    paths = {key: call[key] for key in ("path", "test_path", "folder") if isinstance(call.get(key), str)}
+    paths = {key: call[key] for key in ("path", "test_path") if isinstance(call.get(key), str)}
     return {**call, **{key: str(Path(path).expanduser().resolve()) for key, path in paths.items()}}

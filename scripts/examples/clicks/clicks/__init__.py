@@ -1,0 +1,1 @@
+"""Who clicks? A data set and a model of one's own, for ``torchstrat train``."""
