@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,6 @@ from torchstrat.data.worker_signals import outlive_preemption
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import targets
 
-Inputs = npt.NDArray[np.float32]
-Labels = npt.NDArray[np.int64]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs and labels → the mean over the batch."""
 
@@ -87,20 +85,18 @@ def _facts(rows: Any) -> dict[str, Any]:
     return facts
 
 
-def existing_file(path: str, setting: str) -> Path:
-    """The file at ``path``, which ``setting`` names. Raises `InvalidArgumentError` when there is none."""
-    file = Path(path).expanduser()
-    found = "is a folder" if file.is_dir() else "does not exist"
-    require(file.is_file(), f"{setting}={path} {found} (looked in {file.resolve().parent}); name a file.")
-    return file
+class _Rows(NamedTuple):
+    """Of one file, or of one part of it."""
+
+    inputs: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
 
 
 def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Examples:
     """scikit-learn's 1,797 handwritten digits: grey images ``(1, 8, 8)``, ten classes."""
     table = _digits_table()
     images = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.float32) / 16.0  # a pixel counts 0 to 16 dots
-    parts = _cut(images, table[:, -1].astype(np.int64), test_fraction, split_seed, "the digits")
-    return _standardized(*parts, standardize=False, dim=None)
+    return _examples(*_cut(_Rows(images, table[:, -1].astype(np.int64)), test_fraction, split_seed, "the digits"))
 
 
 def _digits_table() -> npt.NDArray[np.float64]:
@@ -135,55 +131,20 @@ def csv(
         standardize: Shift and scale each feature to mean 0, variance 1 over the training rows.
         test_fraction: Share of the rows held out, drawn once by ``split_seed``.
     """
-    inputs, labels = _read_csv(path, "data.path", label_column, delimiter, image_shape)
-    if test_path is None:
-        parts = _cut(inputs, labels, test_fraction, split_seed, path)
-        return _standardized(*parts, standardize=standardize, dim=0)
-    test_inputs, test_labels = _read_csv(test_path, "data.test_path", label_column, delimiter, image_shape)
-    require(
-        test_inputs.shape[1:] == inputs.shape[1:],
-        f"{test_path} has {test_inputs.shape[1]} features a line and {path} has {inputs.shape[1]}; give files of one "
-        "format.",
-    )
-    return _standardized(inputs, labels, test_inputs, test_labels, standardize=standardize, dim=0)
 
+    def read(name: str, setting: str) -> _Rows:
+        table = _read_table(name, setting, delimiter)
+        require(
+            -table.shape[1] <= label_column < table.shape[1],
+            f"data.label_column={label_column} does not exist in {name}, which has {table.shape[1]} columns.",
+        )
+        return _rows(np.delete(table, label_column, axis=1), table[:, label_column], image_shape, name)
 
-def _read_csv(
-    path: str, setting: str, label_column: int, delimiter: str, image_shape: list[int] | None
-) -> tuple[Inputs, Labels]:
-    file = existing_file(path, setting)
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        header = int(not all(_is_number(cell) for cell in lines[0].split(delimiter))) if lines else 0
-        require(len(lines) > header, f"{setting}={path} has no rows{' below its header' if header else ''}.")
-        table = np.loadtxt(lines[header:], delimiter=delimiter, ndmin=2, dtype=np.float64)
-    except InvalidArgumentError:
-        raise
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise InvalidArgumentError(f"{setting}={path} is not a table of numbers: {_one_line(error)}") from error
-    columns = table.shape[1]
-    require(
-        columns > 1,
-        f"{setting}={path} has one column, with {delimiter!r} as data.delimiter; a label and at least one feature are "
-        "needed.",
+    rows = read(path, "data.path")
+    parts = (
+        _cut(rows, test_fraction, split_seed, path) if test_path is None else (rows, read(test_path, "data.test_path"))
     )
-    require(
-        -columns <= label_column < columns,
-        f"data.label_column={label_column} does not exist in {path}, which has {columns} columns.",
-    )
-    inputs = np.delete(table, label_column, axis=1).astype(np.float32)
-    return _checked(_as_images(inputs, image_shape, path), table[:, label_column], path)
-
-
-def _as_images(inputs: Inputs, image_shape: list[int] | None, path: str) -> Inputs:
-    if image_shape is None:
-        return inputs
-    needed, there = math.prod(image_shape), math.prod(inputs.shape[1:])
-    require(
-        needed == there and min(image_shape) > 0,
-        f"data.image_shape={[*image_shape]} needs {needed} numbers a row; {path} has {there} beside the label.",
-    )
-    return inputs.reshape(-1, *image_shape)
+    return _examples(*parts, standardize="features" if standardize else None)
 
 
 def npz(
@@ -204,53 +165,47 @@ def npz(
         standardize: Shift and scale all inputs by the mean and deviation of the training rows.
         test_fraction: Share of the rows held out, drawn once by ``split_seed``.
     """
-    arrays = _read_npz(path)
-    train = _pair(arrays, inputs, labels, image_shape, path)
-    if f"{inputs}_test" not in arrays:
-        return _standardized(*_cut(*train, test_fraction, split_seed, path), standardize=standardize, dim=None)
-    test = _pair(arrays, f"{inputs}_test", f"{labels}_test", image_shape, path)
-    return _standardized(*train, *test, standardize=standardize, dim=None)
+    arrays = _read_archive(path)
 
-
-def _read_npz(path: str) -> dict[str, Any]:
-    file = existing_file(path, "data.path")
-    with file.open("rb") as stream:
-        begins_with = stream.read(6)
-    if begins_with == b"\x93NUMPY":
-        raise InvalidArgumentError(
-            f"data.path={path} is not a NumPy archive: it holds a single array; write both with "
-            "numpy.savez(file, x=inputs, y=labels)."
+    def read(suffix: str) -> _Rows:
+        x, y = (_numbers(arrays, f"{name}{suffix}", path) for name in (inputs, labels))
+        require(
+            x.ndim >= 2 and y.ndim == 1 and len(x) == len(y),
+            f"{path}: {inputs + suffix!r} has shape {x.shape} and {labels + suffix!r} {y.shape}; (rows, …) and (rows,) "
+            "with equal rows are needed.",
         )
-    require(
-        begins_with.startswith(b"PK"),
-        f"data.path={path} is not a NumPy archive (.npz); for a table of numbers as text use data=csv, and "
-        "numpy.savez(file, x=inputs, y=labels) writes an archive.",
-    )
+        return _rows(x, y, image_shape, path)
+
+    has_test = f"{inputs}_test" in arrays
+    parts = (read(""), read("_test")) if has_test else _cut(read(""), test_fraction, split_seed, path)
+    return _examples(*parts, standardize="everything" if standardize else None)
+
+
+def _existing_file(path: str, setting: str) -> Path:
+    file = Path(path).expanduser()
+    found = "is a folder" if file.is_dir() else "does not exist"
+    require(file.is_file(), f"{setting}={path} {found} (looked in {file.resolve().parent}); name a file.")
+    return file
+
+
+def _read_table(path: str, setting: str, delimiter: str) -> npt.NDArray[np.float64]:
+    file = _existing_file(path, setting)
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # pickles run code
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise InvalidArgumentError(f"data.path={path} is not a NumPy archive: {_one_line(error)}") from error
-
-
-def _pair(
-    arrays: dict[str, Any], inputs_name: str, labels_name: str, image_shape: list[int] | None, path: str
-) -> tuple[Inputs, Labels]:
-    for name in (inputs_name, labels_name):
-        if name not in arrays:
-            raise InvalidArgumentError(
-                f"{path} has no array {name!r}; it has {', '.join(sorted(arrays)) or 'none'}. Set data.inputs and "
-                "data.labels."
-            )
-        if not np.issubdtype(arrays[name].dtype, np.number):
-            raise InvalidArgumentError(f"array {name!r} of {path} has dtype {arrays[name].dtype}; numbers are needed.")
-    inputs, labels = arrays[inputs_name].astype(np.float32), arrays[labels_name]
-    if inputs.ndim < 2 or labels.ndim != 1 or len(inputs) != len(labels):
-        raise InvalidArgumentError(
-            f"{path}: {inputs_name!r} has shape {inputs.shape} and {labels_name!r} {labels.shape}; (rows, …) and "
-            "(rows,) with equal rows are needed."
-        )
-    return _checked(_as_images(inputs, image_shape, path), labels, path)
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if lines and not all(map(_is_number, lines[0].split(delimiter))):
+            del lines[0]
+        require(bool(lines), f"{setting}={path} has no rows of numbers.")
+        table = np.loadtxt(lines, delimiter=delimiter, ndmin=2, dtype=np.float64)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"{setting}={path} is not a table of numbers: {_one_line(error)}") from error
+    require(
+        table.shape[1] > 1,
+        f"{setting}={path} has one column, with {delimiter!r} as data.delimiter; a label and at least one feature are "
+        "needed.",
+    )
+    return table
 
 
 def _is_number(cell: str) -> bool:
@@ -261,60 +216,79 @@ def _is_number(cell: str) -> bool:
     return True
 
 
+def _read_archive(path: str) -> dict[str, npt.NDArray[Any]]:
+    file = _existing_file(path, "data.path")
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # pickles run code
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        raise InvalidArgumentError(
+            f"data.path={path} is not a NumPy archive (.npz); for a table of numbers as text use data=csv, and "
+            f"numpy.savez(file, x=inputs, y=labels) writes an archive of arrays. NumPy says: {_one_line(error)}"
+        ) from error
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _checked(inputs: Inputs, labels: npt.NDArray[Any], path: str) -> tuple[Inputs, Labels]:
-    bad_rows = np.flatnonzero(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1))
-    if len(bad_rows):
-        raise InvalidArgumentError(f"{path}: row {bad_rows[0]} has a value that is not finite; {len(bad_rows)} in all.")
-    whole = np.isfinite(labels) & (np.floor(labels) == labels) & (labels >= 0)
-    if not whole.all():
-        row = int(np.flatnonzero(~whole)[0])
+def _numbers(arrays: dict[str, npt.NDArray[Any]], name: str, path: str) -> npt.NDArray[Any]:
+    names = ", ".join(sorted(arrays)) or "none"
+    require(name in arrays, f"{path} has no array {name!r}; it has {names}. Set data.inputs and data.labels.")
+    kind = arrays[name].dtype
+    require(np.issubdtype(kind, np.number), f"array {name!r} of {path} has dtype {kind}; numbers are needed.")
+    return arrays[name]
+
+
+def _rows(inputs: npt.NDArray[Any], labels: npt.NDArray[Any], image_shape: list[int] | None, path: str) -> _Rows:
+    """Checked: inputs are finite and have the shape that is asked for, labels are classes."""
+    if image_shape is not None:
+        needed, there = math.prod(image_shape), math.prod(inputs.shape[1:])
+        require(
+            needed == there and min(image_shape) > 0,
+            f"data.image_shape={[*image_shape]} needs {needed} numbers a row; {path} has {there} beside the label.",
+        )
+        inputs = inputs.reshape(-1, *image_shape)
+    bad = np.flatnonzero(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1))
+    if len(bad):
+        raise InvalidArgumentError(f"{path}: row {bad[0]} has a value that is not finite; {len(bad)} in all.")
+    bad = np.flatnonzero(~(np.isfinite(labels) & (np.floor(labels) == labels) & (labels >= 0)))
+    if len(bad):
         raise InvalidArgumentError(
-            f"{path}: the label of row {row} is {labels[row]}; class labels are the integers 0, 1, 2, …. "
+            f"{path}: the label of row {bad[0]} is {labels[bad[0]]}; class labels are the integers 0, 1, 2, …. "
             "Is the right column or array named as the label?"
         )
-    return inputs, labels.astype(np.int64)
+    return _Rows(inputs.astype(np.float32), labels.astype(np.int64))
 
 
-def _cut(
-    inputs: Inputs, labels: Labels, test_fraction: float, split_seed: int, source: str
-) -> tuple[Inputs, Labels, Inputs, Labels]:
+def _cut(rows: _Rows, test_fraction: float, split_seed: int, source: str) -> tuple[_Rows, _Rows]:
     """Hold out ``test_fraction`` of the rows, drawn once by ``split_seed`` and equal in every process."""
-    require_fraction(test_fraction)
-    rows = len(inputs)
-    held_out = round(rows * test_fraction)
+    require(0.0 < test_fraction < 1.0, f"data.test_fraction={test_fraction} must lie strictly between 0 and 1.")
+    count = len(rows.labels)
+    held_out = round(count * test_fraction)
     require(
-        0 < held_out < rows,
-        f"{source} has {rows} rows; data.test_fraction={test_fraction} holds out {held_out} of them, and at least one "
+        0 < held_out < count,
+        f"{source} has {count} rows; data.test_fraction={test_fraction} holds out {held_out} of them, and at least one "
         "is needed on either side.",
     )
-    order = np.random.default_rng(split_seed).permutation(rows)
+    order = np.random.default_rng(split_seed).permutation(count)
     test, train = order[:held_out], order[held_out:]
-    return inputs[train], labels[train], inputs[test], labels[test]
+    return _Rows(rows.inputs[train], rows.labels[train]), _Rows(rows.inputs[test], rows.labels[test])
 
 
-def require_fraction(test_fraction: float) -> None:
-    require(0.0 < test_fraction < 1.0, f"data.test_fraction={test_fraction} must lie strictly between 0 and 1.")
-
-
-def _standardized(
-    train: Inputs, train_labels: Labels, test: Inputs, test_labels: Labels, *, standardize: bool, dim: int | None
-) -> Examples:
-    """Bring all rows to mean 0, variance 1 as measured over dim ``dim`` (None: everything) of the training rows."""
-    if train.shape[1:] != test.shape[1:]:
-        raise InvalidArgumentError(
-            f"training inputs have shape {train.shape[1:]} and held-out inputs {test.shape[1:]}; they must be equal."
-        )
-    if standardize:
-        mean, deviation = train.mean(axis=dim), train.std(axis=dim)
+def _examples(train: _Rows, test: _Rows, standardize: str | None = None) -> Examples:
+    """``standardize``: bring ``features``, each, or ``everything`` to mean 0, variance 1 over the training rows."""
+    shape, test_shape = train.inputs.shape[1:], test.inputs.shape[1:]
+    require(shape == test_shape, f"training inputs have shape {shape}, held-out inputs {test_shape}; give equal ones.")
+    parts = [train.inputs, test.inputs]
+    if standardize is not None:
+        dim = 0 if standardize == "features" else None
+        mean, deviation = train.inputs.mean(axis=dim), train.inputs.std(axis=dim)
         scale = np.where(deviation > 0, deviation, 1.0)  # a constant feature carries nothing; keep it finite
-        train, test = ((part - mean) / scale for part in (train, test))
-    classes = int(max(train_labels.max(), test_labels.max())) + 1
-    return Examples(
-        train=TensorDataset(torch.from_numpy(train.astype(np.float32)), torch.from_numpy(train_labels)),
-        test=TensorDataset(torch.from_numpy(test.astype(np.float32)), torch.from_numpy(test_labels)),
-        facts={"input_shape": tuple(train.shape[1:]), "classes": max(classes, 2)},
-    )
+        parts = [((part - mean) / scale).astype(np.float32) for part in parts]
+    classes = int(max(train.labels.max(), test.labels.max())) + 1
+    sets = [
+        TensorDataset(torch.from_numpy(part), torch.from_numpy(rows.labels))
+        for part, rows in zip(parts, (train, test), strict=True)
+    ]
+    return Examples(sets[0], sets[1], {"input_shape": tuple(shape), "classes": max(classes, 2)})
