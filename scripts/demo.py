@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from omegaconf import OmegaConf
 
-from torchstrat.experiments.report import read_metrics
+from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.launch import LocalCluster
 from torchstrat.preemption import EXIT_CODE as RUN_AGAIN
 

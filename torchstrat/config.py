@@ -1,8 +1,8 @@
 """The schema of an experiment: what may be set, its type, its default, and which combinations mean nothing.
 
-Plain dataclasses. YAML files under ``configs/`` only set values of these classes, Hydra is not needed to use them, and
-this module does not import it. Strategy, model, data, optimizer, loss and step are calls: ``_target_`` names a function
-or a class, of this package or of any other, and the rest are its arguments (`torchstrat.experiments.targets`)::
+Plain dataclasses; YAML files under ``configs/`` only set values of them. Strategy, model, data, optimizer, loss and
+step are calls: ``_target_`` names a function or a class, of this package or of any other, and the rest are its
+arguments (`torchstrat.experiments.targets`)::
 
     model = {"_target_": "torchstrat.experiments.models.Mlp", "name": "mlp", "hidden": [64]}
     config = experiment_from_mapping({"model": model, "epochs": 3})
@@ -13,11 +13,8 @@ set.
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchstrat.errors import InvalidArgumentError
@@ -153,6 +150,9 @@ class ExperimentConfig:
         require_positive("snapshot_after_steps", self.snapshot_after_steps)
         require(self.resume != "", "resume='' is no path; use auto, never, or the path of a checkpoint.")
         require_one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
+        for key in ("global_batch", "workers"):
+            value = self.data.get(key, 0)
+            require(type(value) is int, f"data.{key}={value!r} is not of type int.")
         require_positive("data.global_batch", self.global_batch)
         require(self.data_workers >= 0, f"data.workers={self.data_workers} must not be negative.")
         reduce_op = self.strategy.get("gradient_reduce_op", "mean")
@@ -196,49 +196,17 @@ class ExperimentConfig:
 def experiment_from_mapping(values: Mapping[str, Any]) -> ExperimentConfig:
     """Build a checked `ExperimentConfig` from nested plain mappings, as read from JSON or YAML.
 
-    Raises `InvalidArgumentError` naming the key for unknown keys, missing values and meaningless combinations. Types
-    are not converted: ``"64"`` is not 64. Arguments of calls are checked by `torchstrat.experiments.targets.check`.
+    Raises `InvalidArgumentError` naming the key for unknown keys, values of other types and meaningless combinations.
+    Arguments of calls are checked by `torchstrat.experiments.targets.check`.
     """
-    parts = {"cluster": ClusterConfig, "checkpoint": CheckpointConfig, "evaluator": EvaluatorConfig}
-    built = {key: _build(kind, values[key], f"{key}.") for key, kind in parts.items() if values.get(key) is not None}
+    from omegaconf import OmegaConf  # optional
+    from omegaconf.errors import OmegaConfBaseException
+
     calls = {key: dict(values.get(key) or {}) for key in CALLS}
-    for key in ("global_batch", "workers"):
-        value = calls["data"].get(key, 0)
-        require(is_of_type(value, int), f"data.{key}={value!r} is not of type int.")
-    experiment: ExperimentConfig = _build(ExperimentConfig, {**values, **calls, **built}, "")
-    return experiment
-
-
-def _build(schema: type, values: Mapping[str, Any], prefix: str) -> Any:
-    hints = typing.get_type_hints(schema)
-    for key, value in values.items():
-        require(key in hints, f"{prefix}{key} is not a setting; there are {', '.join(hints)}.")
-        require(is_of_type(value, hints[key]), f"{prefix}{key}={value!r} is not of type {spell(hints[key])}.")
-    for entry in dataclasses.fields(schema):
-        missing = values.get(entry.name, entry.default) == MISSING
-        require(not missing, f"{prefix}{entry.name} has no default; set {prefix}{entry.name}=…")
-    return schema(**values)
-
-
-def is_of_type(value: Any, hint: Any) -> bool:
-    """Whether ``value`` may stand for ``hint``. Only where the hint says: of a tensor, say, nothing is known here."""
-    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin in (list, tuple, Sequence):
-        entries = [one for one in arguments if one is not ...] or [Any]
-        return isinstance(value, list) and all(any(is_of_type(item, entry) for entry in entries) for item in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, dict)
-    if origin in (typing.Union, types.UnionType):
-        return any(is_of_type(value, option) for option in arguments)
-    if origin is typing.Literal:
-        return value in arguments
-    if isinstance(value, bool):  # a bool is an int to Python, and a mistake where a number is meant
-        return origin not in (int, float, str, type(None))
-    if origin in (int, float, str, bool, type(None)):
-        return isinstance(value, int | float if origin is float else origin)
-    is_made = isinstance(value, dict)  # by a `_target_` of its own
-    return origin is Any or is_made or (isinstance(origin, type) and isinstance(value, origin))
-
-
-def spell(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    others = {key: value for key, value in values.items() if key not in CALLS}
+    try:
+        experiment: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ExperimentConfig), others))
+    except OmegaConfBaseException as error:
+        raise InvalidArgumentError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    checked: ExperimentConfig = replace(experiment, **calls)
+    return checked

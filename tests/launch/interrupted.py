@@ -50,14 +50,14 @@ def arrange(step: int, event: str, once: Path) -> None:
             time.sleep(0.01)
 
     def observe(kind: type) -> None:
-        report = kind.step
+        tell = kind.tell
 
-        def and_then(self: Any, record: Any) -> None:
-            report(self, record)
-            if record.step == step and not once.exists():
+        def and_then(self: Any, event: str, **values: Any) -> None:
+            tell(self, event, **values)
+            if event == "step" and values["step"] == step and not once.exists():
                 happen()
 
-        kind.step = and_then
+        kind.tell = and_then
 
     PreemptionHandler._on_signal = on_signal  # type: ignore[method-assign]
     observe(FolderReport)

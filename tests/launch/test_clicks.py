@@ -15,7 +15,7 @@ pytest.importorskip("hydra")
 
 from tests.launch import test_train
 from tests.launch.test_train import ROOT, TRAIN, check, distance
-from torchstrat.experiments.report import read_metrics
+from torchstrat.experiments.metrics_file import read_metrics
 
 PROJECT = ROOT / "scripts" / "examples" / "clicks"
 EXPERIMENT = ["--config-dir", str(PROJECT / "conf"), "experiment=clicks"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchstrat.experiments.report import read_metrics
+from torchstrat.experiments.metrics_file import read_metrics
 
 for module in ("hydra", "sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(module)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.launch.test_train import DEADLINE_SECONDS, TRAIN, check, environment, start
-from torchstrat.experiments.report import read_metrics
+from torchstrat.experiments.metrics_file import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, and processes of /proc")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchstrat.experiments.report import read_metrics
+from torchstrat.experiments.metrics_file import read_metrics
 
 for module in ("hydra", "sklearn", "tensorboard", "matplotlib", "tqdm"):
     pytest.importorskip(module)

@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,10 +22,9 @@ from torchstrat.cluster_resolver import SimpleClusterResolver, TFConfigClusterRe
 from torchstrat.cluster_spec import ClusterSpec
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import asynchronous, data, loop
-from torchstrat.experiments.asynchronous import AsynchronousTraining
-from torchstrat.experiments.parameter_server_cluster import ClusterSize, coordinates, given_resolver, local_cluster
-from torchstrat.experiments.report import LedgerRecord
-from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows, with_absolute_paths
+from torchstrat.experiments.asynchronous import AsynchronousLoop
+from torchstrat.experiments.parameter_server_cluster import ClusterSize, given_resolver, local_cluster, serve
+from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows
 
 SENT_AS_REFERENCES = (torch.nn.Module, torch.optim.Optimizer)
 
@@ -35,17 +35,8 @@ class Recorder:
     def __init__(self):
         self.steps, self.ledgers, self.evaluations, self.results, self.states = [], [], [], [], {}
 
-    def step(self, record):
-        self.steps.append(record)
-
-    def ledger(self, record):
-        self.ledgers.append(record)
-
-    def evaluation(self, record):
-        self.evaluations.append(record)
-
-    def result(self, record):
-        self.results.append(record)
+    def tell(self, event, **values):
+        getattr(self, f"{event}s").append(SimpleNamespace(**values))
 
     def parameters(self, name, state):
         self.states[name] = state
@@ -81,8 +72,8 @@ def strategy():
 def train(config, strategy, workers=2):
     examples = data.load(config.data)
     coordinator, report = FakeCoordinator(strategy, workers, SENT_AS_REFERENCES), Recorder()
-    training = AsynchronousTraining(config, examples, strategy, coordinator, report, ClusterSize(workers, 2))
-    return training, coordinator, report, examples
+    training = loop.Training(config, examples, strategy, report)
+    return AsynchronousLoop(training, coordinator, ClusterSize(workers, 2)), coordinator, report, examples
 
 
 def test_a_run(settings, strategy):
@@ -99,7 +90,16 @@ def test_a_run(settings, strategy):
     assert pulls == [(per_epoch, 0), (2 * per_epoch, 0)], "evaluation reads values that nothing changes meanwhile"
     rows = len(examples.train)
     assert report.ledgers == [
-        LedgerRecord(epoch * per_epoch, epoch, rows, handed_out=rows, finished=rows, repeated=0, returned=0, lost=0)
+        SimpleNamespace(
+            step=epoch * per_epoch,
+            epoch=epoch,
+            rows=rows,
+            handed_out=rows,
+            finished=rows,
+            repeated=0,
+            returned=0,
+            lost=0,
+        )
         for epoch in (1, 2)
     ]
     assert [record.rows for record in report.evaluations] == [len(examples.test)] * 2
@@ -116,7 +116,7 @@ def test_one_worker_computes_what_the_synchronous_loop_computes(settings, strate
     training, _, found, examples = train(settings(), strategy, workers=1)
     training.run()
     expected = Recorder()
-    loop._Training(settings(), examples, strategy_with_reduce(strategy), expected, processes=1).run()
+    loop.SynchronousLoop(loop.Training(settings(), examples, strategy_with_reduce(strategy), expected)).run()
     assert [record.loss for record in found.steps] == [record.loss for record in expected.steps]
     for name, value in expected.states["parameters"].items():
         assert torch.equal(found.states["parameters"][name], value), name
@@ -221,9 +221,9 @@ class TestWorkerBatches:
 
     def test_paths_mean_the_coordinators_folder(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        config = with_absolute_paths(chosen("data=csv", path="rows.csv"))
-        assert (config["path"], config["test_path"]) == (str(tmp_path / "rows.csv"), None)
-        assert with_absolute_paths(chosen("data=digits")) == chosen("data=digits")
+        call = TrainingRows(chosen("data=csv", path="rows.csv"))._call
+        assert (call["path"], call["test_path"]) == (str(tmp_path / "rows.csv"), None)
+        assert TrainingRows(chosen("data=digits"))._call == chosen("data=digits")
 
 
 CLUSTER = {"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "ps": ["127.0.0.1:4"]}
@@ -267,21 +267,12 @@ class TestCluster:
         monkeypatch.setenv("TF_CONFIG", described({"type": "chief", "index": 0}, {**CLUSTER, "chief": ["127.0.0.1:5"]}))
         resolver = given_resolver(schema.ClusterConfig(), None)
         assert ClusterSize.of(resolver.cluster_spec()) == ClusterSize(3, 1)
-        assert coordinates(resolver)
+        assert not serve(resolver)
 
-    @pytest.mark.parametrize(("job", "here"), [("worker", False), ("ps", False), ("chief", True)])
-    def test_who_coordinates(self, monkeypatch, job, here):
-        monkeypatch.setenv("TF_CONFIG", described({"type": job, "index": 0}))
-        assert coordinates(TFConfigClusterResolver()) == here
-
-    def test_a_process_without_a_task_coordinates(self, monkeypatch):
-        monkeypatch.setenv("TF_CONFIG", described())
-        assert coordinates(TFConfigClusterResolver())
-
-    def test_an_evaluator_has_nothing_to_do(self):
-        resolver = SimpleClusterResolver(ClusterSpec(CLUSTER), task_type="evaluator", task_id=0)
-        with pytest.raises(InvalidArgumentError, match="makes this process an evaluator"):
-            coordinates(resolver)
+    @pytest.mark.parametrize("task", [{"type": "chief", "index": 0}, None])
+    def test_who_coordinates(self, monkeypatch, task):
+        monkeypatch.setenv("TF_CONFIG", described(task))
+        assert not serve(TFConfigClusterResolver())
 
     @pytest.mark.parametrize(
         ("environment", "cluster", "plan", "message"),

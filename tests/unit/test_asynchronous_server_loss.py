@@ -17,10 +17,12 @@ from torchstrat import config as schema
 from torchstrat.checkpoint import CheckpointManager
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import data
-from torchstrat.experiments.asynchronous import AsynchronousTraining
+from torchstrat.experiments.asynchronous import AsynchronousLoop
 from torchstrat.experiments.checkpoints import KeptCheckpoints
+from torchstrat.experiments.loop import Training
+from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
-from torchstrat.experiments.report import FolderReport, StepRecord, read_metrics
+from torchstrat.experiments.report import FolderReport
 from torchstrat.parameter_server.coordinator import ClusterCoordinator
 from torchstrat.preemption import PreemptionHandler
 from torchstrat.testing.fake_cluster import FakeCluster
@@ -53,10 +55,10 @@ def train(folder: Path, config: schema.ExperimentConfig, lost_after: dict[int, i
     lost = dict(lost_after)
 
     class DyingServers(FolderReport):
-        def step(self, record: StepRecord) -> None:
-            super().step(record)
-            if record.step in lost:
-                server = lost.pop(record.step)
+        def tell(self, event: str, **values: Any) -> None:
+            super().tell(event, **values)
+            if event == "step" and values["step"] in lost:
+                server = lost.pop(values["step"])
                 cluster.kill_server(server)
                 cluster.start_server(server)
 
@@ -73,7 +75,8 @@ def train(folder: Path, config: schema.ExperimentConfig, lost_after: dict[int, i
             coordinator: Any = ClusterCoordinator(strategy)
             size = ClusterSize(2, 2)
             try:
-                AsynchronousTraining(config, examples, strategy, coordinator, report, size, checkpoints, run).run()
+                training = Training(config, examples, strategy, report, checkpoints, run)
+                AsynchronousLoop(training, coordinator, size).run()
             finally:
                 report.close()
     assert not lost

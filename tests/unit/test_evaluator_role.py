@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             **settings,
         }
         config = experiment_from_mapping(mapping)
-        return Run(config=config, resolved=mapping, overrides=[], folder=tmp_path / "run", plan=plan)
+        return Run(config=config, resolved=mapping, folder=tmp_path / "run", plan=plan)
 
     return with_settings
 

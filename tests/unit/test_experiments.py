@@ -12,16 +12,10 @@ from tests.choices import chosen
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import build, models, targets, tpu
-from torchstrat.experiments.programs import ProgramRecord, programs_of
-from torchstrat.experiments.report import (
-    EvaluationRecord,
-    FolderReport,
-    ResultRecord,
-    StepRecord,
-    progress_on,
-    read_metrics,
-)
+from torchstrat.experiments import build, targets, tpu
+from torchstrat.experiments.metrics_file import read_metrics
+from torchstrat.experiments.programs import programs_of, told
+from torchstrat.experiments.report import FolderReport, Progress
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
 
 ALONE = None
@@ -103,10 +97,6 @@ def test_how_processes_talk(created):
     central = chosen("strategy=central_storage", collectives="process_group")
     assert options_of(created, central)["collectives"] == "process_group"
     assert options_of(created, chosen("strategy=central_storage", gradients="owner"))["gradients"] == "owner"
-    with pytest.raises(InvalidArgumentError, match=r"strategy\.gradients=mine is not known; choose one of everywhere"):
-        options_of(created, chosen("strategy=central_storage", gradients="mine"))
-    with pytest.raises(InvalidArgumentError, match=r"strategy\.collectives=sockets is not known; choose one of auto"):
-        options_of(created, chosen("strategy=mirrored", collectives="sockets"))
 
 
 @pytest.mark.parametrize(
@@ -148,24 +138,24 @@ def test_group_norm_does_not_look_at_other_rows():
     torch.testing.assert_close(model(rows)[:2], model(rows[:2]))
 
 
-STEP = StepRecord(step=1, epoch=1, loss=0.5, rows=64, examples_per_second=1000.0)
-EVALUATION = EvaluationRecord(step=1, epoch=1, train_loss=0.5, loss=0.25, accuracy=0.75, rows=8)
-RESULT = ResultRecord("mirrored", 1, 2, 1, 0.75, 0.25, 0.5, 1000.0, 0.064)
+STEP = {"step": 1, "epoch": 1, "loss": 0.5, "rows": 64, "examples_per_second": 1000.0}
+EVALUATION = {"step": 1, "epoch": 1, "train_loss": 0.5, "loss": 0.25, "accuracy": 0.75, "rows": 8}
+RESULT = {"strategy": "mirrored", "accuracy": 0.75, "loss": 0.25, "examples_per_second": 1000.0}
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "failed"])
 def test_a_folder_holds_what_was_reported_until_then(tmp_path, finished):
     config = schema.ExperimentConfig(progress="off", tensorboard=False)
     report = FolderReport(tmp_path, config, {"epochs": 1}, total_steps=1, title="a run")
-    report.step(STEP)
-    report.evaluation(EVALUATION)
+    report.tell("step", **STEP)
+    report.tell("evaluation", **EVALUATION)
     if finished:
         report.parameters("parameters", {"weight": torch.ones(2)})
-        report.result(RESULT)
+        report.tell("result", **RESULT)
     report.close()
     assert (tmp_path / "config.yaml").read_text() == "epochs: 1\n"
-    assert read_metrics(tmp_path, "step") == [vars(STEP)]
-    assert read_metrics(tmp_path, "evaluation") == [vars(EVALUATION)]
+    assert read_metrics(tmp_path, "step") == [STEP]
+    assert read_metrics(tmp_path, "evaluation") == [EVALUATION]
     assert len(read_metrics(tmp_path, "result")) == finished
     assert (tmp_path / "curves.png").exists() == finished
     if finished:
@@ -174,10 +164,10 @@ def test_a_folder_holds_what_was_reported_until_then(tmp_path, finished):
 
 def test_metrics_can_be_read_while_the_run_goes_on(tmp_path):
     report = FolderReport(tmp_path, schema.ExperimentConfig(progress="off", tensorboard=False), {}, 1, "a run")
-    report.step(STEP)
+    report.tell("step", **STEP)
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     report.close()
-    assert json.loads(line) == {"event": "step", **vars(STEP)}
+    assert json.loads(line) == {"event": "step", **STEP}
 
 
 class Terminal(io.StringIO):
@@ -196,7 +186,7 @@ class Terminal(io.StringIO):
     ],
 )
 def test_progress(kind, stream, is_bar, says):
-    progress = progress_on(stream, kind, total_steps=1, title="a run")
+    progress = Progress(stream, kind, total_steps=1, title="a run")
     progress.step(STEP)
     progress.evaluation(EVALUATION)
     progress.close()
@@ -355,7 +345,7 @@ def test_what_does_not_divide_is_an_error(config, size):
 def test_rules_are_for_layers_that_there_are_and_match_the_activations(hidden):
     config = chosen("model=mlp", hidden=hidden, tensor_parallel=True)
     parameters = dict(build_model(config, (64,)).named_parameters())
-    rules = models.sharding_rules(config, ["d0"])
+    rules = build.rules(schema.ExperimentConfig(model=config), [2], None)
     assert rules is not None
     assert all(len(rule) == parameters[name].ndim for name, rule in rules.items())
     linear = sorted({int(name.split(".")[0]) for name in parameters})
@@ -368,7 +358,7 @@ def test_rules_are_for_layers_that_there_are_and_match_the_activations(hidden):
 
 @pytest.mark.parametrize("config", [chosen("model=mlp"), SPATIAL])
 def test_other_models_need_no_rules(config):
-    assert models.sharding_rules(config, ["d0"]) is None
+    assert build.rules(schema.ExperimentConfig(model=config), [2], None) is None
 
 
 def test_logical_devices_of_any_strategy():
@@ -385,16 +375,19 @@ def test_what_a_run_was_compiled_to_is_told(tmp_path, capsys):
         layer = torch.nn.Linear(4, 4)
     sharding = ts.explain_sharding(layer, strategy=strategy)
     programs = programs_of(strategy)
-    assert programs == ProgramRecord(devices=6, replicas=3, logical_devices=2, compilations=[])
-    record = replace(programs, devices=8, compilations=["run 0: it is the first"])
+    assert programs == {
+        "event": "programs", "devices": 6, "replicas": 3, "logical_devices": 2, "compilations": []
+    }  # fmt: skip
+    record = {**programs, "devices": 8, "compilations": ["run 0: it is the first"]}
     config = schema.ExperimentConfig(progress="off", tensorboard=False)
     report = FolderReport(tmp_path, config, {}, 1, "a run")
-    report.programs(record, sharding)
+    report.tell(**record)
+    report.devices(told(record), sharding)
     report.close()
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == [
         "a run: 8 devices, 3 replicas × 2 logical devices, 2 idle, 1 compilation",
         "a run: run 0: it is the first",
     ]
-    assert read_metrics(tmp_path, "programs") == [vars(record)]
+    assert read_metrics(tmp_path, "programs") == [{key: record[key] for key in record if key != "event"}]
     assert (tmp_path / "sharding.png").read_bytes().startswith(b"\x89PNG")

@@ -28,12 +28,11 @@ from torchstrat.data.distributed import DistributedDataset
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import asynchronous, build, data, loop
 from torchstrat.experiments.checkpoints import KeptCheckpoints, checkpoints_of, directory_of
-from torchstrat.experiments.clock import Clock
 from torchstrat.experiments.launch import Run, RunAgain
-from torchstrat.experiments.metrics_file import MetricsFile, records_until
+from torchstrat.experiments.metrics_file import MetricsFile, read_metrics, records_until
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
 from torchstrat.experiments.position import Position
-from torchstrat.experiments.report import FolderReport, read_metrics
+from torchstrat.experiments.report import FolderReport, Report
 
 ROWS, BATCH = 60, 9
 STEPS_PER_EPOCH, EPOCHS = 6, 2  # 48 rows to train on: five batches of 9, and one of 3
@@ -84,13 +83,14 @@ class Runs:
             curves=False,
         )
         self.at: dict[int, Callable[[], object]] = {}
-        step = FolderReport.step
+        tell = FolderReport.tell
 
-        def and_then(report: FolderReport, record: Any) -> None:
-            step(report, record)
-            self.at.get(record.step, lambda: None)()
+        def and_then(report: FolderReport, event: str, **values: Any) -> None:
+            tell(report, event, **values)
+            if event == "step":
+                self.at.get(values["step"], lambda: None)()
 
-        monkeypatch.setattr(FolderReport, "step", and_then)
+        monkeypatch.setattr(FolderReport, "tell", and_then)
 
     def run(self, name: str, **changes: Any) -> Path:
         """``checkpoint``: changes of these settings."""
@@ -100,9 +100,9 @@ class Runs:
         folder.mkdir(exist_ok=True)
         try:
             if config.name_of("strategy") == "parameter_server":
-                self._run_on_servers(Run(config, {}, [], folder, None))
+                self._run_on_servers(Run(config, {}, folder, None))
             else:
-                loop.train(Run(config, {}, [], folder, None))
+                loop.train(Run(config, {}, folder, None))
         finally:
             self.at.clear()
         return folder
@@ -125,9 +125,8 @@ class Runs:
             report = stack.enter_context(contextlib.closing(FolderReport(run.folder, config, {}, STEPS, "")))
             checkpoints = stack.enter_context(checkpoints_of(run))
             size = ClusterSize(config.strategy["workers"], 2)
-            asynchronous.AsynchronousTraining(
-                config, examples, strategy, coordinator, report, size, checkpoints, run.folder
-            ).run()
+            training = loop.Training(config, examples, strategy, report, checkpoints, run.folder)
+            asynchronous.AsynchronousLoop(training, coordinator, size).run()
 
 
 @pytest.fixture
@@ -215,7 +214,7 @@ def test_the_comparison_sees_what_is_not_restored(
     runs.interrupted("first", 2)
     if left_alone == "the data's position":
         monkeypatch.setattr(DistributedDataset, "load_state_dict", lambda self, state: None)
-        monkeypatch.setattr(loop._Training, "_rows_of_batches", lambda self: iter([9, 9, 9, 9, 9, 3]))
+        monkeypatch.setattr(loop.SynchronousLoop, "_rows_of_batches", lambda self: iter([9, 9, 9, 9, 9, 3]))
     if left_alone == "the random numbers":
         monkeypatch.setattr("torchstrat.checkpoint.job_state.reads", _reads_nothing)
     second = runs.run("second", resume="auto")
@@ -341,8 +340,8 @@ def test_settings_that_change_no_number_may_change(runs: Runs) -> None:
         ({"max_to_keep": -1}, r"checkpoint\.max_to_keep"),
         ({"grace_seconds": 0.0}, r"checkpoint\.grace_seconds"),
         ({"directory": ""}, r"checkpoint\.directory"),
-        ({"every": 5}, r"checkpoint\.every is not a setting"),
-        ({"every_steps": 2.5}, r"checkpoint\.every_steps=2\.5"),
+        ({"every": 5}, r"checkpoint\.every: Key 'every' not in 'CheckpointConfig'"),
+        ({"every_steps": 2.5}, r"checkpoint\.every_steps: Value '2\.5' of type 'float' could not be converted to Int"),
     ],
 )
 def test_settings_that_mean_nothing(settings: dict[str, Any], says: str) -> None:
@@ -369,19 +368,19 @@ def test_snapshots_come_along(runs: Runs) -> None:
 
 def test_clocks_go_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 10.0, 10.0, 14.0, 1000.0, 1006.0, 1006.0])
-    monkeypatch.setattr("torchstrat.experiments.clock.time.perf_counter", lambda: next(now))
-    clock, later = Clock(), Clock()
-    clock.begin_epoch()  # at 0
-    clock.count(100)
-    clock.end_epoch()  # at 10
-    clock.begin_epoch()  # at 10
-    clock.count(20)
-    later.load_state_dict(json.loads(json.dumps(clock.state_dict())))  # at 14
-    later.begin_epoch()  # at 1000, as if it were 996
-    later.count(80)
-    assert later.epoch_rate() == 10.0
+    monkeypatch.setattr("torchstrat.experiments.position.time.perf_counter", lambda: next(now))
+    position, later = (Position(schema.ExperimentConfig(), Path()) for _ in range(2))
+    position.begin_epoch(1)  # at 0
+    position.count(0.5, 100)
+    position.end_epoch()  # at 10
+    position.begin_epoch(2)  # at 10
+    position.count(0.5, 20)
+    later.load_state_dict(position.state_dict())  # at 14
+    later.begin_epoch(2)  # at 1000, as if it were 996
+    later.count(0.5, 80)
+    assert later.examples_per_second() == 10.0
     later.end_epoch()
-    assert (later.seconds, later.steady_rate()) == (20.0, 10.0)
+    assert (later.training_seconds(), later.steady_examples_per_second()) == (20.0, 10.0)
 
 
 def test_records_until(tmp_path: Path) -> None:
@@ -405,14 +404,9 @@ def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
     strategy = FakeStrategy()
     coordinator = FakeCoordinator(strategy, 2, ())
     kept = KeptCheckpoints(replace(config, checkpoint=schema.CheckpointConfig(grace_seconds=40.0)), None, None)  # type: ignore[arg-type]
-    training = asynchronous.AsynchronousTraining(
-        config, data.load(config.data), strategy, coordinator, FolderReport(runs.folder, config, {}, 1, ""),
-        ClusterSize(2, 1), kept,
-    )  # fmt: skip
-    assert training._steps_ahead(0, 0.0) == 128
-    assert training._steps_ahead(1000, 1.0) == 128
-    assert training._steps_ahead(10, 10.0) == 10
-    assert training._steps_ahead(1, 60.0) == 4
+    training = loop.Training(config, data.load(config.data), strategy, Report(), kept)
+    steps_ahead = asynchronous.AsynchronousLoop(training, coordinator, ClusterSize(2, 1))._steps_ahead
+    assert [steps_ahead(*done) for done in ((0, 0.0), (1000, 1.0), (10, 10.0), (1, 60.0))] == [128, 128, 10, 4]
     strategy.close()
 
 

@@ -13,35 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from torchstrat.config import ExperimentConfig
 from torchstrat.errors import CancelledByServerLossError
-from torchstrat.experiments import build, data, targets
-from torchstrat.experiments.checkpoints import Checkpoints, WentBack, checkpoints_of
+from torchstrat.experiments import data, targets
+from torchstrat.experiments.checkpoints import WentBack, checkpoints_of
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.loop import on_cpu, planned_steps, require_enough_rows, run_title
-from torchstrat.experiments.objectives import Batch, loss_of, score, step_of
+from torchstrat.experiments.loop import Training, report_of, require_enough_rows
+from torchstrat.experiments.objectives import Batch, Scores, score
 from torchstrat.experiments.parameter_server_cluster import (
     ClusterSize,
     ParameterServers,
-    coordinates,
     given_resolver,
     local_cluster,
     serve,
-)
-from torchstrat.experiments.position import Position
-from torchstrat.experiments.report import (
-    EvaluationRecord,
-    FolderReport,
-    LedgerRecord,
-    Report,
-    ResultRecord,
-    StepRecord,
 )
 from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows
 
@@ -63,8 +48,7 @@ def train(run: Run) -> None:
     config = run.config
     chosen: ParameterServers = targets.make("strategy", config.strategy, config=config, plan=run.plan)
     given = given_resolver(config.cluster, run.plan)
-    if given is not None and not coordinates(given):
-        serve(given)
+    if given is not None and serve(given):
         return
     size = ClusterSize(chosen.workers, chosen.servers) if given is None else ClusterSize.of(given.cluster_spec())
     examples = data.load(config.data)
@@ -75,49 +59,22 @@ def train(run: Run) -> None:
             from torchstrat.parameter_server.coordinator import ClusterCoordinator  # imports torch.distributed.rpc
 
             coordinator = ClusterCoordinator(strategy)
-            title = run_title(config, f"({size})")
-            total_steps = planned_steps(config, examples)
-            with (
-                closing(FolderReport(run.folder, config, run.resolved, total_steps, title)) as report,
-                checkpoints_of(run) as kept,
-            ):
-                training = AsynchronousTraining(config, examples, strategy, coordinator, report, size, kept, run.folder)
-                training.run()
+            with closing(report_of(run, examples, f"({size})")) as report, checkpoints_of(run) as checkpoints:
+                training = Training(config, examples, strategy, report, checkpoints, run.folder)
+                AsynchronousLoop(training, coordinator, size).run()
 
 
-class AsynchronousTraining:
-    """The state of one run on its coordinator."""
+class AsynchronousLoop:
+    """The loop of the coordinator."""
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        examples: data.Examples,
-        strategy: Any,
-        coordinator: Any,
-        report: Report,
-        size: ClusterSize,
-        checkpoints: Checkpoints | None = None,
-        folder: Path = Path(),
-    ) -> None:
-        self._config = config
-        self._examples = examples
-        self._strategy = strategy
-        self._coordinator = coordinator
-        self._report = report
-        self._size = size
-        self._timeout = timedelta(seconds=config.cluster.timeout_seconds)
-        self._loss = loss_of(config, examples)
-        self._checkpoints = checkpoints or Checkpoints()
-        self._position = Position(config, folder)
-        self._planned_steps = planned_steps(config, examples)
+    def __init__(self, training: Training, coordinator: Any, size: ClusterSize) -> None:
+        self._training, self._config = training, training.config
+        self._strategy, self._coordinator, self._size = training.strategy, coordinator, size
+        self._position, self._checkpoints = training.position, training.checkpoints
+        self._timeout = timedelta(seconds=training.config.cluster.timeout_seconds)
 
     def run(self) -> None:
-        config, strategy = self._config, self._strategy
-        torch.manual_seed(config.seed)
-        with strategy.scope():
-            model = build.model(config, self._examples)
-            optimizer = build.optimizer(config, model.parameters())
-        train_step = step_of(config, model, optimizer, self._loss)
+        strategy, train_step = self._strategy, self._training.train_step
 
         def worker_step(batch: Batch) -> tuple[float, int]:
             """Runs on a worker: the loss of a batch, and the batch's rows."""
@@ -125,73 +82,59 @@ class AsynchronousTraining:
             return float(loss), len(batch[1])
 
         leased = self._leased_rows()
-        position = self._position
-        self._checkpoints.begin(position, self._report, model=model, optimizer=optimizer, data=leased)
-        self._checkpoints.restore_on_server_loss(self._coordinator, position)
-        epoch = position.epoch
-        while epoch <= config.epochs:
+        self._training.begin(leased)
+        self._checkpoints.restore_on_server_loss(self._coordinator, self._position)
+        epoch = self._position.epoch
+        while epoch <= self._config.epochs:
             try:
-                evaluation = self._epoch(epoch, model, worker_step, leased)
+                self._epoch(epoch, worker_step, leased)
             except WentBack:
-                epoch = position.epoch
+                epoch = self._position.epoch
                 continue
-            if position.step == config.max_steps:
+            if self._training.is_over:
                 break
             epoch += 1
-        self._report.parameters("parameters", on_cpu(model.state_dict()))
-        self._report.result(
-            ResultRecord.of(
-                config,
-                position,
-                evaluation,
-                processes=1 + self._size.workers + self._size.servers,
-                replicas=self._size.workers,
-            )
-        )
-        self._checkpoints.finish()
-
-    def _epoch(self, epoch: int, model: nn.Module, worker_step: Callable[..., Any], leased: Any) -> EvaluationRecord:
-        position = self._position
-        position.begin_epoch(epoch)
-        try:
-            self._train_epoch(model, worker_step, leased)
-        except CancelledByServerLossError:
-            self._coordinator.join(self._timeout)  # raises the loss, or `WentBack` after the restore
-            raise
-        self._report.ledger(LedgerRecord.of(position.step, epoch, leased.ledger))
-        evaluation = self._evaluate(model)
-        self._report.evaluation(evaluation)
-        return evaluation
+        self._training.end(processes=1 + self._size.workers + self._size.servers, replicas=self._size.workers)
 
     def _leased_rows(self) -> Any:
         """The training rows, in batches and in an order like those of a run on one device."""
-        global_batch = self._config.global_batch
-        loader = self._examples.train_loader(global_batch, self._config.seed, workers=0)
+        config, examples = self._config, self._training.examples
+        loader = examples.train_loader(config.global_batch, config.seed, workers=0)
         return self._coordinator.create_leased_dataset(
-            TrainingRows(self._config.data),
-            global_batch,
+            TrainingRows(config.data),
+            config.global_batch,
             shuffle=LoaderOrder(loader),
             collate_fn=loader.collate_fn,
-            rows=len(self._examples.train),
+            rows=len(examples.train),
         )
 
-    def _train_epoch(self, model: nn.Module, worker_step: Callable[..., Any], leased: Any) -> None:
+    def _epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
+        try:
+            self._train_epoch(epoch, worker_step, leased)
+        except CancelledByServerLossError:
+            self._coordinator.join(self._timeout)  # raises the loss, or `WentBack` after the restore
+            raise
+        names = ("rows", "handed_out", "finished", "repeated", "returned", "lost")
+        counts = {name: getattr(leased.ledger, name) for name in names}
+        self._training.report.tell("ledger", step=self._position.step, epoch=epoch, **counts)
+        self._training.evaluated(self._evaluate())
+
+    def _train_epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
-        position, kept = self._position, self._checkpoints
-        self._position.clock.begin_epoch()
+        training, position, checkpoints = self._training, self._position, self._checkpoints
+        position.begin_epoch(epoch)
         for loss, rows in self._results(worker_step, leased):
-            position.count(loss, rows)
-            self._report.step(StepRecord.of(position, rows))
+            training.count(loss, rows)
             if position.step == self._config.snapshot_after_steps:
-                self._strategy.extended.pull(model)
-                self._report.parameters(f"parameters_after_step_{position.step}", on_cpu(model.state_dict()))
-            if self._is_saved_after(position.step):
-                kept.save(position)
+                self._strategy.extended.pull(training.model)
+                training.save_parameters(f"parameters_after_step_{position.step}")
+            if training.is_saved_after(position.step):
+                checkpoints.save(position)
         self._coordinator.join(self._timeout)
-        if kept.should_stop():
-            kept.save(position)
-        leased.ledger.check(complete=position.step != self._config.max_steps)
-        self._position.clock.end_epoch()
+        if checkpoints.should_stop():
+            checkpoints.save(position)
+        leased.ledger.check(complete=not training.is_over)
+        position.end_epoch()
 
     def _results(self, worker_step: Callable[..., Any], leased: Any) -> Iterator[tuple[float, int]]:
         """The results of an epoch's steps in the order they were scheduled, which is not that of their updates.
@@ -206,7 +149,7 @@ class AsynchronousTraining:
                 break  # this lease's rows count as not handed out
             pending.append(self._coordinator.schedule(worker_step, args=(lease,)))
             ahead = self._steps_ahead(self._position.step - first_step, time.perf_counter() - began)
-            is_last_in_flight = step == self._config.snapshot_after_steps or self._is_saved_after(step)
+            is_last_in_flight = step == self._config.snapshot_after_steps or self._training.is_saved_after(step)
             while pending and (is_last_in_flight or len(pending) >= ahead):
                 yield pending.popleft().get(self._timeout)
         while pending:
@@ -215,7 +158,7 @@ class AsynchronousTraining:
     def _leases_left(self, leased: Any) -> Iterator[Any]:
         """Of this epoch. None where all its rows are finished, as in a run that goes on at its end: a loop over them
         would begin the next one."""
-        if leased.epoch >= self._position.epoch or self._position.step == self._config.max_steps:
+        if leased.epoch >= self._position.epoch or self._training.is_over:
             return iter(())
         steps_left = None if self._config.max_steps is None else self._config.max_steps - self._position.step
         return islice(leased, steps_left)
@@ -229,13 +172,11 @@ class AsynchronousTraining:
             return most
         return max(min(most, int(drain_seconds * steps / max(seconds, 1e-9))), _LEAST_AHEAD_PER_WORKER * workers)
 
-    def _is_saved_after(self, step: int) -> bool:
-        return self._checkpoints.is_planned(step) or step == self._planned_steps
-
-    def _evaluate(self, model: nn.Module) -> EvaluationRecord:
-        """Scores over the held-out rows, computed here with the servers' values of this moment."""
-        self._strategy.extended.pull(model)
-        model.eval()
-        scores = score(model, self._examples.test_loader(self._config.global_batch), self._loss)
-        model.train()
-        return EvaluationRecord.of(self._position, scores)
+    def _evaluate(self) -> Scores:
+        """Of the held-out rows, computed here with the servers' values of this moment."""
+        training = self._training
+        self._strategy.extended.pull(training.model)
+        training.model.eval()
+        scores = score(training.model, training.examples.test_loader(self._config.global_batch), training.loss)
+        training.model.train()
+        return scores

@@ -12,15 +12,18 @@ import torch
 
 from torchstrat import registry
 from torchstrat.cluster import ProcessPlan
-from torchstrat.config import ExperimentConfig, require, require_one_of, require_positive
+from torchstrat.config import ExperimentConfig, require, require_positive
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import models, targets
+from torchstrat.experiments import targets
 from torchstrat.experiments.data import Examples
 from torchstrat.sharding import logical_axis
 from torchstrat.strategy import Strategy
 
 CPU_REPLICAS = 2
 """Replicas in one process on a machine without GPUs, where nothing was asked for: enough to see a strategy at work."""
+
+_DEVICES = {"mirrored": "devices", "central_storage": "compute_devices"}
+"""Strategies with replicas in this process, and their constructors' argument for where these are."""
 
 
 def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
@@ -43,34 +46,22 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     return built
 
 
-def one_device(
-    config: ExperimentConfig, plan: ProcessPlan | None, device: str | None = None, replicas: int | None = None
-) -> Strategy:
-    """``device``: a PyTorch device string. None: the first GPU, or the CPU where there is none."""
-    ignore_replicas(config, plan, replicas, "it has one")
-    device = device or ("cpu:0" if config.cluster.accelerator == "cpu" else None)
-    return create("one_device", config, **({} if device is None else {"device": device}))
-
-
-def mirrored(
+def synchronous(
     config: ExperimentConfig,
     plan: ProcessPlan | None,
+    name: str,
     replicas: int | None = None,
-    devices: list[str] | None = None,
-    collectives: str = "auto",
     logical_devices: int | None = None,
     logical_mesh_shape: list[int] | None = None,
     sharding_rules: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Strategy:
-    """Synchronous training, every replica with a copy of the variables.
+    """One of the registry's synchronous strategies. All other settings are its constructor's arguments.
 
     Args:
         replicas: in this process: that many GPUs, or virtual replicas of the CPU (``cpu:0``, ``cpu:1``, …). None: every
             GPU, or two virtual replicas where there is none. Under torchrun each process is one replica, or one of its
-            ``logical_devices``.
-        devices: The replicas' devices one by one, instead of ``replicas``.
-        collectives: How processes talk: ``auto`` (in memory that they share, where all are on one host and compute on
-            CPUs), ``process_group`` (gloo, NCCL) or ``shared_memory`` (an error where it cannot be had).
+            ``logical_devices``. A strategy without replicas in a process says that it ignores this.
         logical_devices: Devices of one replica, over which models with ``tensor_parallel`` or ``spatially_parallel``
             are cut. None: as many as ``logical_mesh_shape`` has places, otherwise 1. On a TPU one process drives all
             of them; elsewhere each is a process, and torchrun starts replicas times so many.
@@ -79,67 +70,26 @@ def mirrored(
         sharding_rules: Parameters to be cut, by name: ``{*.weight: [d0, null]}`` cuts rows. Without rules, what the
             model asks for.
     """
-    return create(
-        "mirrored",
-        config,
-        **_logical_devices(config, logical_mesh(logical_devices, logical_mesh_shape), sharding_rules),
-        collectives=_known_collectives(collectives),
-        devices=_devices("devices", config, plan, replicas, devices),
-    )
-
-
-def multi_worker_mirrored(
-    config: ExperimentConfig,
-    plan: ProcessPlan | None,
-    replicas: int | None = None,
-    collectives: str = "auto",
-    logical_devices: int | None = None,
-    logical_mesh_shape: list[int] | None = None,
-    sharding_rules: dict[str, Any] | None = None,
-) -> Strategy:
-    """As `mirrored`. Processes are found from the launcher's environment; one started alone is a cluster of one."""
-    ignore_replicas(config, plan, replicas, "every process is one")
-    if config.cluster.accelerator == "cpu" and torch.cuda.is_available():
+    require_positive("strategy.replicas", replicas)
+    options = {key: value for key, value in options.items() if value is not None}
+    cpu_only = config.cluster.accelerator == "cpu"
+    if name in _DEVICES:
+        devices = _devices(_DEVICES[name], config, plan, replicas, options.get(_DEVICES[name]))
+        options[_DEVICES[name]] = devices
+    else:
+        ignore_replicas(config, plan, replicas, "it has one" if name == "one_device" else "every process is one")
+    if name == "one_device" and cpu_only:
+        options.setdefault("device", "cpu:0")
+    if name == "multi_worker_mirrored" and cpu_only and torch.cuda.is_available():
         raise InvalidArgumentError(
             "cluster.accelerator=cpu, but strategy=multi_worker_mirrored takes its process's GPU where there is one; "
             "hide the GPUs from it with CUDA_VISIBLE_DEVICES= in the environment."
         )
-    return create(
-        "multi_worker_mirrored",
-        config,
-        **_logical_devices(config, logical_mesh(logical_devices, logical_mesh_shape), sharding_rules),
-        collectives=_known_collectives(collectives),
-    )
-
-
-def central_storage(
-    config: ExperimentConfig,
-    plan: ProcessPlan | None,
-    replicas: int | None = None,
-    compute_devices: list[str] | None = None,
-    parameter_device: str | None = None,
-    gradients: str = "everywhere",
-    collectives: str = "auto",
-) -> Strategy:
-    """Synchronous training on variables that are kept once.
-
-    Args:
-        replicas, collectives: As for `mirrored`.
-        compute_devices: The replicas' devices one by one, instead of ``replicas``.
-        parameter_device: Where parameters and optimizer state live. None: the compute device if there is one,
-            otherwise the CPU.
-        gradients: Which process sees the combined gradients under torchrun: ``everywhere``, or ``owner``, which is
-            quicker and for steps that neither clip nor read them.
-    """
-    require_one_of("strategy.gradients", gradients, ("everywhere", "owner"))
-    return create(
-        "central_storage",
-        config,
-        collectives=_known_collectives(collectives),
-        compute_devices=_devices("compute_devices", config, plan, replicas, compute_devices),
-        parameter_device=parameter_device,
-        gradients=gradients,
-    )
+    mesh = logical_mesh(logical_devices, logical_mesh_shape)
+    if math.prod(mesh) > 1:
+        options["logical_devices_per_replica"] = math.prod(mesh)
+        options["logical_mesh_shape"], options["sharding_rules"] = mesh, rules(config, mesh, sharding_rules)
+    return create(name, config, **options)
 
 
 def create(name: str, config: ExperimentConfig, **options: Any) -> Strategy:
@@ -160,11 +110,6 @@ def ignore_replicas(config: ExperimentConfig, plan: ProcessPlan | None, replicas
         print(f"strategy={name}: strategy.replicas={replicas} is ignored, {why}", file=sys.stderr, flush=True)
 
 
-def _known_collectives(collectives: str) -> str:
-    require_one_of("strategy.collectives", collectives, ("auto", "process_group", "shared_memory"))
-    return collectives
-
-
 def logical_mesh(logical_devices: int | None, shape: list[int] | None) -> list[int]:
     """The sizes of ``d0``, ``d1``, …"""
     require_positive("strategy.logical_devices", logical_devices)
@@ -181,25 +126,18 @@ def logical_mesh(logical_devices: int | None, shape: list[int] | None) -> list[i
 
 
 def rules(config: ExperimentConfig, mesh: Sequence[int], given: dict[str, Any] | None) -> Any:
-    """How the model's parameters are cut over a replica's logical devices; None: they are not."""
-    return given or models.sharding_rules(config.model, [logical_axis(index) for index in range(len(mesh))])
-
-
-def _logical_devices(config: ExperimentConfig, mesh: list[int], given: dict[str, Any] | None) -> dict[str, Any]:
-    if math.prod(mesh) == 1:
-        return {}
-    return {
-        "logical_devices_per_replica": math.prod(mesh),
-        "logical_mesh_shape": mesh,
-        "sharding_rules": rules(config, mesh, given),
-    }
+    """How the model's parameters are cut over a replica's logical devices: as it is ``given``, or as the model asks by
+    a static method ``sharding_rules(axes, **settings)``. None: they are not."""
+    of_model = getattr(targets.locate("model", config.model), "sharding_rules", None)
+    if given or of_model is None:
+        return given
+    return of_model([logical_axis(index) for index in range(len(mesh))], **targets.arguments("model", config.model))
 
 
 def _devices(
     key: str, config: ExperimentConfig, plan: ProcessPlan | None, replicas: int | None, devices: list[str] | None
 ) -> list[str] | None:
     """The constructor's list of devices, one per replica of this process; None leaves the choice to the strategy."""
-    require_positive("strategy.replicas", replicas)
     require(
         replicas is None or devices is None,
         f"strategy.replicas={replicas} and strategy.{key}={devices} were both given; set one of them and leave the "
@@ -227,12 +165,12 @@ def model(config: ExperimentConfig, examples: Examples) -> torch.nn.Module:
     Raises:
         InvalidArgumentError: the model is not for such examples.
     """
-    built = targets.make("model", config.model, **examples.facts)
-    require(
-        isinstance(built, torch.nn.Module),
-        f"model._target_={config.model['_target_']} made {type(built).__name__}; a torch.nn.Module is needed.",
-    )
-    return built  # type: ignore[no-any-return]
+    built: Any = targets.make("model", config.model, **examples.facts)
+    kind = type(built).__name__
+    path = config.model["_target_"]
+    require(isinstance(built, torch.nn.Module), f"model._target_={path} made {kind}; a torch.nn.Module is needed.")
+    module: torch.nn.Module = built
+    return module
 
 
 def optimizer(config: ExperimentConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -20,36 +20,6 @@ from torchstrat.preemption import PreemptionHandler
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Checkpoints:
-    """What a training loop does about checkpoints: nothing, in a run that keeps none. Every process of a run makes the
-    same calls after the same steps."""
-
-    drain_seconds: float | None = None
-    """What steps that are under way may take to end when the process is told to; None: as long as they like."""
-
-    def begin(self, position: Position, report: Report, **objects: Any) -> bool:
-        """Name what is saved; restore what the run goes on from, if anything. Whether there was something."""
-        return False
-
-    def should_stop(self) -> bool:
-        """Whether this run has been told to end. Called after every step, once; then `save` is to be called."""
-        return False
-
-    def is_planned(self, step: int) -> bool:
-        """Whether `save` is to be called after this step in any case. Asks nobody."""
-        return False
-
-    def save(self, position: Position) -> None:
-        """Save, and raise `RunAgain` if `should_stop` was true."""
-
-    def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
-        """After `begin`: from now on a call that meets the loss of a parameter server raises `WentBack`, if the run's
-        settings ask for that."""
-
-    def finish(self) -> None:
-        """The run is done."""
-
-
 class WentBack(Exception):  # noqa: N818  # no error: the loop begins again at its position
     """A parameter server was lost. All servers, the position and the record are as in the newest checkpoint."""
 
@@ -75,44 +45,71 @@ def directory_of(config: ExperimentConfig) -> Path:
     return Path("outputs", config.name, "checkpoints") if chosen is None else Path(chosen).expanduser()
 
 
+class Checkpoints:
+    """What a training loop does about checkpoints: nothing, in a run that keeps none. Every process of a run makes the
+    same calls after the same steps."""
+
+    drain_seconds: float | None = None
+    """What steps that are under way may take to end when the process is told to; None: as long as they like."""
+
+    def begin(self, position: Position, report: Report, **objects: Any) -> None:
+        """Name what is saved; restore what the run goes on from, if anything, and tell the report."""
+
+    def should_stop(self) -> bool:
+        """Whether this run has been told to end. Called after every step, once; then `save` is to be called."""
+        return False
+
+    def is_planned(self, step: int) -> bool:
+        """Whether `save` is to be called after this step in any case. Asks nobody."""
+        return False
+
+    def save(self, position: Position) -> None:
+        """Save, and raise `RunAgain` if `should_stop` was true."""
+
+    def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
+        """After `begin`: from now on a call that meets the loss of a parameter server raises `WentBack`, if the run's
+        settings ask for that."""
+
+    def finish(self) -> None:
+        """The run is done."""
+
+
 class KeptCheckpoints(Checkpoints):
     """See `Checkpoints`. ``manager`` and ``preemption`` are open as long as this is used."""
 
+    _checkpoint: Checkpoint
+    _report: Report
+
     def __init__(self, config: ExperimentConfig, manager: CheckpointManager, preemption: PreemptionHandler) -> None:
         self.drain_seconds = config.checkpoint.grace_seconds / 4
-        self._config = config
-        self._manager = manager
-        self._preemption = preemption
-        self._checkpoint: Checkpoint | None = None
-        self._report: Report | None = None
+        self._config, self._manager, self._preemption = config, manager, preemption
         self._stops = False
 
-    def begin(self, position: Position, report: Report, **objects: Any) -> bool:
+    def begin(self, position: Position, report: Report, **objects: Any) -> None:
         """Raises `InvalidArgumentError` where ``resume`` and what is there do not fit; see `ExperimentConfig`."""
         self._checkpoint, self._report = Checkpoint(position=position, **objects), report
         self._manager.claim()
-        restored = self._restore(self._checkpoint)
+        restored = self._restore()
         if restored is None:
             report.begin()
-            return False
-        position.require_fits(self._config, restored)
-        report.begin(position.begun_in, position.step, restored)
-        return True
+        else:
+            position.require_fits(self._config, restored)
+            report.begin(position.begun_in, position.step, restored)
 
-    def _restore(self, checkpoint: Checkpoint) -> Path | None:
+    def _restore(self) -> Path | None:
         """The checkpoint that was restored; None if the run begins."""
         resume, own = self._config.resume, self._manager
         if resume == "auto":
-            return _newest(own, checkpoint)
+            return self._newest_of(own)
         asked = None if resume == "never" else Path(resume).expanduser().resolve()
         if asked == own.directory.resolve():
-            restored = _newest(own, checkpoint)
+            restored = self._newest_of(own)
             if restored is None:
                 raise InvalidArgumentError(f"resume={resume}: there is no checkpoint in that directory.")
             return restored
         for step, path in own.checkpoints:
             if asked == path.resolve():
-                own.restore(checkpoint, step=step)
+                own.restore(self._checkpoint, step=step)
                 return path
         if own.latest is not None:
             raise InvalidArgumentError(
@@ -124,9 +121,13 @@ class KeptCheckpoints(Checkpoints):
             return None
         with CheckpointManager(asked) as others:  # reads only
             if others.latest is not None:
-                return _newest(others, checkpoint)
-        checkpoint.restore(asked)
+                return self._newest_of(others)
+        self._checkpoint.restore(asked)
         return asked
+
+    def _newest_of(self, manager: CheckpointManager) -> Path | None:
+        step = manager.restore(self._checkpoint)
+        return None if step is None else dict(manager.checkpoints)[step]
 
     def should_stop(self) -> bool:
         self._stops = self._preemption.should_stop()
@@ -137,8 +138,6 @@ class KeptCheckpoints(Checkpoints):
         return every is not None and step % every == 0
 
     def save(self, position: Position) -> None:
-        assert self._checkpoint is not None
-        assert self._report is not None
         self._report.flush()  # what the checkpoint counts has to be in the record, whatever happens after it
         asynchronous = self._config.checkpoint.asynchronous and not self._stops
         self._manager.save(self._checkpoint, position.step, asynchronous=asynchronous)
@@ -149,22 +148,14 @@ class KeptCheckpoints(Checkpoints):
     def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
         if not self._config.restores_servers:
             return
-        checkpoint, report = self._checkpoint, self._report
-        assert checkpoint is not None
-        assert report is not None
         if self._manager.latest is None:
-            self._manager.save(checkpoint, position.step)
+            self._manager.save(self._checkpoint, position.step)
 
         def went_back(step: int) -> None:
-            report.begin(position.begun_in, position.step, dict(self._manager.checkpoints)[step])
+            self._report.begin(position.begun_in, position.step, dict(self._manager.checkpoints)[step])
             raise WentBack
 
-        coordinator.restore_on_server_loss(self._manager, checkpoint, on_restored=went_back)
+        coordinator.restore_on_server_loss(self._manager, self._checkpoint, on_restored=went_back)
 
     def finish(self) -> None:
         self._manager.close(finished=True)
-
-
-def _newest(manager: CheckpointManager, checkpoint: Checkpoint) -> Path | None:
-    step = manager.restore(checkpoint)
-    return None if step is None else dict(manager.checkpoints)[step]

@@ -9,14 +9,13 @@ evaluation.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from torchstrat.cluster_resolver import TFConfigClusterResolver
 from torchstrat.cluster_spec import EVALUATOR
-from torchstrat.config import ExperimentConfig, require
+from torchstrat.config import require
 from torchstrat.evaluation import Evaluation, SidecarEvaluator
 from torchstrat.experiments import build, data
 from torchstrat.experiments.checkpoints import directory_of
@@ -28,11 +27,6 @@ from torchstrat.experiments.objectives import loss_of, score
 def is_evaluator() -> bool:
     """Whether the environment makes this process one. Raises `ClusterConfigError` for a malformed ``TF_CONFIG``."""
     return TFConfigClusterResolver().task_type == EVALUATOR
-
-
-def results_of(config: ExperimentConfig) -> Path:
-    """Where results are: with the checkpoints, since they are of those and of no others."""
-    return directory_of(config) / "evaluation"
 
 
 def evaluate(run: Run) -> None:
@@ -61,7 +55,7 @@ def evaluate(run: Run) -> None:
         examples.test_loader(config.global_batch),
         directory_of(config),
         evaluate_fn=lambda model, batches: _scores(model, batches, loss),
-        log_dir=results_of(config),
+        log_dir=directory_of(config) / "evaluation",  # they are results of those checkpoints and of no others
         newest_only=config.evaluator.newest_only,
         timeout=config.evaluator.timeout_seconds,
         until_step=planned_steps(config, examples),
@@ -72,8 +66,7 @@ def evaluate(run: Run) -> None:
 
 def _scores(model: nn.Module, batches: Any, loss: data.Loss) -> dict[str, float]:
     scores = score(model, batches, loss)
-    values = {"loss": scores.loss, "accuracy": scores.accuracy}
-    return {name: value for name, value in values.items() if value is not None}
+    return {"loss": scores.loss, **({} if scores.accuracy is None else {"accuracy": scores.accuracy})}
 
 
 def _say(evaluation: Evaluation, _model: nn.Module) -> None:

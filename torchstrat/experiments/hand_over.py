@@ -36,7 +36,7 @@ class HandOver:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self.rank = rank
-        self.size = size
+        self._size = size
         self._runs = 0
 
     def meet(self, timeout: timedelta = MEETING_TIMEOUT) -> None:
@@ -46,8 +46,7 @@ class HandOver:
             CommunicationTimeoutError: some have not within ``timeout``; the message names them.
         """
         self._store.set(f"arrived/{self.rank}", "")
-        keys = [f"arrived/{rank}" for rank in range(self.size)]
-        self._wait(keys, timeout, "to start")
+        self._wait([f"arrived/{rank}" for rank in range(self._size)], timeout, "to start")
 
     def publish(self, run: Mapping[str, Any]) -> None:
         """Rank 0: hand a run to the others. Does not wait for them."""
@@ -61,7 +60,7 @@ class HandOver:
     def wait_until_read(self, timeout: timedelta = OUTCOME_TIMEOUT) -> None:
         """Rank 0: stay until the others know of the end, for the store may live in this process. Gives up quietly."""
         with contextlib.suppress(RuntimeError):
-            self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timeout)
+            self._store.wait([f"left/{rank}" for rank in range(1, self._size)], timeout)
 
     def receive(self, timeout: timedelta = HAND_OVER_TIMEOUT) -> Mapping[str, Any] | int:
         """The others: wait for the next run, or for the exit status after the last one.
@@ -85,7 +84,7 @@ class HandOver:
 
     def everyone_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
         """Whether the current run ended in an error on every rank. If not, somebody may wait for ranks that gave up."""
-        return all(self._failed(rank, timeout) for rank in range(self.size))
+        return all(self._failed(rank, timeout) for rank in range(self._size))
 
     def rank_0_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
         """Whether rank 0 has ended the current run with an error, which it then has printed."""
@@ -107,7 +106,7 @@ class HandOver:
             self._store.wait(keys, timeout)
         except RuntimeError as error:
             missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
-            waited_for = who or f"rank {', '.join(missing)} of {self.size}"
+            waited_for = who or f"rank {', '.join(missing)} of {self._size}"
             raise CommunicationTimeoutError(
                 f"rank {self.rank} waited {timeout.total_seconds():.0f} s for {waited_for} {purpose}; was it started, "
                 "and can it reach MASTER_ADDR?"

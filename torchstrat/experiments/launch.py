@@ -36,6 +36,10 @@ from torchstrat.experiments.hand_over import MEETING_TIMEOUT, HandOver
 from torchstrat.launcher import launched_plan
 from torchstrat.preemption import EXIT_CODE
 
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+_ON_PURPOSE = (TorchstratError, HydraException, OmegaConfBaseException)
+"""Errors whose message says it all. Any other leaves with its traceback."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -44,7 +48,6 @@ class Run:
     config: schema.ExperimentConfig
     resolved: Mapping[str, Any]
     """The whole configuration as plain values, for the record."""
-    overrides: list[str]
     folder: Path
     """Made by rank 0, which alone writes to it."""
     plan: ProcessPlan | None
@@ -59,13 +62,7 @@ class Run:
         """The run that rank 0 described. Raises `InvalidArgumentError` for a configuration that means nothing."""
         config = schema.experiment_from_mapping(message["config"])
         targets.check(config)
-        return cls(
-            config=config,
-            resolved=message["config"],
-            overrides=list(message["overrides"]),
-            folder=Path(message["folder"]),
-            plan=plan,
-        )
+        return cls(config, message["config"], Path(message["folder"]), plan)
 
 
 class RunAgain(SystemExit):
@@ -79,29 +76,24 @@ class RunAgain(SystemExit):
 Task = Callable[[Run], None]
 
 
-def main(task: Task, configs: Path | None = None) -> int:
+def main(task: Task) -> int:
     """Call ``task`` for every run that the command line asks for, on every rank.
 
     Args:
         task: Called on all ranks of a run with equal configurations. It must leave nothing open: the next run of a
             sweep starts in the same process.
-        configs: Holds ``config.yaml`` and the config groups. None: `config_folder`'s.
 
     Returns:
         The exit status for the process: 0 if every run succeeded, that of `RunAgain` if a run ended with it.
     """
-    with_tracebacks = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+    caught = _ON_PURPOSE if os.environ.get(_FULL_ERROR, "0") in ("", "0") else ()
     register_schema()
     try:
         plan = launched_plan()
-        hand_over = _meet(plan) if plan is not None and plan.size > 1 else None
+        rank = _Rank(task, plan, _meet(plan), caught)
         with _users_modules():
-            if hand_over is not None and hand_over.rank > 0:
-                return _Follower(task, plan, hand_over, with_tracebacks).follow()
-            return _Leader(task, plan, hand_over, with_tracebacks, configs or config_folder()).lead()
-    except _ONE_LINE as error:
-        if with_tracebacks:
-            raise
+            return rank.lead() if rank.hand_over.rank == 0 else rank.follow()
+    except caught as error:
         return _fail(error)
 
 
@@ -122,20 +114,32 @@ def config_folder() -> Path:
 @contextlib.contextmanager
 def _users_modules() -> Iterator[None]:
     """``_target_`` may name what is in the folder that the command is run in, here and in processes started here."""
-    path, inherited = [*sys.path], os.environ.get("PYTHONPATH")
+    path = [*sys.path]
     sys.path.append(os.getcwd())
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, os.getcwd()]))
+    try:
+        with _variable("PYTHONPATH", os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))):
+            yield
+    finally:
+        sys.path[:] = path
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """In the environment, for as long as the context lasts."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        sys.path[:] = path
-        os.environ.pop("PYTHONPATH")
-        if inherited is not None:
-            os.environ["PYTHONPATH"] = inherited
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
-def _meet(plan: ProcessPlan) -> HandOver:
+def _meet(plan: ProcessPlan | None) -> HandOver:
     """Meet the other ranks over the store that the launcher keeps, or rank 0 where the launcher keeps none."""
+    if plan is None or plan.size == 1:
+        return HandOver(dist.HashStore(), 0, 1)
     store, _, _ = next(dist.rendezvous(plan.init_method or "env://", plan.rank, plan.size, timeout=MEETING_TIMEOUT))
     store = fresh_store(store, plan.rank, plan.size, f"runs of {_launcher_run_id()}", MEETING_TIMEOUT)
     hand_over = HandOver(store, plan.rank, plan.size)
@@ -149,104 +153,86 @@ def _launcher_run_id() -> str:
 
 
 @dataclass(frozen=True)
-class _Leader:
-    """Rank 0, or the only process."""
+class _Rank:
+    """This process's part of the command."""
 
     task: Task
     plan: ProcessPlan | None
-    hand_over: HandOver | None
-    """None: there is nobody to lead."""
-    with_tracebacks: bool
-    configs: Path
+    hand_over: HandOver
+    caught: tuple[type[Exception], ...]
+    """Errors that end as one line."""
 
     def lead(self) -> int:
         """Let Hydra parse the command line and call back once per run; returns the exit status."""
         status = 1  # what the others are told if something unforeseen leaves through here
         try:
             status = self._run_hydra()
-        except _ONE_LINE as error:
-            if self.with_tracebacks:
-                raise
+        except self.caught as error:
             status = _fail(error)
         finally:
-            if self.hand_over is not None:
-                self.hand_over.publish_end(status)
-        if self.hand_over is not None:
-            self.hand_over.wait_until_read()
+            self.hand_over.publish_end(status)
+        self.hand_over.wait_until_read()
         return status
 
     def _run_hydra(self) -> int:
         runs: list[tuple[Path, list[str], bool]] = []
-        pictures: list[bool] = []
 
         def run_one(config: DictConfig) -> None:
             succeeded = self._run(config)
-            message = HydraConfig.get()
-            runs.append((Path(message.runtime.output_dir), list(message.overrides.task), succeeded))
-            pictures.append(bool(config.curves))
+            composed = HydraConfig.get()
+            runs.append((Path(composed.runtime.output_dir), list(composed.overrides.task), succeeded))
 
         run_id = _new_run_id()  # once per command; `now` would be resolved again and again
         OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
-        decorate = hydra.main(version_base="1.3", config_path=str(self.configs.resolve()), config_name="config")
-        asked_before = os.environ.get("HYDRA_FULL_ERROR")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's way to be told: raise to the caller, do not print and exit
+        decorate = hydra.main(version_base="1.3", config_path=str(config_folder().resolve()), config_name="config")
         try:
-            decorate(run_one)()
+            with _variable(_FULL_ERROR, "1"):  # Hydra's way to be told: raise to the caller, do not print and exit
+                decorate(run_one)()
         except SystemExit as stop:  # --help, arguments that argparse refuses, a run that left the others waiting
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        finally:
-            if asked_before is None:
-                del os.environ["HYDRA_FULL_ERROR"]
-            else:
-                os.environ["HYDRA_FULL_ERROR"] = asked_before
         if len(runs) > 1 and any(succeeded for _, _, succeeded in runs):
-            sweep.show(runs, with_picture=any(pictures))
+            sweep.show(runs)
         return int(not all(succeeded for _, _, succeeded in runs))
 
     def _run(self, config: DictConfig) -> bool:
         """One run; whether it succeeded. `SystemExit` when other ranks may be waiting for this one in vain."""
+        composed = HydraConfig.get()
         try:
-            message = _describe(config)
+            values = values_of(config, list(composed.overrides.task))
+            message = {"config": values, "folder": composed.runtime.output_dir}
             run = Run.unpack(message, self.plan)
-        except _ONE_LINE as problem:  # nothing was handed over: the others know nothing of this run
-            if self.with_tracebacks:
-                raise
+        except self.caught as problem:  # nothing was handed over: the others know nothing of this run
             _fail(problem)
             return False
-        if self.hand_over is not None:
-            self.hand_over.publish(message)
-        error = _attempt(self.task, run, self.with_tracebacks)
+        self.hand_over.publish(message)
+        error = self._attempt(run)
         if error is not None:
             _fail(error)
-        if self.hand_over is not None:
-            self.hand_over.report_outcome(succeeded=error is None)
-            if error is not None and not self.hand_over.everyone_failed():
-                raise SystemExit(1)
+        self.hand_over.report_outcome(succeeded=error is None)
+        if error is not None and not self.hand_over.everyone_failed():
+            raise SystemExit(1)
         return error is None
 
-
-@dataclass(frozen=True)
-class _Follower:
-    """Every other rank. Knows nothing of Hydra and writes nothing."""
-
-    task: Task
-    plan: ProcessPlan | None
-    hand_over: HandOver
-    with_tracebacks: bool
-
     def follow(self) -> int:
-        """Take runs until there are no more; returns the exit status."""
+        """Take runs until there are no more; returns the exit status. Knows nothing of Hydra and writes nothing."""
         while True:
             message = self.hand_over.receive()
             if isinstance(message, int):
                 return message
             try:
-                error = _attempt(self.task, Run.unpack(message, self.plan), self.with_tracebacks)
+                error = self._attempt(Run.unpack(message, self.plan))
             except RunAgain:
                 continue  # rank 0 is told to end as well, and says with what status
             self.hand_over.report_outcome(succeeded=error is None)
             if error is not None and not self.hand_over.rank_0_failed():
-                return _fail(error, self.hand_over.rank)  # rank 0 knows nothing of it, and would not say it
+                return _fail(error, f"rank {self.hand_over.rank}: ")  # rank 0 knows nothing of it, and would not say it
+
+    def _attempt(self, run: Run) -> Exception | None:
+        try:
+            self.task(run)
+        except self.caught as error:
+            return error
+        return None
 
 
 def values_of(config: DictConfig, overrides: list[str]) -> dict[str, Any]:
@@ -262,15 +248,6 @@ def values_of(config: DictConfig, overrides: list[str]) -> dict[str, Any]:
     return found
 
 
-def _describe(config: DictConfig) -> dict[str, Any]:
-    overrides = list(HydraConfig.get().overrides.task)
-    return {
-        "config": values_of(config, overrides),
-        "overrides": overrides,
-        "folder": HydraConfig.get().runtime.output_dir,
-    }
-
-
 def _new_run_id() -> str:
     """Sorts by time; the second part keeps two commands of the same second apart."""
     launcher_id = _launcher_run_id()
@@ -278,23 +255,8 @@ def _new_run_id() -> str:
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{unique or os.getpid()}"
 
 
-_ONE_LINE = (TorchstratError, HydraException, OmegaConfBaseException)
-"""Errors made on purpose: their message says it all. Any other leaves with its traceback."""
-
-
-def _attempt(task: Task, run: Run, with_tracebacks: bool) -> TorchstratError | None:
-    try:
-        task(run)
-    except TorchstratError as error:
-        if with_tracebacks:
-            raise
-        return error
-    return None
-
-
-def _fail(error: Exception, rank: int | None = None) -> int:
+def _fail(error: Exception, who: str = "") -> int:
     """Print the one line; returns the exit status."""
-    who = "" if rank is None else f"rank {rank}: "
     print(f"error: {who}{_explain(error)}", file=sys.stderr, flush=True)
     return 1
 

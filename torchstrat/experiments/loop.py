@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import torchstrat as ts
 from torchstrat.config import ExperimentConfig, require
@@ -20,9 +19,8 @@ from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.objectives import Batch, Scores, loss_of, measure, step_of
 from torchstrat.experiments.position import Position
-from torchstrat.experiments.programs import StepTraffic, programs_of
-from torchstrat.experiments.report import EvaluationRecord, FolderReport, Report, ResultRecord, StepRecord
-from torchstrat.strategy import Strategy
+from torchstrat.experiments.programs import StepTraffic, programs_of, told
+from torchstrat.experiments.report import FolderReport, Report
 
 
 def train(run: Run) -> None:
@@ -33,32 +31,26 @@ def train(run: Run) -> None:
     """
     config = run.config
     examples = data.load(config.data)
-    strategy = build.strategy(config, run.plan)
-    with closing(strategy):
-        replicas = strategy.num_replicas_in_sync
+    with closing(build.strategy(config, run.plan)) as strategy:
+        replicas, logical = strategy.num_replicas_in_sync, strategy.num_logical_devices
         require(
             config.global_batch >= replicas,
             f"data.global_batch={config.global_batch} is too small for {replicas} replicas, of which some would never "
             f"get a row; use at least {replicas}, or fewer replicas.",
         )
         require_enough_rows(config, examples, replicas, "replicas")
-        report = Report()
-        if run.is_chief:
-            title = run_title(config, _size(strategy))
-            report = FolderReport(run.folder, config, run.resolved, planned_steps(config, examples), title)
-        processes = run.plan.size if run.plan else 1
+        report = report_of(run, examples, f"×{replicas}" if logical == 1 else f"{replicas}×{logical}")
         with closing(report), checkpoints_of(run) as checkpoints:
-            _Training(config, examples, strategy, report, processes, checkpoints, run.folder).run()
+            training = Training(config, examples, strategy, report, checkpoints, run.folder)
+            SynchronousLoop(training).run(processes=run.plan.size if run.plan else 1)
 
 
-def _size(strategy: Strategy) -> str:
-    logical = strategy.num_logical_devices
-    return f"×{strategy.num_replicas_in_sync}" if logical == 1 else f"{strategy.num_replicas_in_sync}×{logical}"
-
-
-def run_title(config: ExperimentConfig, size: str) -> str:
-    """Stands before everything that a run says, and above its curves."""
-    return f"{config.name_of('strategy')} {size}"
+def report_of(run: Run, examples: data.Examples, size: str) -> Report:
+    """``size``: of the run, for its title, which stands before everything that it says."""
+    if not run.is_chief:
+        return Report()
+    title = f"{run.config.name_of('strategy')} {size}"
+    return FolderReport(run.folder, run.config, run.resolved, planned_steps(run.config, examples), title)
 
 
 def planned_steps(config: ExperimentConfig, examples: data.Examples) -> int:
@@ -74,13 +66,11 @@ def require_enough_rows(config: ExperimentConfig, examples: data.Examples, learn
         f"data={name} has {len(examples.train)} training rows for {learners} {what}; at least one row for each is "
         "needed.",
     )
-    fraction = config.data.get("test_fraction")
-    raise_it = "" if fraction is None else f"raise data.test_fraction={fraction}, or "
-    require(len(examples.test) > 0, f"data={name} has no held-out rows; {raise_it}name a file that has some.")
+    require(len(examples.test) > 0, f"data={name} has no held-out rows; hold out one at least.")
 
 
-class _Training:
-    """The state of one run on one process."""
+class Training:
+    """What both loops hold of a run on one process: its parts, and where it is."""
 
     def __init__(
         self,
@@ -88,104 +78,135 @@ class _Training:
         examples: data.Examples,
         strategy: Any,
         report: Report,
-        processes: int,
         checkpoints: Checkpoints | None = None,
         folder: Path = Path(),
     ) -> None:
-        self._config = config
-        self._examples = examples
-        self._strategy = strategy
-        self._report = report
-        self._processes = processes
+        self.config, self.examples, self.strategy = config, examples, strategy
+        self.report, self.checkpoints = report, checkpoints or Checkpoints()
+        self.position = Position(config, folder)
+        self.loss = loss_of(config, examples)
         self._planned_steps = planned_steps(config, examples)
-        self._checkpoints = checkpoints or Checkpoints()
-        self._position = Position(config, folder)
-        self._loss = loss_of(config, examples)
-        self._traffic = StepTraffic(strategy)
-
-    def run(self) -> None:
-        config, strategy = self._config, self._strategy
+        self._last: dict[str, Any] = {}
         torch.manual_seed(config.seed)
         with strategy.scope():
-            model = build.model(config, self._examples)
-            optimizer = build.optimizer(config, model.parameters())
-        train_step = step_of(config, model, optimizer, self._loss)
-        loader = self._examples.train_loader(config.global_batch, config.seed, config.data_workers)
-        train_batches = strategy.distribute_dataset(loader)
-        test_batches = strategy.distribute_dataset(self._examples.test_loader(config.global_batch))
-        self._checkpoints.begin(self._position, self._report, model=model, optimizer=optimizer, data=train_batches)
-        for epoch in range(self._position.epoch, config.epochs + 1):
-            self._position.begin_epoch(epoch)
-            self._train_epoch(model, train_step, train_batches)
-            evaluation = self._evaluate(model, test_batches)
-            self._report.evaluation(evaluation)
-            if self._is_over():
-                break
-        self._report.parameters("parameters", on_cpu(model.state_dict()))
-        self._report.result(
-            ResultRecord.of(
-                config,
-                self._position,
-                evaluation,
-                processes=self._processes,
-                replicas=strategy.num_replicas_in_sync,
-                logical_devices=strategy.num_logical_devices,
-            )
+            self.model = build.model(config, examples)
+            self.optimizer = build.optimizer(config, self.model.parameters())
+        self.train_step = step_of(config, self.model, self.optimizer, self.loss)
+
+    @property
+    def is_over(self) -> bool:
+        """Before its epochs are."""
+        return self.position.step == self.config.max_steps
+
+    def begin(self, rows: Any) -> None:
+        """``rows``: the distributed or leased data set, whose place is saved and restored with the rest."""
+        objects = {"model": self.model, "optimizer": self.optimizer, "data": rows}
+        self.checkpoints.begin(self.position, self.report, **objects)
+
+    def count(self, loss: float, rows: int) -> None:
+        """A step was taken."""
+        position = self.position
+        position.count(loss, rows)
+        rate = position.examples_per_second()
+        self.report.tell(
+            "step", step=position.step, epoch=position.epoch, loss=loss, rows=rows, examples_per_second=rate
         )
-        self._checkpoints.finish()
+
+    def is_saved_after(self, step: int) -> bool:
+        """In any case, that is."""
+        return self.checkpoints.is_planned(step) or step == self._planned_steps
+
+    def save_parameters(self, name: str) -> None:
+        """A copy that later steps do not change."""
+        values = {key: value for key, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        self.report.parameters(name, {key: value.detach().cpu().clone() for key, value in values.items()})
+
+    def evaluated(self, scores: Scores) -> None:
+        """The epoch is over, up to this."""
+        position = self.position
+        self._last = {"train_loss": position.train_loss, "loss": scores.loss, "accuracy": scores.accuracy}
+        self.report.tell("evaluation", step=position.step, epoch=position.epoch, rows=scores.rows, **self._last)
+
+    def end(self, *, processes: int, replicas: int, logical_devices: int = 1) -> None:
+        """After the last evaluation."""
+        self.save_parameters("parameters")
+        self.report.tell(
+            "result",
+            strategy=self.config.name_of("strategy"),
+            data=self.config.name_of("data"),
+            processes=processes,
+            replicas=replicas,
+            logical_devices=logical_devices,
+            steps=self.position.step,
+            training_seconds=self.position.training_seconds(),
+            examples_per_second=self.position.steady_examples_per_second(),
+            **self._last,
+        )
+        self.checkpoints.finish()
+
+
+class SynchronousLoop:
+    """The loop of every process."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._strategy = training, training.strategy
+        self._traffic = StepTraffic(training.strategy)
+
+    def run(self, processes: int = 1) -> None:
+        training, strategy, config = self._training, self._strategy, self._training.config
+        loader = training.examples.train_loader(config.global_batch, config.seed, config.data_workers)
+        train_batches = strategy.distribute_dataset(loader)
+        test_batches = strategy.distribute_dataset(training.examples.test_loader(config.global_batch))
+        training.begin(train_batches)
+        for epoch in range(training.position.epoch, config.epochs + 1):
+            self._train_epoch(epoch, train_batches)
+            training.evaluated(self._evaluate(test_batches))
+            if training.is_over:
+                break
+        replicas, logical = strategy.num_replicas_in_sync, strategy.num_logical_devices
+        training.end(processes=processes, replicas=replicas, logical_devices=logical)
         programs = programs_of(strategy) or self._traffic.record()
         if programs is not None:
-            self._report.programs(programs, ts.explain_sharding(model, strategy=strategy))
+            training.report.tell(**programs)
+            training.report.devices(told(programs), ts.explain_sharding(training.model, strategy=strategy))
 
-    def _train_epoch(self, model: nn.Module, train_step: Any, batches: Any) -> None:
+    def _train_epoch(self, epoch: int, batches: Any) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
-        strategy, position = self._strategy, self._position
-        model.train()
-        position.clock.begin_epoch()
+        training, strategy, position = self._training, self._strategy, self._training.position
+        training.model.train()
+        position.begin_epoch(epoch)
         for batch, rows in self._batches_left(batches):
-            self._traffic.step_begins()
-            per_replica = strategy.run(train_step, args=(batch,))
-            self._traffic.step_ends()
-            position.count(float(strategy.reduce("mean", per_replica, axis=None)), rows)
-            self._report.step(StepRecord.of(position, rows))
-            if position.step == self._config.snapshot_after_steps:
-                self._report.parameters(f"parameters_after_step_{position.step}", on_cpu(model.state_dict()))
-            is_due = self._checkpoints.is_planned(position.step) or position.step == self._planned_steps
-            if self._checkpoints.should_stop() or is_due:
-                self._checkpoints.save(position)
-            if self._is_over():
+            per_replica = self._traffic.of_step(lambda batch=batch: strategy.run(training.train_step, args=(batch,)))
+            training.count(float(strategy.reduce("mean", per_replica, axis=None)), rows)
+            if position.step == training.config.snapshot_after_steps:
+                training.save_parameters(f"parameters_after_step_{position.step}")
+            if training.checkpoints.should_stop() or training.is_saved_after(position.step):
+                training.checkpoints.save(position)
+            if training.is_over:
                 break
-        position.clock.end_epoch()
+        position.end_epoch()
 
     def _batches_left(self, batches: Any) -> Iterator[tuple[Any, int]]:
         """The batches, each with its number of rows. None for a run that was over already and is gone on with."""
-        if not self._is_over():
+        if not self._training.is_over:
             yield from zip(batches, self._rows_of_batches(), strict=True)
 
     def _rows_of_batches(self) -> Iterator[int]:
-        rows, global_batch = len(self._examples.train), self._config.global_batch
-        return (min(global_batch, rows - begin) for begin in range(self._position.rows, rows, global_batch))
+        rows, global_batch = len(self._training.examples.train), self._training.config.global_batch
+        return (min(global_batch, rows - begin) for begin in range(self._training.position.rows, rows, global_batch))
 
-    def _is_over(self) -> bool:
-        return self._position.step == self._config.max_steps
-
-    def _evaluate(self, model: nn.Module, batches: Any) -> EvaluationRecord:
-        """Scores over every held-out row, each counted once whatever the number of replicas."""
-        strategy, measured = self._strategy, torch.zeros(3, dtype=torch.float64)
+    def _evaluate(self, batches: Any) -> Scores:
+        """Of every held-out row, each counted once whatever the number of replicas."""
+        training, strategy, measured = self._training, self._strategy, torch.zeros(3, dtype=torch.float64)
 
         def eval_step(batch: Batch) -> torch.Tensor:
             inputs, labels = batch
             with torch.no_grad():
-                return measure(self._loss, model(inputs), labels)
+                return measure(training.loss, training.model(inputs), labels)
 
-        model.eval()
+        training.model.eval()
         for batch in batches:
             measured += strategy.reduce("sum", strategy.run(eval_step, args=(batch,)), axis=None).cpu()
-        scores = Scores.of(measured)
-        assert scores.rows == len(self._examples.test), f"counted {scores.rows} of {len(self._examples.test)} rows"
-        return EvaluationRecord.of(self._position, scores)
-
-
-def on_cpu(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A copy that later steps do not change."""
-    return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        scores, rows = Scores.of(measured), len(training.examples.test)
+        assert scores.rows == rows, f"counted {scores.rows} of {rows} rows"
+        return scores

@@ -1,7 +1,8 @@
-"""``metrics.jsonl``: the record of a run, which one run after the other may add to."""
+"""``metrics.jsonl``: the record of a run, a JSON object a line, which one run after the other may add to."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TextIO
 NAME = "metrics.jsonl"
 
 Record = dict[str, Any]
+"""With an ``event``; `torchstrat.experiments.report` says which there are, and what each has."""
 
 
 class MetricsFile:
@@ -19,21 +21,20 @@ class MetricsFile:
         self._path = folder / NAME
         self._file: TextIO | None = None
 
-    def begin(self, kept: list[Record] | None = None) -> None:
+    def begin(self, kept: list[Record]) -> None:
         """Start with these records, in place of what is there. However it ends, the file is the old or the new one."""
         part = self._path.with_name(f".{NAME}.part")
         with part.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in kept or [])
+            file.writelines(json.dumps(record) + "\n" for record in kept)
             file.flush()
             os.fsync(file.fileno())
         self.close()
         part.replace(self._path)
-        self.close()  # what it had before
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
         if self._file is None:
-            self.begin()
+            self.begin([])
         assert self._file is not None
         self._file.write(json.dumps(record) + "\n")
 
@@ -47,22 +48,29 @@ class MetricsFile:
             self._file.close()
 
 
+def read_records(folder: Path) -> list[Record]:
+    """Of the run in ``folder``, in order; empty where there are none. One that was killed may have left half a line."""
+    records: list[Record] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (folder / NAME).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
+    return records
+
+
 def records_until(folder: Path, step: int) -> list[Record]:
-    """What the run in ``folder`` had recorded when it saved after ``step`` steps; empty where there is no record.
+    """What the run in ``folder`` had recorded when it saved after ``step`` steps.
 
     What comes after the steps themselves, such as the evaluation of the epoch that the step ended, is done again by
-    who goes on. A process that was killed may have left half a line.
+    who goes on.
     """
-    try:
-        lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    records: list[Record] = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get("step", step) < step or (record.get("event") == "step" and record["step"] == step):
-            records.append(record)
-    return records
+    return [
+        record
+        for record in read_records(folder)
+        if record.get("step", step) < step or (record["event"] == "step" and record["step"] == step)
+    ]
+
+
+def read_metrics(folder: Path, event: str) -> list[Record]:
+    """The records of one kind, without their ``event``."""
+    return [record for record in read_records(folder) if record.pop("event") == event]

@@ -5,8 +5,8 @@ All are smooth: GELU and average pooling, where ReLU and max pooling are more us
 empty backgrounds are full of ties) a rounding difference of 1e-8 picks another branch and becomes a difference of 1e-3
 after twenty steps; smooth models let runs under different strategies be compared to rounding (2e-7).
 
-A model that has a static method ``sharding_rules(axes, **settings)`` is asked by it how its parameters are to be cut
-along the axes of a replica's logical devices: name → for each dimension the axes that cut it.
+A static method ``sharding_rules(axes, **settings)`` of a model says how its parameters are to be cut along the axes of
+a replica's logical devices: name → for each dimension the axes that cut it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.config import require, require_one_of, require_positive
+from torchstrat.config import require, require_one_of
 
 T = TypeVar("T")
 Rules = dict[str, list[list[str] | None]]
@@ -45,23 +45,20 @@ class Mlp(nn.Sequential):
         hidden: Sequence[int] = (128, 128),
         tensor_parallel: bool = False,
     ) -> None:
-        require(all(width > 0 for width in hidden), f"model.hidden={[*hidden]} must be positive widths.")
         widths = [math.prod(input_shape), *hidden]
         layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())]
         super().__init__(nn.Flatten(), *layers, nn.Linear(widths[-1], classes))
         self._is_cut = tensor_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._is_cut:
-            return _plain(self, x)
-        strategy = ts.get_strategy()
-        widening, narrowing = _in_pairs([layer for layer in self if isinstance(layer, nn.Linear)])
+        widening, narrowing = _in_pairs([layer for layer in self if isinstance(layer, nn.Linear) and self._is_cut])
         for layer in self:
             x = layer(x)
             if layer in widening:
+                strategy = ts.get_strategy()
                 x = strategy.split_to_logical_devices(x, [1, strategy.num_logical_devices])
             elif layer in narrowing:
-                x = strategy.replicate_to_logical_devices(x)
+                x = ts.get_strategy().replicate_to_logical_devices(x)
         return x
 
     @staticmethod
@@ -77,12 +74,6 @@ class Mlp(nn.Sequential):
             **{f"{name}.bias": [[*axes]] for name in widening},
             **{f"{name}.weight": [None, [*axes]] for name in narrowing},
         }
-
-
-def _plain(layers: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 def _in_pairs(layers: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
@@ -117,16 +108,6 @@ class ConvNet(nn.Sequential):
     ) -> None:
         require_images("convnet", input_shape)
         require_one_of("model.norm", norm, ("group", "batch", "sync_batch"))
-        require_positive("model.groups", groups)
-        require(
-            bool(channels) and all(width > 0 for width in channels),
-            f"model.channels={[*channels]} must name at least one positive number of channels.",
-        )
-        require(
-            norm != "group" or all(width % groups == 0 for width in channels),
-            f"model.channels={[*channels]} cannot be split into model.groups={groups} groups; use multiples of "
-            f"{groups}, or another model.groups.",
-        )
         depth, height, width = input_shape
         halvings = len(channels) - 1
         require(
@@ -136,42 +117,36 @@ class ConvNet(nn.Sequential):
         )
         layers: list[nn.Module] = []
         for index, (inputs, outputs) in enumerate(pairwise([depth, *channels])):
-            layers += [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), _norm(norm, groups, outputs), nn.GELU()]
+            norm_layer = nn.GroupNorm(groups, outputs) if norm == "group" else nn.BatchNorm2d(outputs)
+            layers += [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1), norm_layer, nn.GELU()]
             layers += [nn.AvgPool2d(2)] if index > 0 else []
         features = channels[-1] * (height >> halvings) * (width >> halvings)
         super().__init__(*layers, nn.Flatten(), nn.Linear(features, classes))
+        if norm == "sync_batch":
+            ts.convert_sync_batchnorm(self)
         self._is_cut = spatially_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self._is_cut:
-            return _plain(self, x)
+            for layer in self:
+                x = layer(x)
+            return x
         strategy = ts.get_strategy()
         parts = strategy.num_logical_devices
         x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
         in_bands = True
         for index, layer in enumerate(self):
+            rows = x.shape[2] // parts if x.ndim == 4 else 0
             if isinstance(layer, nn.Conv2d) and index > 0:
                 in_bands = x.shape[2] % parts == 0
                 if in_bands:
                     x = strategy.split_to_logical_devices(x, [1, 1, parts, 1])
                 else:
                     x = strategy.replicate_to_logical_devices(x)
-            elif isinstance(layer, nn.Flatten) or (in_bands and not _keeps_bands(layer, x.shape[2] // parts)):
-                x, in_bands = strategy.replicate_to_logical_devices(x), False
+            elif isinstance(layer, nn.Flatten) or (in_bands and isinstance(layer, nn.AvgPool2d) and rows % 2):
+                x, in_bands = strategy.replicate_to_logical_devices(x), False  # a band would be no band any more
             x = layer(x)
         return x
-
-
-def _keeps_bands(layer: nn.Module, rows: int) -> bool:
-    """Whether a band of ``rows`` becomes a band of the layer's output."""
-    return not isinstance(layer, nn.AvgPool2d) or rows % 2 == 0
-
-
-def _norm(norm: str, groups: int, channels: int) -> nn.Module:
-    if norm == "group":
-        return nn.GroupNorm(groups, channels)
-    layer = nn.BatchNorm2d(channels)
-    return ts.convert_sync_batchnorm(layer) if norm == "sync_batch" else layer
 
 
 def require_images(model: str, input_shape: Sequence[int]) -> None:
@@ -181,13 +156,3 @@ def require_images(model: str, input_shape: Sequence[int]) -> None:
         f"model={model} needs images (channels, height, width); this data has inputs of shape {tuple(input_shape)}. "
         "Use model=mlp; or, with data=csv and data=npz, set data.image_shape=[channels,height,width].",
     )
-
-
-def sharding_rules(call: dict[str, Any], axes: Sequence[str]) -> Any:
-    """How the parameters of a model are to be cut along ``axes``; None: every logical device has all of them."""
-    from torchstrat.experiments import targets
-
-    of_model = getattr(targets.locate("model", call), "sharding_rules", None)
-    if of_model is None:
-        return None
-    return of_model(axes, **targets.arguments("model", call))

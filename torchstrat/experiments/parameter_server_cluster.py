@@ -15,9 +15,8 @@ from typing import Any
 
 from torchstrat.cluster import ProcessPlan
 from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
-from torchstrat.cluster_spec import EVALUATOR, PARAMETER_SERVER, WORKER, ClusterSpec
-from torchstrat.config import ClusterConfig, ExperimentConfig, require_positive
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.cluster_spec import PARAMETER_SERVER, WORKER, ClusterSpec
+from torchstrat.config import ClusterConfig, ExperimentConfig, require, require_positive
 from torchstrat.experiments.build import create, ignore_replicas
 
 
@@ -84,13 +83,6 @@ class ClusterSize:
         return f"{self.workers} worker{'s' * (self.workers != 1)}, {self.servers} server{'s' * (self.servers != 1)}"
 
 
-def serve(resolver: ClusterResolver) -> None:
-    """Be the worker or the server that ``resolver`` says this process is, until the coordinator has finished."""
-    from torchstrat.server import Server
-
-    Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id, exit_when_finished=True).join()
-
-
 def given_resolver(cluster: ClusterConfig, plan: ProcessPlan | None) -> ClusterResolver | None:
     """The cluster that the environment describes; None where it describes none, and the run is to start one.
 
@@ -100,7 +92,21 @@ def given_resolver(cluster: ClusterConfig, plan: ProcessPlan | None) -> ClusterR
     """
     given = TFConfigClusterResolver()
     is_given = bool(given.cluster_spec())
-    _require_start(cluster, plan, is_given)
+    processes = 1 if plan is None else plan.size
+    require(
+        processes == 1,
+        f"strategy=parameter_server has one coordinator, and torchrun started {processes} equal processes; run "
+        "torchstrat launch --ps 2 --workers 4 scripts/train.py …, or plain python scripts/train.py ….",
+    )
+    require(
+        cluster.name != "torchrun" or is_given,
+        "cluster=torchrun is for synchronous strategies; strategy=parameter_server finds its cluster in TF_CONFIG, or "
+        "starts one: use cluster=auto.",
+    )
+    require(
+        cluster.name != "local" or not is_given,
+        "cluster=local, but TF_CONFIG describes a cluster; unset it to start one on this machine, or use cluster=auto.",
+    )
     return given if is_given else None
 
 
@@ -114,28 +120,12 @@ def local_cluster(size: ClusterSize, *, keep_pages: bool) -> Iterator[ClusterRes
         yield cluster.resolver
 
 
-def _require_start(cluster: ClusterConfig, plan: ProcessPlan | None, is_given: bool) -> None:
-    if plan is not None and plan.size > 1:
-        raise InvalidArgumentError(
-            f"strategy=parameter_server has one coordinator, and torchrun started {plan.size} equal processes; run "
-            "torchstrat launch --ps 2 --workers 4 scripts/train.py …, or plain python scripts/train.py …."
-        )
-    if cluster.name == "torchrun" and not is_given:
-        raise InvalidArgumentError(
-            "cluster=torchrun is for synchronous strategies; strategy=parameter_server finds its cluster in TF_CONFIG, "
-            "or starts one: use cluster=auto."
-        )
-    if cluster.name == "local" and is_given:
-        raise InvalidArgumentError(
-            "cluster=local, but TF_CONFIG describes a cluster; unset it to start one on this machine, or use "
-            "cluster=auto."
-        )
+def serve(resolver: ClusterResolver) -> bool:
+    """Be the worker or the server that ``resolver`` says this process is, until the coordinator has finished; False at
+    once if it is the coordinator."""
+    if resolver.task_type not in (WORKER, PARAMETER_SERVER):
+        return False
+    from torchstrat.server import Server
 
-
-def coordinates(resolver: ClusterResolver) -> bool:
-    """Whether this process is the cluster's coordinator, rather than a worker or a server."""
-    if resolver.task_type == EVALUATOR:
-        raise InvalidArgumentError(
-            "TF_CONFIG makes this process an evaluator, which watches checkpoints and has no part in the training."
-        )
-    return resolver.task_type not in (WORKER, PARAMETER_SERVER)
+    Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id, exit_when_finished=True).join()
+    return True

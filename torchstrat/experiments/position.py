@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from torchstrat.config import ExperimentConfig
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import targets
-from torchstrat.experiments.clock import Clock
 
 _FIXED = ("model", "data", "optimizer", "loss", "step")
 """Calls without which the rest of a run would not be that of the run that was begun."""
@@ -33,12 +33,21 @@ class Position:
         """The epoch under way; its evaluation may be all that is left of it."""
         self.rows = 0
         """Rows of the epoch that were trained on."""
-        self.clock = Clock()
-        self._loss_of_rows = 0.0
-        self._settings = _settings(config)
-        self._folder = folder.resolve()
         self.begun_in: Path | None = None
         """The folder of the run that was gone on from, which may be this one's; None: it began here."""
+        self._loss_of_rows = 0.0
+        self._epochs: list[tuple[int, float]] = []  # rows, seconds of each finished epoch; evaluation is left out
+        self._began = 0.0
+        self._seconds_before = 0.0  # of the epoch in the process that this one goes on from
+        self._settings = _settings(config)
+        self._folder = folder.resolve()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Or go on with it, if it is the one under way."""
+        if epoch != self.epoch:
+            self.epoch, self.rows, self._loss_of_rows = epoch, 0, 0.0
+        self._began = time.perf_counter() - self._seconds_before
+        self._seconds_before = 0.0
 
     def count(self, loss: float, rows: int) -> None:
         """A step was taken on so many rows, with this mean loss."""
@@ -46,17 +55,30 @@ class Position:
         self.loss = loss
         self.rows += rows
         self._loss_of_rows += loss * rows
-        self.clock.count(rows)
+
+    def end_epoch(self) -> None:
+        """Of its training, that is."""
+        self._epochs.append((self.rows, self._seconds_of_epoch()))
 
     @property
     def train_loss(self) -> float:
         """Mean over the rows of the epoch so far."""
         return self._loss_of_rows / max(self.rows, 1)
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Unless it is the one under way."""
-        if epoch != self.epoch:
-            self.epoch, self.rows, self._loss_of_rows = epoch, 0, 0.0
+    def examples_per_second(self) -> float:
+        """In this epoch so far."""
+        return self.rows / max(self._seconds_of_epoch(), 1e-9)
+
+    def training_seconds(self) -> float:
+        return sum(seconds for _, seconds in self._epochs)
+
+    def steady_examples_per_second(self) -> float:
+        """The first epoch warms caches, threads and connections up; it counts only if it is the only one."""
+        counted = self._epochs[1:] or self._epochs
+        return sum(rows for rows, _ in counted) / max(sum(seconds for _, seconds in counted), 1e-9)
+
+    def _seconds_of_epoch(self) -> float:
+        return time.perf_counter() - self._began
 
     def require_fits(self, config: ExperimentConfig, checkpoint: Path) -> None:
         """Raise `InvalidArgumentError` unless ``config`` goes on with the run whose position was loaded."""
@@ -90,7 +112,7 @@ class Position:
             "epoch": self.epoch,
             "rows": self.rows,
             "loss_of_rows": self._loss_of_rows,  # in decimals that give back the same bits
-            "clock": self.clock.state_dict(),
+            "clock": {"epochs": self._epochs, "epoch": (self.rows, self._seconds_of_epoch())},
             "folder": str(self._folder),
             "settings": self._settings,
         }
@@ -100,7 +122,8 @@ class Position:
         position = json.loads(state["position"])
         self.step, self.epoch, self.rows = position["step"], position["epoch"], position["rows"]
         self._loss_of_rows = position["loss_of_rows"]
-        self.clock.load_state_dict(position["clock"])
+        self._epochs = [(rows, seconds) for rows, seconds in position["clock"]["epochs"]]
+        _, self._seconds_before = position["clock"]["epoch"]
         self.begun_in = Path(position["folder"])
         self._settings = position["settings"]
 

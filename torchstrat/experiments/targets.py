@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
+import pkgutil
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchstrat.config import CALLS, MISSING, ExperimentConfig, is_of_type, require, spell
+from torchstrat.config import CALLS, MISSING, ExperimentConfig, require
 from torchstrat.errors import InvalidArgumentError
 
 _OFFERED = {
@@ -52,10 +53,9 @@ def _check(group: str, call: Mapping[str, Any]) -> None:
     parameters = _parameters(target)
     if parameters is None:
         return
-    offered = _OFFERED.get(group, ())
-    named = {name: one for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-    own = [name for name in named if name not in offered]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    named = {name: one for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    own = [name for name in named if name not in _OFFERED.get(group, ())]
     hints = _hints(target)
     for key, value in given.items():
         if key.startswith("_") and key.endswith("_"):  # instantiate's own
@@ -69,12 +69,29 @@ def _check(group: str, call: Mapping[str, Any]) -> None:
         require(value != MISSING, f"{group}.{key} has no default; set {group}.{key}=…")
         hint = hints.get(key, Any)
         is_known = not isinstance(hint, type) or hint in (int, float, str, bool, list, dict)
-        require(not is_known or is_of_type(value, hint), f"{group}.{key}={value!r} is not of type {spell(hint)}.")
+        spelt = hint.__name__ if isinstance(hint, type) else hint
+        require(not is_known or _is_of_type(value, hint), f"{group}.{key}={value!r} is not of type {spelt}.")
     if group == "loss" and not isinstance(target, type):
         return
     for name in own:
         is_missing = named[name].default is inspect.Parameter.empty and name not in given
         require(not is_missing, f"{group}.{name} has no default, and {call['_target_']} needs it; set {group}.{name}=…")
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether ``value``, of JSON's types, may stand for ``hint``."""
+    origin, options = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of_type(value, option) for option in options)
+    if origin in (list, tuple, Sequence):
+        entries = [one for one in options if one is not ...] or [Any]
+        return isinstance(value, list) and all(any(_is_of_type(item, entry) for entry in entries) for item in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, dict)
+    if origin in (int, float, str, bool, type(None)):  # not isinstance: a bool is an int to Python, and here a mistake
+        return type(value) is origin or (origin is float and type(value) is int)
+    is_made = isinstance(value, dict)  # by a `_target_` of its own
+    return origin is Any or is_made or (isinstance(origin, type) and isinstance(value, origin))
 
 
 def locate(group: str, call: Mapping[str, Any]) -> Callable[..., Any]:
@@ -86,7 +103,7 @@ def locate(group: str, call: Mapping[str, Any]) -> Callable[..., Any]:
         f"{group}._target_=mine.make. Choose {group}=… or set it.",
     )
     try:
-        target = _find(str(path))
+        target = pkgutil.resolve_name(str(path))
     except Exception as error:
         raise InvalidArgumentError(
             f"{group}._target_={path} cannot be imported: {type(error).__name__}: {error}. Python looks in the folder "
@@ -95,19 +112,6 @@ def locate(group: str, call: Mapping[str, Any]) -> Callable[..., Any]:
     require(callable(target), f"{group}._target_={path} is {target!r}; a function or a class is needed.")
     found: Callable[..., Any] = target
     return found
-
-
-def _find(path: str) -> Any:
-    """As Hydra finds it, which logs its own explanation besides."""
-    module, _, attribute = path.rpartition(".")
-    if not module:
-        return importlib.import_module(path)
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}.") or "." not in module:
-            raise
-        return getattr(_find(module), attribute)  # of a class
 
 
 def arguments(group: str, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +132,8 @@ def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
     """Call what ``_target_`` names, with those of ``offered`` that it has parameters for.
 
     Raises:
-        InvalidArgumentError: it says so, or with a `ValueError`, that it cannot use such arguments.
+        InvalidArgumentError: it says so, or with another `ValueError` or an `OSError`, that it cannot use such
+            arguments.
     """
     target, settings = locate(group, call), arguments(group, call)
     made: Any = functools.partial(target, **settings)
@@ -141,17 +146,12 @@ def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
         return made if settings else target
     parameters = _parameters(target) or {}
     wanted = {name: value for name, value in offered.items() if name in parameters and name not in settings}
-    lacking = [
-        name
-        for name in _OFFERED.get(group, ())
-        if name in parameters
-        and parameters[name].default is inspect.Parameter.empty
-        and name not in {**wanted, **settings}
-    ]
+    needed = [name for name in _OFFERED.get(group, ()) if name in parameters and name not in {**wanted, **settings}]
+    lacking = [name for name in needed if parameters[name].default is inspect.Parameter.empty]
     require(
         not lacking,
         f"{group}={call.get('name', call['_target_'])} needs {', '.join(lacking)}, and this data has "
-        f"{', '.join(offered) or 'nothing of the kind'}; set " + " ".join(f"{group}.{name}=…" for name in lacking),
+        f"{', '.join(offered) or 'nothing of the kind'}; set {' '.join(f'{group}.{name}=…' for name in lacking)}",
     )
     try:
         return made(**wanted)

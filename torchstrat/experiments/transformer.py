@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchstrat as ts
-from torchstrat.config import require, require_positive
+from torchstrat.config import require
 from torchstrat.experiments.models import Rules, require_images
 
 
@@ -27,11 +27,9 @@ class Block(nn.Module):
         super().__init__()
         self._heads, self._is_cut = heads, is_cut
         self.attention_norm = nn.LayerNorm(width)
-        self.query, self.key, self.value = (
-            nn.Linear(width, width),
-            nn.Linear(width, width, bias=False),
-            nn.Linear(width, width),
-        )
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
         self.widening, self.narrowing = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -78,12 +76,7 @@ class RowTransformer(nn.Module):
     ) -> None:
         super().__init__()
         require_images("transformer", input_shape)
-        for name, value in (("width", width), ("heads", heads), ("blocks", blocks)):
-            require_positive(f"model.{name}", value)
-        require(
-            width % heads == 0,
-            f"model.width={width} cannot be split into model.heads={heads} heads; use a multiple.",
-        )
+        require(width % heads == 0, f"model.width={width} cannot be split into model.heads={heads} heads.")
         channels, height, pixels = input_shape
         self.embedding = nn.Linear(channels * pixels, width)
         self.positions = nn.Parameter(torch.randn(height, width) * 0.02)
@@ -103,11 +96,8 @@ class RowTransformer(nn.Module):
         if not tensor_parallel:
             return None
         cut = [*axes]
-        rules: Rules = {}
-        for name in ("query", "key", "value", "widening"):
-            rules[f"blocks.*.{name}.weight"] = [cut, None]  # (out, in)
-        for name in ("query", "value", "widening"):
-            rules[f"blocks.*.{name}.bias"] = [cut]
-        for name in ("out", "narrowing"):
-            rules[f"blocks.*.{name}.weight"] = [None, cut]
-        return rules
+        return {
+            **{f"blocks.*.{name}.weight": [cut, None] for name in ("query", "key", "value", "widening")},  # (out, in)
+            **{f"blocks.*.{name}.bias": [cut] for name in ("query", "value", "widening")},
+            **{f"blocks.*.{name}.weight": [None, cut] for name in ("out", "narrowing")},
+        }
