@@ -289,7 +289,10 @@ MISTAKES = {
     ),
     "missing file": (["data=csv", "data.path=absent.csv", "model=mlp"], "data.path=absent.csv does not exist"),
     "no file named": (["data=npz"], "data.path has no default; set data.path=…"),
-    "malformed file": (["data=csv", "data.path=bad.csv", "model=mlp"], "data.path=bad.csv is not a table of numbers"),
+    "malformed file": (
+        ["data=csv", "data.path=bad.csv", "model=mlp"],
+        "refused its arguments path='bad.csv', test_path=None",
+    ),
     "malformed archive": (["data=npz", "data.path=bad.csv"], "data.path=bad.csv is not a NumPy archive"),
     "batch too small": (
         ["strategy=mirrored", "strategy.replicas=4", "data.global_batch=3"],

@@ -18,7 +18,7 @@ from torchstrat.checkpoint import CheckpointManager
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import data
 from torchstrat.experiments.asynchronous import AsynchronousLoop
-from torchstrat.experiments.checkpoints import KeptCheckpoints
+from torchstrat.experiments.checkpoints import Checkpoints
 from torchstrat.experiments.loop import Training
 from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
@@ -71,7 +71,7 @@ def train(folder: Path, config: schema.ExperimentConfig, lost_after: dict[int, i
             CheckpointManager(folder / "checkpoints") as manager,
             PreemptionHandler(timedelta(seconds=25)) as preemption,
         ):
-            checkpoints = KeptCheckpoints(config, manager, preemption)
+            checkpoints = Checkpoints(config, manager, preemption)
             coordinator: Any = ClusterCoordinator(strategy)
             size = ClusterSize(2, 2)
             try:

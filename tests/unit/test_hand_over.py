@@ -1,6 +1,5 @@
 """Rank 0 hands runs to the others: order, the end, and who is told of whose failure."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -32,32 +31,6 @@ def test_runs_arrive_in_order_and_then_the_end(ranks):
         assert follower.receive(SOON) == 3
 
 
-def test_nobody_goes_on_before_everybody_has_arrived(ranks):
-    order = []
-    last_may_come = threading.Event()
-
-    def arrive(rank):
-        if rank == 2:
-            assert last_may_come.wait(30)
-            order.append("last arrives")
-        ranks[rank].meet(LATER)
-        order.append("met")
-
-    with ThreadPoolExecutor(3) as pool:
-        meetings = [pool.submit(arrive, rank) for rank in range(3)]
-        last_may_come.set()
-        for meeting in meetings:
-            meeting.result(timeout=30)
-    assert order == ["last arrives", "met", "met", "met"]
-
-
-def test_a_rank_that_never_starts_is_named(ranks):
-    leader, follower, _ = ranks
-    follower._store.set("arrived/1", "")
-    with pytest.raises(CommunicationTimeoutError, match=r"rank 0 waited 0 s for rank 2 of 3 to start"):
-        leader.meet(SOON)
-
-
 def test_waiting_for_a_silent_leader_ends(ranks):
     with pytest.raises(CommunicationTimeoutError, match=r"rank 1 waited 0 s for rank 0 to hand over run 0"):
         ranks[1].receive(SOON)
@@ -73,7 +46,7 @@ def test_everyone_failed(ranks):
     assert not leader.everyone_failed(SOON)  # rank 2 is still at it, and may be waiting for the others
     followers[1].report_outcome(succeeded=False)
     assert leader.everyone_failed(SOON)
-    assert followers[0].rank_0_failed(SOON)
+    assert followers[0].failed(0, SOON)
 
 
 def test_outcomes_belong_to_their_run(ranks):
@@ -81,12 +54,12 @@ def test_outcomes_belong_to_their_run(ranks):
     leader.publish({})
     follower.receive(SOON)
     leader.report_outcome(succeeded=False)
-    assert follower.rank_0_failed(SOON)
+    assert follower.failed(0, SOON)
     leader.publish({})
     follower.receive(SOON)
-    assert not follower.rank_0_failed(SOON)
+    assert not follower.failed(0, SOON)
     leader.report_outcome(succeeded=True)
-    assert not follower.rank_0_failed(SOON)
+    assert not follower.failed(0, SOON)
 
 
 def test_the_leader_stays_until_the_end_was_read(ranks):

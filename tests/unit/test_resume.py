@@ -24,10 +24,11 @@ pytest.importorskip("cloudpickle")
 from tests.choices import chosen
 from tests.unit.fake_coordinator import FakeCoordinator, FakeStrategy
 from torchstrat import config as schema
+from torchstrat.checkpoint import CheckpointManager
 from torchstrat.data.distributed import DistributedDataset
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import asynchronous, build, data, loop
-from torchstrat.experiments.checkpoints import KeptCheckpoints, checkpoints_of, directory_of
+from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of, directory_of
 from torchstrat.experiments.launch import Run, RunAgain
 from torchstrat.experiments.metrics_file import MetricsFile, read_metrics, records_until
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
@@ -403,29 +404,13 @@ def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
     config = replace(runs.config, strategy=chosen("strategy=parameter_server", workers=2, on_server_loss="raise"))
     strategy = FakeStrategy()
     coordinator = FakeCoordinator(strategy, 2, ())
-    kept = KeptCheckpoints(replace(config, checkpoint=schema.CheckpointConfig(grace_seconds=40.0)), None, None)  # type: ignore[arg-type]
+    kept = Checkpoints(
+        replace(config, checkpoint=schema.CheckpointConfig(grace_seconds=40.0)), CheckpointManager(runs.folder)
+    )
     training = loop.Training(config, data.load(config.data), strategy, Report(), kept)
     steps_ahead = asynchronous.AsynchronousLoop(training, coordinator, ClusterSize(2, 1))._steps_ahead
     assert [steps_ahead(*done) for done in ((0, 0.0), (1000, 1.0), (10, 10.0), (1, 60.0))] == [128, 128, 10, 4]
     strategy.close()
-
-
-def old_settings(config: schema.ExperimentConfig) -> dict[str, Any]:
-    """As versions before ``_target_`` recorded them: every default by its name."""
-    calls = {group: getattr(config, group) for group in ("model", "data", "optimizer")}
-    settings = {f"{group}.{key}": value for group, call in calls.items() for key, value in call.items()}
-    kept = {name: value for name, value in settings.items() if not name.endswith(("_target_", ".workers"))}
-    return {"seed": config.seed, **kept, "optimizer.nesterov": False, "data.no_effect": 0}
-
-
-def test_checkpoints_of_versions_without_targets(runs: Runs, tmp_path: Path) -> None:
-    position = Position(replace(runs.config, optimizer=chosen("optimizer=sgd")), tmp_path)
-    position._settings = old_settings(replace(runs.config, optimizer=chosen("optimizer=sgd")))
-    position.require_fits(replace(runs.config, optimizer=chosen("optimizer=sgd")), tmp_path)
-    with pytest.raises(InvalidArgumentError, match=r"optimizer\.nesterov was False and is True"):
-        position.require_fits(replace(runs.config, optimizer=chosen("optimizer=sgd", nesterov=True)), tmp_path)
-    with pytest.raises(InvalidArgumentError, match=r"optimizer\.name was 'sgd' and is 'adam'"):
-        position.require_fits(runs.config, tmp_path)
 
 
 def test_a_default_that_is_said_is_no_other_setting_and_another_call_is(runs: Runs, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torchstrat.experiments import data, targets
 from torchstrat.experiments.checkpoints import WentBack, checkpoints_of
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.loop import Training, report_of, require_enough_rows
-from torchstrat.experiments.objectives import Batch, Scores, score
+from torchstrat.experiments.objectives import Batch, score
 from torchstrat.experiments.parameter_server_cluster import (
     ClusterSize,
     ParameterServers,
@@ -117,7 +117,7 @@ class AsynchronousLoop:
         names = ("rows", "handed_out", "finished", "repeated", "returned", "lost")
         counts = {name: getattr(leased.ledger, name) for name in names}
         self._training.report.tell("ledger", step=self._position.step, epoch=epoch, **counts)
-        self._training.evaluated(self._evaluate())
+        self._training.evaluated(**self._evaluate())
 
     def _train_epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
@@ -172,8 +172,8 @@ class AsynchronousLoop:
             return most
         return max(min(most, int(drain_seconds * steps / max(seconds, 1e-9))), _LEAST_AHEAD_PER_WORKER * workers)
 
-    def _evaluate(self) -> Scores:
-        """Of the held-out rows, computed here with the servers' values of this moment."""
+    def _evaluate(self) -> dict[str, Any]:
+        """Scores over the held-out rows, computed here with the servers' values of this moment."""
         training = self._training
         self._strategy.extended.pull(training.model)
         training.model.eval()

@@ -14,7 +14,7 @@ from torchstrat import registry
 from torchstrat.cluster import ProcessPlan
 from torchstrat.config import ExperimentConfig, require, require_positive
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import targets
+from torchstrat.experiments import targets, tpu
 from torchstrat.experiments.data import Examples
 from torchstrat.sharding import logical_axis
 from torchstrat.strategy import Strategy
@@ -56,7 +56,8 @@ def synchronous(
     sharding_rules: dict[str, Any] | None = None,
     **options: Any,
 ) -> Strategy:
-    """One of the registry's synchronous strategies. All other settings are its constructor's arguments.
+    """One of the registry's synchronous strategies. All other settings are arguments of its constructor, or of
+    `torchstrat.experiments.tpu.strategy`.
 
     Args:
         replicas: in this process: that many GPUs, or virtual replicas of the CPU (``cpu:0``, ``cpu:1``, …). None: every
@@ -72,12 +73,18 @@ def synchronous(
     """
     require_positive("strategy.replicas", replicas)
     options = {key: value for key, value in options.items() if value is not None}
-    cpu_only = config.cluster.accelerator == "cpu"
+    mesh = logical_mesh(logical_devices, logical_mesh_shape)
+    cut = rules(config, mesh, sharding_rules)
+    if name == "tpu":
+        reduce_op = config.strategy.get("gradient_reduce_op", "mean")
+        return tpu.strategy(plan, replicas, mesh, sharding_rules=cut, gradient_reduce_op=reduce_op, **options)
+    if math.prod(mesh) > 1:
+        options |= {"logical_devices_per_replica": math.prod(mesh), "logical_mesh_shape": mesh, "sharding_rules": cut}
     if name in _DEVICES:
-        devices = _devices(_DEVICES[name], config, plan, replicas, options.get(_DEVICES[name]))
-        options[_DEVICES[name]] = devices
+        options[_DEVICES[name]] = _devices(_DEVICES[name], config, plan, replicas, options.get(_DEVICES[name]))
     else:
         ignore_replicas(config, plan, replicas, "it has one" if name == "one_device" else "every process is one")
+    cpu_only = config.cluster.accelerator == "cpu"
     if name == "one_device" and cpu_only:
         options.setdefault("device", "cpu:0")
     if name == "multi_worker_mirrored" and cpu_only and torch.cuda.is_available():
@@ -85,10 +92,6 @@ def synchronous(
             "cluster.accelerator=cpu, but strategy=multi_worker_mirrored takes its process's GPU where there is one; "
             "hide the GPUs from it with CUDA_VISIBLE_DEVICES= in the environment."
         )
-    mesh = logical_mesh(logical_devices, logical_mesh_shape)
-    if math.prod(mesh) > 1:
-        options["logical_devices_per_replica"] = math.prod(mesh)
-        options["logical_mesh_shape"], options["sharding_rules"] = mesh, rules(config, mesh, sharding_rules)
     return create(name, config, **options)
 
 

@@ -29,14 +29,14 @@ def checkpoints_of(run: Run) -> Iterator[Checkpoints]:
     """What the run's settings ask for. Enter it in the main thread, within the strategy's life."""
     config = run.config
     if not config.keeps_checkpoints:
-        yield Checkpoints()
+        yield Checkpoints(config)
         return
     grace = timedelta(seconds=config.checkpoint.grace_seconds)
     with (
         PreemptionHandler(grace, signals=_SIGNALS) as preemption,
         CheckpointManager(directory_of(config), config.checkpoint.max_to_keep, config.checkpoint.keep_every) as manager,
     ):
-        yield KeptCheckpoints(config, manager, preemption)
+        yield Checkpoints(config, manager, preemption)
 
 
 def directory_of(config: ExperimentConfig) -> Path:
@@ -46,65 +46,51 @@ def directory_of(config: ExperimentConfig) -> Path:
 
 
 class Checkpoints:
-    """What a training loop does about checkpoints: nothing, in a run that keeps none. Every process of a run makes the
-    same calls after the same steps."""
+    """What a training loop does about checkpoints: nothing, in a run that keeps none, and has no ``manager``.
 
-    drain_seconds: float | None = None
-    """What steps that are under way may take to end when the process is told to; None: as long as they like."""
-
-    def begin(self, position: Position, report: Report, **objects: Any) -> None:
-        """Name what is saved; restore what the run goes on from, if anything, and tell the report."""
-
-    def should_stop(self) -> bool:
-        """Whether this run has been told to end. Called after every step, once; then `save` is to be called."""
-        return False
-
-    def is_planned(self, step: int) -> bool:
-        """Whether `save` is to be called after this step in any case. Asks nobody."""
-        return False
-
-    def save(self, position: Position) -> None:
-        """Save, and raise `RunAgain` if `should_stop` was true."""
-
-    def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
-        """After `begin`: from now on a call that meets the loss of a parameter server raises `WentBack`, if the run's
-        settings ask for that."""
-
-    def finish(self) -> None:
-        """The run is done."""
-
-
-class KeptCheckpoints(Checkpoints):
-    """See `Checkpoints`. ``manager`` and ``preemption`` are open as long as this is used."""
+    Every process of a run makes the same calls after the same steps, while ``manager`` and ``preemption`` are open.
+    """
 
     _checkpoint: Checkpoint
     _report: Report
 
-    def __init__(self, config: ExperimentConfig, manager: CheckpointManager, preemption: PreemptionHandler) -> None:
-        self.drain_seconds = config.checkpoint.grace_seconds / 4
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        manager: CheckpointManager | None = None,
+        preemption: PreemptionHandler | None = None,
+    ) -> None:
         self._config, self._manager, self._preemption = config, manager, preemption
         self._stops = False
 
+    @property
+    def drain_seconds(self) -> float | None:
+        """What steps that are under way may take to end when the process is told to; None: as long as they like."""
+        return None if self._manager is None else self._config.checkpoint.grace_seconds / 4
+
     def begin(self, position: Position, report: Report, **objects: Any) -> None:
-        """Raises `InvalidArgumentError` where ``resume`` and what is there do not fit; see `ExperimentConfig`."""
+        """Name what is saved; restore what the run goes on from, if anything, and tell the report.
+
+        Raises `InvalidArgumentError` where ``resume`` and what is there do not fit; see `ExperimentConfig`.
+        """
+        if self._manager is None:
+            return
         self._checkpoint, self._report = Checkpoint(position=position, **objects), report
         self._manager.claim()
-        restored = self._restore()
+        restored = self._restore(self._manager)
         if restored is None:
             report.begin()
         else:
             position.require_fits(self._config, restored)
             report.begin(position.begun_in, position.step, restored)
 
-    def _restore(self) -> Path | None:
+    def _restore(self, own: CheckpointManager) -> Path | None:
         """The checkpoint that was restored; None if the run begins."""
-        resume, own = self._config.resume, self._manager
-        if resume == "auto":
-            return self._newest_of(own)
-        asked = None if resume == "never" else Path(resume).expanduser().resolve()
-        if asked == own.directory.resolve():
+        resume = self._config.resume
+        asked = None if resume in ("auto", "never") else Path(resume).expanduser().resolve()
+        if resume == "auto" or asked == own.directory.resolve():
             restored = self._newest_of(own)
-            if restored is None:
+            if restored is None and asked is not None:
                 raise InvalidArgumentError(f"resume={resume}: there is no checkpoint in that directory.")
             return restored
         for step, path in own.checkpoints:
@@ -130,14 +116,19 @@ class KeptCheckpoints(Checkpoints):
         return None if step is None else dict(manager.checkpoints)[step]
 
     def should_stop(self) -> bool:
-        self._stops = self._preemption.should_stop()
+        """Whether this run has been told to end. Called after every step, once; then `save` is to be called."""
+        self._stops = self._preemption is not None and self._preemption.should_stop()
         return self._stops
 
     def is_planned(self, step: int) -> bool:
+        """Whether `save` is to be called after this step in any case. Asks nobody."""
         every = self._config.checkpoint.every_steps
         return every is not None and step % every == 0
 
     def save(self, position: Position) -> None:
+        """Save, and raise `RunAgain` if `should_stop` was true."""
+        if self._manager is None:
+            return
         self._report.flush()  # what the checkpoint counts has to be in the record, whatever happens after it
         asynchronous = self._config.checkpoint.asynchronous and not self._stops
         self._manager.save(self._checkpoint, position.step, asynchronous=asynchronous)
@@ -146,16 +137,21 @@ class KeptCheckpoints(Checkpoints):
             raise RunAgain
 
     def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:
-        if not self._config.restores_servers:
+        """After `begin`: from now on a call that meets the loss of a parameter server raises `WentBack`, if the run's
+        settings ask for that."""
+        manager = self._manager
+        if manager is None or not self._config.restores_servers:
             return
-        if self._manager.latest is None:
-            self._manager.save(self._checkpoint, position.step)
+        if manager.latest is None:
+            manager.save(self._checkpoint, position.step)
 
         def went_back(step: int) -> None:
-            self._report.begin(position.begun_in, position.step, dict(self._manager.checkpoints)[step])
+            self._report.begin(position.begun_in, position.step, dict(manager.checkpoints)[step])
             raise WentBack
 
-        coordinator.restore_on_server_loss(self._manager, self._checkpoint, on_restored=went_back)
+        coordinator.restore_on_server_loss(manager, self._checkpoint, on_restored=went_back)
 
     def finish(self) -> None:
-        self._manager.close(finished=True)
+        """The run is done."""
+        if self._manager is not None:
+            self._manager.close(finished=True)

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from torchstrat.data.worker_signals import outlive_preemption
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import targets
 
+Array = npt.NDArray[Any]
+Rows = tuple[Array, Array]
+"""Inputs and labels."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs and labels → the mean over the batch."""
 
@@ -85,21 +88,14 @@ def _facts(rows: Any) -> dict[str, Any]:
     return facts
 
 
-class _Rows(NamedTuple):
-    """Of one file, or of one part of it."""
-
-    inputs: npt.NDArray[np.float32]
-    labels: npt.NDArray[np.int64]
-
-
 def digits(test_fraction: float = 0.2, split_seed: int = 0) -> Examples:
     """scikit-learn's 1,797 handwritten digits: grey images ``(1, 8, 8)``, ten classes."""
     table = _digits_table()
-    images = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.float32) / 16.0  # a pixel counts 0 to 16 dots
-    return _examples(*_cut(_Rows(images, table[:, -1].astype(np.int64)), test_fraction, split_seed, "the digits"))
+    images = table[:, :-1].reshape(-1, 1, 8, 8) / 16.0  # a pixel counts 0 to 16 dots
+    return _examples("digits", (images, table[:, -1]), None, None, test_fraction, split_seed)
 
 
-def _digits_table() -> npt.NDArray[np.float64]:
+def _digits_table() -> Array:
     """``(1797, 65)``: the pixels of an image, and its label, as scikit-learn carries them."""
     package = importlib.util.find_spec("sklearn")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
@@ -132,19 +128,23 @@ def csv(
         test_fraction: Share of the rows held out, drawn once by ``split_seed``.
     """
 
-    def read(name: str, setting: str) -> _Rows:
-        table = _read_table(name, setting, delimiter)
+    def read(file: Path) -> Rows:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if lines and not all(map(_is_number, lines[0].split(delimiter))):
+            del lines[0]
+        require(bool(lines), f"{file} has no rows of numbers.")
+        table = np.loadtxt(lines, delimiter=delimiter, ndmin=2)
+        columns = table.shape[1]
         require(
-            -table.shape[1] <= label_column < table.shape[1],
-            f"data.label_column={label_column} does not exist in {name}, which has {table.shape[1]} columns.",
+            columns > 1 and -columns <= label_column < columns,
+            f"{file} has {columns} column(s), with {delimiter!r} as data.delimiter; at least one feature and the label "
+            f"are needed, and data.label_column={label_column} has to be there.",
         )
-        return _rows(np.delete(table, label_column, axis=1), table[:, label_column], image_shape, name)
+        return np.delete(table, label_column, axis=1), table[:, label_column]
 
-    rows = read(path, "data.path")
-    parts = (
-        _cut(rows, test_fraction, split_seed, path) if test_path is None else (rows, read(test_path, "data.test_path"))
-    )
-    return _examples(*parts, standardize="features" if standardize else None)
+    test = None if test_path is None else read(_existing(test_path, "data.test_path"))
+    train = read(_existing(path, "data.path"))
+    return _examples(path, train, test, image_shape, test_fraction, split_seed, "features" if standardize else None)
 
 
 def npz(
@@ -158,54 +158,35 @@ def npz(
 ) -> Examples:
     """A NumPy archive with the arrays ``inputs`` ``(rows, …)`` and ``labels`` ``(rows,)``.
 
-    With ``<inputs>_test`` and ``<labels>_test`` in the archive these are the held-out rows.
-
-    Args:
-        image_shape: ``[channels, height, width]`` of a row's numbers, for models that want images.
-        standardize: Shift and scale all inputs by the mean and deviation of the training rows.
-        test_fraction: Share of the rows held out, drawn once by ``split_seed``.
+    With ``<inputs>_test`` and ``<labels>_test`` in the archive these are the held-out rows. ``image_shape``,
+    ``test_fraction`` and ``split_seed``: as for `csv`; ``standardize`` shifts and scales all inputs alike.
     """
-    arrays = _read_archive(path)
+    file = _existing(path, "data.path")
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # pickles run code
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        raise InvalidArgumentError(
+            f"data.path={path} is not a NumPy archive (.npz); for a table of numbers as text use data=csv, and "
+            f"numpy.savez(file, x=inputs, y=labels) writes an archive of arrays. NumPy says: {error!r}"
+        ) from error
 
-    def read(suffix: str) -> _Rows:
-        x, y = (_numbers(arrays, f"{name}{suffix}", path) for name in (inputs, labels))
-        require(
-            x.ndim >= 2 and y.ndim == 1 and len(x) == len(y),
-            f"{path}: {inputs + suffix!r} has shape {x.shape} and {labels + suffix!r} {y.shape}; (rows, …) and (rows,) "
-            "with equal rows are needed.",
-        )
-        return _rows(x, y, image_shape, path)
+    def read(*names: str) -> Rows:
+        missing = [name for name in names if name not in arrays]
+        there = ", ".join(sorted(arrays)) or "none"
+        require(not missing, f"{path} has no array {missing}; it has {there}. Set data.inputs and data.labels.")
+        return arrays[names[0]], arrays[names[1]]
 
-    has_test = f"{inputs}_test" in arrays
-    parts = (read(""), read("_test")) if has_test else _cut(read(""), test_fraction, split_seed, path)
-    return _examples(*parts, standardize="everything" if standardize else None)
+    test = read(f"{inputs}_test", f"{labels}_test") if f"{inputs}_test" in arrays else None
+    standard = "everything" if standardize else None
+    return _examples(path, read(inputs, labels), test, image_shape, test_fraction, split_seed, standard)
 
 
-def _existing_file(path: str, setting: str) -> Path:
+def _existing(path: str, setting: str) -> Path:
     file = Path(path).expanduser()
     found = "is a folder" if file.is_dir() else "does not exist"
     require(file.is_file(), f"{setting}={path} {found} (looked in {file.resolve().parent}); name a file.")
     return file
-
-
-def _read_table(path: str, setting: str, delimiter: str) -> npt.NDArray[np.float64]:
-    file = _existing_file(path, setting)
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if lines and not all(map(_is_number, lines[0].split(delimiter))):
-            del lines[0]
-        require(bool(lines), f"{setting}={path} has no rows of numbers.")
-        table = np.loadtxt(lines, delimiter=delimiter, ndmin=2, dtype=np.float64)
-    except (OSError, ValueError) as error:
-        if isinstance(error, InvalidArgumentError):
-            raise
-        raise InvalidArgumentError(f"{setting}={path} is not a table of numbers: {_one_line(error)}") from error
-    require(
-        table.shape[1] > 1,
-        f"{setting}={path} has one column, with {delimiter!r} as data.delimiter; a label and at least one feature are "
-        "needed.",
-    )
-    return table
 
 
 def _is_number(cell: str) -> bool:
@@ -216,79 +197,68 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _read_archive(path: str) -> dict[str, npt.NDArray[Any]]:
-    file = _existing_file(path, "data.path")
-    try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:  # pickles run code
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise InvalidArgumentError(
-            f"data.path={path} is not a NumPy archive (.npz); for a table of numbers as text use data=csv, and "
-            f"numpy.savez(file, x=inputs, y=labels) writes an archive of arrays. NumPy says: {_one_line(error)}"
-        ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _numbers(arrays: dict[str, npt.NDArray[Any]], name: str, path: str) -> npt.NDArray[Any]:
-    names = ", ".join(sorted(arrays)) or "none"
-    require(name in arrays, f"{path} has no array {name!r}; it has {names}. Set data.inputs and data.labels.")
-    kind = arrays[name].dtype
-    require(np.issubdtype(kind, np.number), f"array {name!r} of {path} has dtype {kind}; numbers are needed.")
-    return arrays[name]
-
-
-def _rows(inputs: npt.NDArray[Any], labels: npt.NDArray[Any], image_shape: list[int] | None, path: str) -> _Rows:
-    """Checked: inputs are finite and have the shape that is asked for, labels are classes."""
-    if image_shape is not None:
-        needed, there = math.prod(image_shape), math.prod(inputs.shape[1:])
+def _examples(
+    source: str,
+    train: Rows,
+    test: Rows | None,
+    image_shape: list[int] | None,
+    test_fraction: float,
+    split_seed: int,
+    standardize: str | None = None,
+) -> Examples:
+    """``test``: None to draw it from ``train``, equal in every process. ``standardize``: bring ``features``, each, or
+    ``everything`` to mean 0, variance 1 over the training rows."""
+    train = _checked(source, *train, image_shape)
+    if test is not None:
+        test = _checked(source, *test, image_shape)
+    else:
+        require(0.0 < test_fraction < 1.0, f"data.test_fraction={test_fraction} must lie strictly between 0 and 1.")
+        rows = len(train[1])
+        held_out = round(rows * test_fraction)
         require(
-            needed == there and min(image_shape) > 0,
-            f"data.image_shape={[*image_shape]} needs {needed} numbers a row; {path} has {there} beside the label.",
+            0 < held_out < rows,
+            f"{source} has {rows} rows; data.test_fraction={test_fraction} holds out {held_out} of them, and at "
+            "least one is needed on either side.",
+        )
+        order = np.random.default_rng(split_seed).permutation(rows)
+        test, train = ((train[0][part], train[1][part]) for part in (order[:held_out], order[held_out:]))
+    shape, test_shape = train[0].shape[1:], test[0].shape[1:]
+    require(shape == test_shape, f"training inputs have shape {shape}, held-out inputs {test_shape}; give equal ones.")
+    if standardize is not None:
+        dim = 0 if standardize == "features" else None
+        mean, deviation = train[0].mean(axis=dim), train[0].std(axis=dim)
+        scale = np.where(deviation > 0, deviation, 1.0)  # a constant feature carries nothing; keep it finite
+        train, test = (((inputs - mean) / scale, labels) for inputs, labels in (train, test))
+    sets = [
+        TensorDataset(torch.from_numpy(inputs.astype(np.float32)), torch.from_numpy(labels))
+        for inputs, labels in (train, test)
+    ]
+    classes = int(max(train[1].max(), test[1].max())) + 1
+    return Examples(sets[0], sets[1], {"input_shape": tuple(shape), "classes": max(classes, 2)})
+
+
+def _checked(source: str, inputs: Array, labels: Array, image_shape: list[int] | None) -> Rows:
+    """Inputs, finite and of the shape that is asked for, and labels that are classes."""
+    inputs = inputs.astype(np.float32)
+    require(
+        inputs.ndim >= 2 and labels.ndim == 1 and len(inputs) == len(labels),
+        f"{source}: inputs have shape {inputs.shape}, labels {labels.shape}; (rows, …) and (rows,) with equal rows are "
+        "needed.",
+    )
+    if image_shape is not None:
+        numbers = math.prod(inputs.shape[1:])
+        require(
+            math.prod(image_shape) == numbers and min(image_shape) > 0,
+            f"data.image_shape={[*image_shape]} needs {math.prod(image_shape)} numbers a row; {source} has "
+            f"{numbers} beside the label.",
         )
         inputs = inputs.reshape(-1, *image_shape)
     bad = np.flatnonzero(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1))
-    if len(bad):
-        raise InvalidArgumentError(f"{path}: row {bad[0]} has a value that is not finite; {len(bad)} in all.")
+    require(not len(bad), f"{source}: row {bad[:1]} has a value that is not finite; {len(bad)} in all.")
     bad = np.flatnonzero(~(np.isfinite(labels) & (np.floor(labels) == labels) & (labels >= 0)))
-    if len(bad):
-        raise InvalidArgumentError(
-            f"{path}: the label of row {bad[0]} is {labels[bad[0]]}; class labels are the integers 0, 1, 2, …. "
-            "Is the right column or array named as the label?"
-        )
-    return _Rows(inputs.astype(np.float32), labels.astype(np.int64))
-
-
-def _cut(rows: _Rows, test_fraction: float, split_seed: int, source: str) -> tuple[_Rows, _Rows]:
-    """Hold out ``test_fraction`` of the rows, drawn once by ``split_seed`` and equal in every process."""
-    require(0.0 < test_fraction < 1.0, f"data.test_fraction={test_fraction} must lie strictly between 0 and 1.")
-    count = len(rows.labels)
-    held_out = round(count * test_fraction)
     require(
-        0 < held_out < count,
-        f"{source} has {count} rows; data.test_fraction={test_fraction} holds out {held_out} of them, and at least one "
-        "is needed on either side.",
+        not len(bad),
+        f"{source}: the label of row {bad[:1]} is {labels[bad[:1]]}; class labels are the integers 0, 1, 2, …. Is "
+        "the right column or array named as the label?",
     )
-    order = np.random.default_rng(split_seed).permutation(count)
-    test, train = order[:held_out], order[held_out:]
-    return _Rows(rows.inputs[train], rows.labels[train]), _Rows(rows.inputs[test], rows.labels[test])
-
-
-def _examples(train: _Rows, test: _Rows, standardize: str | None = None) -> Examples:
-    """``standardize``: bring ``features``, each, or ``everything`` to mean 0, variance 1 over the training rows."""
-    shape, test_shape = train.inputs.shape[1:], test.inputs.shape[1:]
-    require(shape == test_shape, f"training inputs have shape {shape}, held-out inputs {test_shape}; give equal ones.")
-    parts = [train.inputs, test.inputs]
-    if standardize is not None:
-        dim = 0 if standardize == "features" else None
-        mean, deviation = train.inputs.mean(axis=dim), train.inputs.std(axis=dim)
-        scale = np.where(deviation > 0, deviation, 1.0)  # a constant feature carries nothing; keep it finite
-        parts = [((part - mean) / scale).astype(np.float32) for part in parts]
-    classes = int(max(train.labels.max(), test.labels.max())) + 1
-    sets = [
-        TensorDataset(torch.from_numpy(part), torch.from_numpy(rows.labels))
-        for part, rows in zip(parts, (train, test), strict=True)
-    ]
-    return Examples(sets[0], sets[1], {"input_shape": tuple(shape), "classes": max(classes, 2)})
+    return inputs, labels.astype(np.int64)

@@ -66,7 +66,7 @@ def evaluate(run: Run) -> None:
 
 def _scores(model: nn.Module, batches: Any, loss: data.Loss) -> dict[str, float]:
     scores = score(model, batches, loss)
-    return {"loss": scores.loss, **({} if scores.accuracy is None else {"accuracy": scores.accuracy})}
+    return {name: scores[name] for name in ("loss", "accuracy") if scores[name] is not None}
 
 
 def _say(evaluation: Evaluation, _model: nn.Module) -> None:

@@ -31,22 +31,16 @@ OUTCOME_TIMEOUT = timedelta(seconds=10)
 
 
 class HandOver:
-    """One rank's end of the channel. Every method of rank 0 has its counterpart on the others, in the same order."""
+    """One rank's end of the channel. Every method of rank 0 has its counterpart on the others, in the same order.
+
+    ``store``: one that nobody has written to (`fresh_store`).
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self.rank = rank
         self._size = size
         self._runs = 0
-
-    def meet(self, timeout: timedelta = MEETING_TIMEOUT) -> None:
-        """Return once every rank has called this.
-
-        Raises:
-            CommunicationTimeoutError: some have not within ``timeout``; the message names them.
-        """
-        self._store.set(f"arrived/{self.rank}", "")
-        self._wait([f"arrived/{rank}" for rank in range(self._size)], timeout, "to start")
 
     def publish(self, run: Mapping[str, Any]) -> None:
         """Rank 0: hand a run to the others. Does not wait for them."""
@@ -69,7 +63,13 @@ class HandOver:
             CommunicationTimeoutError: rank 0 said neither within ``timeout``.
         """
         key = f"run/{self._runs}"
-        self._wait([key], timeout, f"to hand over run {self._runs}", who="rank 0")
+        try:
+            self._store.wait([key], timeout)
+        except RuntimeError as error:
+            raise CommunicationTimeoutError(
+                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank 0 to hand over run {self._runs}; is "
+                "it alive, and can it be reached at MASTER_ADDR?"
+            ) from error
         message = json.loads(self._store.get(key))
         if "exit_status" in message:
             self._store.set(f"left/{self.rank}", "")
@@ -79,35 +79,17 @@ class HandOver:
         return run
 
     def report_outcome(self, succeeded: bool) -> None:
-        """Say how the current run ended here, for `everyone_failed` and `rank_0_failed` elsewhere."""
-        self._store.set(self._outcome_key(self.rank), json.dumps(succeeded))
+        """Say how the current run ended here, for `failed` elsewhere."""
+        self._store.set(f"outcome/{self._runs - 1}/{self.rank}", json.dumps(succeeded))
 
-    def everyone_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
-        """Whether the current run ended in an error on every rank. If not, somebody may wait for ranks that gave up."""
-        return all(self._failed(rank, timeout) for rank in range(self._size))
-
-    def rank_0_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
-        """Whether rank 0 has ended the current run with an error, which it then has printed."""
-        return self._failed(0, timeout)
-
-    def _failed(self, rank: int, timeout: timedelta) -> bool:
-        key = self._outcome_key(rank)
+    def failed(self, rank: int, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
+        """Whether the current run ended in an error on that rank. If not, it may wait for ranks that gave up."""
+        key = f"outcome/{self._runs - 1}/{rank}"
         try:
             self._store.wait([key], timeout)
         except RuntimeError:
             return False
         return json.loads(self._store.get(key)) is False
 
-    def _outcome_key(self, rank: int) -> str:
-        return f"outcome/{self._runs - 1}/{rank}"
-
-    def _wait(self, keys: list[str], timeout: timedelta, purpose: str, who: str | None = None) -> None:
-        try:
-            self._store.wait(keys, timeout)
-        except RuntimeError as error:
-            missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
-            waited_for = who or f"rank {', '.join(missing)} of {self._size}"
-            raise CommunicationTimeoutError(
-                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for {waited_for} {purpose}; was it started, "
-                "and can it reach MASTER_ADDR?"
-            ) from error
+    def everyone_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
+        return all(self.failed(rank, timeout) for rank in range(self._size))

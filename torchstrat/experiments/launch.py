@@ -142,9 +142,7 @@ def _meet(plan: ProcessPlan | None) -> HandOver:
         return HandOver(dist.HashStore(), 0, 1)
     store, _, _ = next(dist.rendezvous(plan.init_method or "env://", plan.rank, plan.size, timeout=MEETING_TIMEOUT))
     store = fresh_store(store, plan.rank, plan.size, f"runs of {_launcher_run_id()}", MEETING_TIMEOUT)
-    hand_over = HandOver(store, plan.rank, plan.size)
-    hand_over.meet()
-    return hand_over
+    return HandOver(store, plan.rank, plan.size)
 
 
 def _launcher_run_id() -> str:
@@ -224,7 +222,7 @@ class _Rank:
             except RunAgain:
                 continue  # rank 0 is told to end as well, and says with what status
             self.hand_over.report_outcome(succeeded=error is None)
-            if error is not None and not self.hand_over.rank_0_failed():
+            if error is not None and not self.hand_over.failed(rank=0):
                 return _fail(error, f"rank {self.hand_over.rank}: ")  # rank 0 knows nothing of it, and would not say it
 
     def _attempt(self, run: Run) -> Exception | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchstrat.config import ExperimentConfig, require
 from torchstrat.experiments import build, data
 from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.objectives import Batch, Scores, loss_of, measure, step_of
+from torchstrat.experiments.objectives import Batch, loss_of, measure, scores_of, step_of
 from torchstrat.experiments.position import Position
 from torchstrat.experiments.programs import StepTraffic, programs_of, told
 from torchstrat.experiments.report import FolderReport, Report
@@ -82,7 +83,7 @@ class Training:
         folder: Path = Path(),
     ) -> None:
         self.config, self.examples, self.strategy = config, examples, strategy
-        self.report, self.checkpoints = report, checkpoints or Checkpoints()
+        self.report, self.checkpoints = report, checkpoints or Checkpoints(config)
         self.position = Position(config, folder)
         self.loss = loss_of(config, examples)
         self._planned_steps = planned_steps(config, examples)
@@ -121,11 +122,10 @@ class Training:
         values = {key: value for key, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
         self.report.parameters(name, {key: value.detach().cpu().clone() for key, value in values.items()})
 
-    def evaluated(self, scores: Scores) -> None:
+    def evaluated(self, *, rows: int, **scores: float | None) -> None:
         """The epoch is over, up to this."""
-        position = self.position
-        self._last = {"train_loss": position.train_loss, "loss": scores.loss, "accuracy": scores.accuracy}
-        self.report.tell("evaluation", step=position.step, epoch=position.epoch, rows=scores.rows, **self._last)
+        self._last = {"train_loss": self.position.train_loss, **scores}
+        self.report.tell("evaluation", step=self.position.step, epoch=self.position.epoch, rows=rows, **self._last)
 
     def end(self, *, processes: int, replicas: int, logical_devices: int = 1) -> None:
         """After the last evaluation."""
@@ -160,7 +160,7 @@ class SynchronousLoop:
         training.begin(train_batches)
         for epoch in range(training.position.epoch, config.epochs + 1):
             self._train_epoch(epoch, train_batches)
-            training.evaluated(self._evaluate(test_batches))
+            training.evaluated(**self._evaluate(test_batches))
             if training.is_over:
                 break
         replicas, logical = strategy.num_replicas_in_sync, strategy.num_logical_devices
@@ -176,7 +176,7 @@ class SynchronousLoop:
         training.model.train()
         position.begin_epoch(epoch)
         for batch, rows in self._batches_left(batches):
-            per_replica = self._traffic.of_step(lambda batch=batch: strategy.run(training.train_step, args=(batch,)))
+            per_replica = self._traffic.of_step(partial(strategy.run, training.train_step, args=(batch,)))
             training.count(float(strategy.reduce("mean", per_replica, axis=None)), rows)
             if position.step == training.config.snapshot_after_steps:
                 training.save_parameters(f"parameters_after_step_{position.step}")
@@ -195,8 +195,8 @@ class SynchronousLoop:
         rows, global_batch = len(self._training.examples.train), self._training.config.global_batch
         return (min(global_batch, rows - begin) for begin in range(self._training.position.rows, rows, global_batch))
 
-    def _evaluate(self, batches: Any) -> Scores:
-        """Of every held-out row, each counted once whatever the number of replicas."""
+    def _evaluate(self, batches: Any) -> dict[str, Any]:
+        """Scores over every held-out row, each counted once whatever the number of replicas."""
         training, strategy, measured = self._training, self._strategy, torch.zeros(3, dtype=torch.float64)
 
         def eval_step(batch: Batch) -> torch.Tensor:
@@ -207,6 +207,6 @@ class SynchronousLoop:
         training.model.eval()
         for batch in batches:
             measured += strategy.reduce("sum", strategy.run(eval_step, args=(batch,)), axis=None).cpu()
-        scores, rows = Scores.of(measured), len(training.examples.test)
-        assert scores.rows == rows, f"counted {scores.rows} of {rows} rows"
+        scores, rows = scores_of(measured), len(training.examples.test)
+        assert scores["rows"] == rows, f"counted {scores['rows']} of {rows} rows"
         return scores

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,23 +47,6 @@ def make_train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Lo
     return train_step
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Of held-out rows."""
-
-    loss: float
-    """Mean over the rows."""
-    accuracy: float | None
-    """None where labels are no classes."""
-    rows: int
-
-    @classmethod
-    def of(cls, measured: torch.Tensor) -> Scores:
-        """``measured``: what `measure` returned, summed over all batches; at least one row."""
-        loss, correct, rows = measured.tolist()
-        return cls(loss / rows, None if math.isnan(correct) else correct / rows, round(rows))
-
-
 def measure(loss: Loss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sums over a batch's rows, of: the loss, right answers, 1.
 
@@ -79,10 +61,19 @@ def measure(loss: Loss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return torch.stack([total, correct, torch.full_like(total, rows)])
 
 
-def score(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Scores:
-    """Scores of a model that is whole in this process."""
+def scores_of(measured: torch.Tensor) -> dict[str, Any]:
+    """``loss`` and ``accuracy`` in the mean over the ``rows``, of which there must be one; no ``accuracy`` is None.
+
+    ``measured``: what `measure` returned, summed over all batches.
+    """
+    loss, correct, rows = measured.tolist()
+    return {"loss": loss / rows, "accuracy": None if math.isnan(correct) else correct / rows, "rows": round(rows)}
+
+
+def score(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> dict[str, Any]:
+    """`scores_of` a model that is whole in this process."""
     measured = torch.zeros(3, dtype=torch.float64)
     with torch.no_grad():
         for inputs, labels in batches:
             measured += measure(loss, model(inputs), labels)
-    return Scores.of(measured)
+    return scores_of(measured)

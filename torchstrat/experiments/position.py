@@ -82,18 +82,13 @@ class Position:
 
     def require_fits(self, config: ExperimentConfig, checkpoint: Path) -> None:
         """Raise `InvalidArgumentError` unless ``config`` goes on with the run whose position was loaded."""
-        own = _settings(config)
-        # Runs of versions without _target_ recorded names, and every default.
-        unknown = {f"{group}._target_" for group in ("model", "data", "optimizer")} - self._settings.keys()
-        changed = []
-        older = {name.partition(".")[0] for name in unknown}
-        for name in sorted((own.keys() | self._settings.keys()).difference(unknown)):
-            default = _default(config, name)
-            if name not in own and default is None and name.partition(".")[0] in older:
-                continue  # had no effect
-            was, now = self._settings.get(name, default), own.get(name, default)
-            if was != now:
-                changed.append(f"{name} was {was!r} and is {now!r}")
+        defaults = _defaults(config)
+        was, now = {**defaults, **self._settings}, {**defaults, **_settings(config)}
+        changed = [
+            f"{name} was {was.get(name)!r} and is {now.get(name)!r}"
+            for name in sorted(was.keys() | now.keys())
+            if was.get(name) != now.get(name)
+        ]
         if changed:
             raise InvalidArgumentError(
                 f"{checkpoint} is of a run with other settings: {'; '.join(changed)}. Set them as they were, or begin "
@@ -137,9 +132,11 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     return copied
 
 
-def _default(config: ExperimentConfig, name: str) -> Any:
-    """What a setting is that a run does not mention."""
-    group, _, key = name.partition(".")
-    call = getattr(config, group) if group in _FIXED else {}
-    value = targets.defaults(group, call).get(key) if call else None
-    return [*value] if isinstance(value, tuple) else value
+def _defaults(config: ExperimentConfig) -> dict[str, Any]:
+    """Of settings that a run need not mention."""
+    found: dict[str, Any] = {}
+    for group in _FIXED:
+        call = getattr(config, group)
+        for key, value in (targets.defaults(group, call) if call else {}).items():
+            found[f"{group}.{key}"] = [*value] if isinstance(value, tuple) else value
+    return found

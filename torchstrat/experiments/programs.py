@@ -3,6 +3,7 @@ devices of its replicas sent each other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torchstrat.experiments.metrics_file import Record
@@ -35,16 +36,17 @@ class StepTraffic:
         self._strategy, self._traffic = strategy, strategy.extended.logical_traffic
         self._steps = self._sent = 0
 
-    def of_step(self, step: Any) -> Any:
+    def of_step(self, step: Callable[[], Any]) -> Any:
         """What ``step()`` returns."""
-        before = 0 if self._traffic is None else self._traffic.total_bytes
+        if self._traffic is None:  # replicas have one logical device, or nobody counts
+            return step()
+        before = self._traffic.total_bytes
         returned = step()
-        if self._traffic is not None:
-            self._steps, self._sent = self._steps + 1, self._sent + self._traffic.total_bytes - before
+        self._steps, self._sent = self._steps + 1, self._sent + self._traffic.total_bytes - before
         return returned
 
     def record(self) -> Record | None:
-        """None where replicas have one logical device, or nobody counts. Sent is by each process, in the mean step."""
+        """``sent_bytes_per_step``: by each process, in the mean step. None where nothing was counted."""
         if self._traffic is None:
             return None
         return {
@@ -61,14 +63,10 @@ def told(record: Record) -> list[str]:
         size = f"{record['replicas']} × {record['logical_devices']} processes"
         sent = f"{record['sent_bytes_per_step']:,} bytes per step"
         return [f"{size}; each sent {sent} to the other logical devices of its replica"]
-    idle = record["devices"] - record["replicas"] * record["logical_devices"]
-    devices = [
-        _count(record["devices"], "device"),
-        f"{_count(record['replicas'], 'replica')} × {_count(record['logical_devices'], 'logical device')}",
-        *([f"{idle} idle"] if idle else []),
-        _count(len(record["compilations"]), "compilation"),
-    ]
-    return [", ".join(devices), *record["compilations"]]
+    devices, replicas, logical = record["devices"], record["replicas"], record["logical_devices"]
+    idle, compilations = devices - replicas * logical, record["compilations"]
+    size = f"{_count(devices, 'device')}, {_count(replicas, 'replica')} × {_count(logical, 'logical device')}"
+    return [f"{size}{f', {idle} idle' if idle else ''}, {_count(len(compilations), 'compilation')}", *compilations]
 
 
 def _count(number: int, noun: str) -> str:

@@ -158,9 +158,9 @@ def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
     except (ValueError, OSError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
-        raise InvalidArgumentError(
-            f"{group}._target_={call['_target_']} refused its arguments: {error} (HYDRA_FULL_ERROR=1 shows where.)"
-        ) from error
+        shown, why = ", ".join(f"{key}={value!r}" for key, value in settings.items()), " ".join(str(error).split())
+        refused = f"{group}._target_={call['_target_']} refused its arguments {shown}"
+        raise InvalidArgumentError(f"{refused}: {why} (HYDRA_FULL_ERROR=1 shows where.)") from error
 
 
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

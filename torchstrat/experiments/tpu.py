@@ -9,21 +9,18 @@ from typing import Any
 
 from torchstrat import registry
 from torchstrat.cluster import ProcessPlan
-from torchstrat.config import ExperimentConfig, require, require_positive
+from torchstrat.config import require, require_positive
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments.build import logical_mesh, rules
 from torchstrat.strategy import Strategy
 from torchstrat.tpu import DeviceAssignment, initialize_tpu_system
 
 
 def strategy(
-    config: ExperimentConfig,
     plan: ProcessPlan | None,
-    replicas: int | None = None,
+    replicas: int | None,
+    logical_mesh_shape: Sequence[int],
     virtual_devices: int | None = None,
-    logical_devices: int | None = None,
-    logical_mesh_shape: list[int] | None = None,
-    sharding_rules: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Strategy:
     """Replicas times logical devices on a TPU, all driven by one process. Starts the TPU runtime of it if need be.
 
@@ -31,16 +28,14 @@ def strategy(
         replicas: None: as many as there are devices for. Devices that are left over compute along and count nothing.
         virtual_devices: Let the CPU pretend to be so many devices. None: a TPU, or what ``PJRT_DEVICE`` in the
             environment says.
-        logical_devices, logical_mesh_shape, sharding_rules: As for `build.mirrored`.
+        options: Of the strategy's constructor.
 
     Raises:
         InvalidArgumentError: a launcher started several processes; there are not so many devices, or they cannot be
             cut into such replicas.
         DeviceError, UnsupportedError, ContextError: see `initialize_tpu_system`.
     """
-    require_positive("strategy.replicas", replicas)
     require_positive("strategy.virtual_devices", virtual_devices)
-    logical = logical_mesh(logical_devices, logical_mesh_shape)
     require(
         plan is None or plan.size == 1,
         f"strategy=tpu drives all devices from one process, and a launcher started {plan.size if plan else 1}; run "
@@ -48,20 +43,15 @@ def strategy(
     )
     topology = initialize_tpu_system(virtual_devices=virtual_devices)
     mesh_shape: list[int] = topology.mesh_shape.tolist()
-    shape = computation_shape(mesh_shape, math.prod(logical))
+    shape = computation_shape(mesh_shape, math.prod(logical_mesh_shape))
     most = math.prod(mesh_shape) // math.prod(shape)
     require(
         replicas is None or replicas <= most,
         f"strategy.replicas={replicas} with {math.prod(shape)} logical device(s) each do not fit on "
         f"{math.prod(mesh_shape)} devices; use at most {most}, or fewer logical devices.",
     )
-    return registry.create(
-        "tpu",
-        device_assignment=DeviceAssignment.build(topology, shape, num_replicas=replicas or most),
-        gradient_reduce_op=config.strategy.get("gradient_reduce_op", "mean"),
-        sharding_rules=rules(config, logical, sharding_rules),
-        logical_mesh_shape=logical,
-    )
+    assignment = DeviceAssignment.build(topology, shape, num_replicas=replicas or most)
+    return registry.create("tpu", device_assignment=assignment, logical_mesh_shape=logical_mesh_shape, **options)
 
 
 def computation_shape(mesh_shape: Sequence[int], logical_devices: int) -> list[int]:
