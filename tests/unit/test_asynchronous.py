@@ -24,12 +24,13 @@ from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import asynchronous, data, loop
 from torchstrat.experiments.asynchronous import AsynchronousLoop
 from torchstrat.experiments.parameter_server_cluster import ClusterSize, given_resolver, local_cluster, serve
+from torchstrat.experiments.report import Report
 from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows
 
 SENT_AS_REFERENCES = (torch.nn.Module, torch.optim.Optimizer)
 
 
-class Recorder:
+class Recorder(Report):
     """A report that keeps what it is told."""
 
     def __init__(self):
@@ -278,8 +279,8 @@ class TestCluster:
         ("environment", "cluster", "plan", "message"),
         [
             (None, "auto", ProcessPlan(0, 2, 0, 2, "env://", False, "rank 0"), "torchrun started 2 equal processes"),
-            (None, "torchrun", None, "cluster=torchrun is for synchronous strategies"),
-            (described(), "local", None, "cluster=local, but TF_CONFIG describes a cluster"),
+            (None, "torchrun", None, "cluster=torchrun, but strategy=parameter_server .* none, as here"),
+            (described(), "local", None, "cluster=local, but .* the cluster that TF_CONFIG describes"),
         ],
     )
     def test_starts_that_do_not_fit(self, monkeypatch, environment, cluster, plan, message):

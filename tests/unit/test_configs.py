@@ -14,7 +14,7 @@ from torchstrat.errors import InvalidArgumentError
 
 hydra = pytest.importorskip("hydra")
 
-from torchstrat.experiments import build, data, launch, objectives, targets, tpu  # noqa: E402
+from torchstrat.experiments import build, data, launch, objectives, targets  # noqa: E402
 from torchstrat.experiments.objectives import measure, scores_of  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -59,7 +59,7 @@ def test_files_say_every_setting_and_the_defaults_of_our_own_calls(file):
     written, defaults = targets.arguments(group, call), targets.defaults(group, call)
     if "synchronous" in call["_target_"]:
         del written["name"]
-        constructor = inspect.signature(tpu.strategy if name == "tpu" else registry.get(name)).parameters
+        constructor = inspect.signature(build.on_tpu if name == "tpu" else registry.get(name)).parameters
         defaults |= {key: constructor[key].default for key in written.keys() - defaults.keys()}
         defaults = {key: value for key, value in defaults.items() if key in written}
     for key, value in written.items():
@@ -156,7 +156,6 @@ class TestCallsOfOnesOwn:
                 ["model._target_=mine.MyNet", "model.widht=1"],
                 r"MyNet has width, depth, name, inner\. Did you mean model\.w",
             ),
-            (["model._target_=mine.MyNet", "model.width=a"], r"model\.width='a' is not of type int"),
             (["model._target_=mine.Net"], r"cannot be imported: .*mine.* Python looks in the folder"),
             (["model._target_=mein.Net"], r"cannot be imported: ModuleNotFoundError: No module named 'mein'"),
             (["model._target_=mine.number"], r"mine\.number is 3; a function or a class is needed"),
@@ -165,7 +164,6 @@ class TestCallsOfOnesOwn:
                 r"model\.hiden is not a setting: .*Mlp has hidden.* mean model\.hidden\?",
             ),
             (["optimizer.momentun=0.9"], r"optimizer\.momentun is not a setting.* Did you mean optimizer\.momentum"),
-            (["optimizer.lr=fast"], r"optimizer\.lr='fast' is not of type"),
             (["loss._target_=torch.nn.CrossEntropyLoss", "loss.smoothing=1"], r"Did you mean loss\.label_smoothing\?"),
         ],
     )
@@ -229,7 +227,7 @@ DEFAULTS = {"strategy": "one_device", "model": "mlp", "data": "digits", "optimiz
         ({"data": chosen("data=digits", global_batch="64")}, r"data\.global_batch='64' is not of type int"),
         ({"data": chosen("data=digits", global_batch=True)}, r"data\.global_batch=True is not of type int"),
         ({"data": chosen("data=digits", test_fraction=1)}, r"must lie strictly between 0 and 1"),
-        ({"model": chosen("model=mlp", hidden=[8, "x"])}, r"model\.hidden=\[8, 'x'\] is not of type .*Sequence\[int\]"),
+        ({"model": chosen("model=mlp", hidden=[8, "x"])}, r"models\.Mlp refused its arguments hidden=\[8, 'x'\]"),
         (
             {"model": chosen("model=convnet", channels=[6])},
             r"refused its arguments .*: num_channels .*divisible by num_groups",
@@ -242,24 +240,8 @@ DEFAULTS = {"strategy": "one_device", "model": "mlp", "data": "digits", "optimiz
         ({"strategy": chosen("strategy=parameter_server", workers=0)}, r"strategy\.workers=0 must be greater than 0"),
         ({"strategy": chosen("strategy=parameter_server", servers=0)}, r"strategy\.servers=0 must be greater than 0"),
         (
-            {"strategy": chosen("strategy=tpu", logical_devices=0)},
-            r"strategy\.logical_devices=0 must be greater than 0",
-        ),
-        (
             {"strategy": chosen("strategy=tpu", virtual_devices=-8)},
             r"strategy\.virtual_devices=-8 must be greater than 0",
-        ),
-        (
-            {"strategy": chosen("strategy=tpu", logical_devices=2, logical_mesh_shape=[2, 2])},
-            r"logical_mesh_shape=\[2, 2\] has 4 places for strategy\.logical_devices=2; these must agree",
-        ),
-        (
-            {"strategy": chosen("strategy=tpu", logical_mesh_shape=[])},
-            r"logical_mesh_shape=\[\] must be positive sizes",
-        ),
-        (
-            {"strategy": chosen("strategy=tpu", sharding_rules=[["w", None]])},
-            r"sharding_rules=\[.*\] is not of type dict",
         ),
         ({"epoch": 3}, r"epoch: Key 'epoch' not in 'ExperimentConfig'"),
         ({"epochs": 0}, r"epochs=0 must be greater than 0"),

@@ -11,8 +11,8 @@ import torchstrat as ts
 from tests.choices import chosen
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
-from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import build, targets, tpu
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.experiments import build, targets
 from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.experiments.programs import programs_of, told
 from torchstrat.experiments.report import FolderReport, Progress
@@ -97,6 +97,22 @@ def test_how_processes_talk(created):
     central = chosen("strategy=central_storage", collectives="process_group")
     assert options_of(created, central)["collectives"] == "process_group"
     assert options_of(created, chosen("strategy=central_storage", gradients="owner"))["gradients"] == "owner"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logical_devices": 0}, "logical_devices_per_replica=0; the least is 1"),
+        ({"logical_devices": 2, "logical_mesh_shape": [2, 2]}, r"logical_mesh_shape=\[2, 2\]"),
+        ({"logical_devices": 2, "sharding_rules": [["w", None]]}, "refused its arguments|sharding_rules"),
+        ({"collectives": "sockets"}, "collectives='sockets' is not known; choose one of"),
+        ({"workers": 2}, "was given workers, which MirroredStrategy does not have; it takes devices, "),
+    ],
+)
+def test_what_the_strategy_itself_refuses(settings, message):
+    config = schema.ExperimentConfig(strategy=chosen("strategy=mirrored", **settings), model=chosen("model=mlp"))
+    with pytest.raises((InvalidArgumentError, WrongTypeError), match=message):
+        build.strategy(config, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +226,7 @@ def test_progress(kind, stream, is_bar, says):
     ],
 )
 def test_a_replica_is_a_compact_block_of_cores(mesh_shape, logical_devices, block):
-    assert tpu.computation_shape(mesh_shape, logical_devices) == block
+    assert build.computation_shape(mesh_shape, logical_devices) == block
     topology = ts.tpu.Topology(mesh_shape=mesh_shape, device_coordinates=places(mesh_shape))
     cores = mesh_shape[0] * mesh_shape[1] * mesh_shape[2] * mesh_shape[3]
     assignment = ts.tpu.DeviceAssignment.build(topology, block, num_replicas=cores // logical_devices)
@@ -225,7 +241,7 @@ def places(mesh_shape):
 @pytest.mark.parametrize("logical_devices", [3, 5, 16])
 def test_a_replica_that_does_not_fill_the_mesh(logical_devices):
     with pytest.raises(InvalidArgumentError, match=rf"logical_devices={logical_devices}: .* use one of 1, 2, 4, 8\."):
-        tpu.computation_shape([2, 2, 1, 2], logical_devices)
+        build.computation_shape([2, 2, 1, 2], logical_devices)
 
 
 class TestTpuOptions:
@@ -238,7 +254,7 @@ class TestTpuOptions:
             asked.append(virtual_devices)
             return ts.tpu.Topology(mesh_shape=[2, 2, 1, 2], device_coordinates=places([2, 2, 1, 2]))
 
-        monkeypatch.setattr(tpu, "initialize_tpu_system", initialize)
+        monkeypatch.setattr(build, "initialize_tpu_system", initialize)
         return asked
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,11 @@ from torchstrat import registry
 from torchstrat.cluster import ProcessPlan
 from torchstrat.config import ExperimentConfig, require, require_positive
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.experiments import targets, tpu
+from torchstrat.experiments import targets
 from torchstrat.experiments.data import Examples
 from torchstrat.sharding import logical_axis
 from torchstrat.strategy import Strategy
+from torchstrat.tpu import DeviceAssignment, initialize_tpu_system
 
 CPU_REPLICAS = 2
 """Replicas in one process on a machine without GPUs, where nothing was asked for: enough to see a strategy at work."""
@@ -32,15 +34,10 @@ def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
     Raises:
         InvalidArgumentError: the settings do not fit how the processes were started, or each other.
     """
+    how = "without it; run torchrun --nproc-per-node N" if plan is None else "as one of a group; run python"
     require(
-        config.cluster.name != "torchrun" or plan is not None,
-        "cluster=torchrun, but this process was started without it; run torchrun --nproc-per-node N scripts/train.py "
-        "…, or use cluster=auto.",
-    )
-    require(
-        config.cluster.name != "local" or plan is None,
-        "cluster=local, but a launcher started this process as one of a group; run python scripts/train.py …, or use "
-        "cluster=auto.",
+        config.cluster.name != ("torchrun" if plan is None else "local"),
+        f"cluster={config.cluster.name}, but this process was started {how} scripts/train.py …, or use cluster=auto.",
     )
     built: Strategy = targets.make("strategy", config.strategy, config=config, plan=plan)
     return built
@@ -57,7 +54,7 @@ def synchronous(
     **options: Any,
 ) -> Strategy:
     """One of the registry's synchronous strategies. All other settings are arguments of its constructor, or of
-    `torchstrat.experiments.tpu.strategy`.
+    `on_tpu`.
 
     Args:
         replicas: in this process: that many GPUs, or virtual replicas of the CPU (``cpu:0``, ``cpu:1``, …). None: every
@@ -73,13 +70,22 @@ def synchronous(
     """
     require_positive("strategy.replicas", replicas)
     options = {key: value for key, value in options.items() if value is not None}
-    mesh = logical_mesh(logical_devices, logical_mesh_shape)
+    logical = math.prod(logical_mesh_shape or [1]) if logical_devices is None else logical_devices
+    mesh = logical_mesh_shape or [logical]
     cut = rules(config, mesh, sharding_rules)
     if name == "tpu":
         reduce_op = config.strategy.get("gradient_reduce_op", "mean")
-        return tpu.strategy(plan, replicas, mesh, sharding_rules=cut, gradient_reduce_op=reduce_op, **options)
-    if math.prod(mesh) > 1:
-        options |= {"logical_devices_per_replica": math.prod(mesh), "logical_mesh_shape": mesh, "sharding_rules": cut}
+        return on_tpu(
+            plan,
+            replicas,
+            logical,
+            logical_mesh_shape=mesh,
+            sharding_rules=cut,
+            gradient_reduce_op=reduce_op,
+            **options,
+        )
+    if logical != 1 or mesh != [1]:
+        options |= {"logical_devices_per_replica": logical, "logical_mesh_shape": mesh, "sharding_rules": cut}
     if name in _DEVICES:
         options[_DEVICES[name]] = _devices(_DEVICES[name], config, plan, replicas, options.get(_DEVICES[name]))
     else:
@@ -93,6 +99,72 @@ def synchronous(
             "hide the GPUs from it with CUDA_VISIBLE_DEVICES= in the environment."
         )
     return create(name, config, **options)
+
+
+def on_tpu(
+    plan: ProcessPlan | None,
+    replicas: int | None,
+    logical_devices: int,
+    virtual_devices: int | None = None,
+    **options: Any,
+) -> Strategy:
+    """Replicas times logical devices on a TPU, all driven by one process. Starts the TPU runtime of it if need be.
+
+    Args:
+        replicas: None: as many as there are devices for. Devices that are left over compute along and count nothing.
+        virtual_devices: Let the CPU pretend to be so many devices. None: a TPU, or what ``PJRT_DEVICE`` in the
+            environment says.
+        options: Of the strategy's constructor.
+
+    Raises:
+        InvalidArgumentError: a launcher started several processes; there are not so many devices, or they cannot be
+            cut into such replicas.
+        DeviceError, UnsupportedError, ContextError: see `initialize_tpu_system`.
+    """
+    require_positive("strategy.virtual_devices", virtual_devices)
+    require(
+        plan is None or plan.size == 1,
+        f"strategy=tpu drives all devices from one process, and a launcher started {plan.size if plan else 1}; run "
+        "python scripts/train.py …, with strategy.replicas for their number.",
+    )
+    topology = initialize_tpu_system(virtual_devices=virtual_devices)
+    mesh_shape: list[int] = topology.mesh_shape.tolist()
+    shape = computation_shape(mesh_shape, logical_devices)
+    most = math.prod(mesh_shape) // math.prod(shape)
+    require(
+        replicas is None or replicas <= most,
+        f"strategy.replicas={replicas} with {math.prod(shape)} logical device(s) each do not fit on "
+        f"{math.prod(mesh_shape)} devices; use at most {most}, or fewer logical devices.",
+    )
+    assignment = DeviceAssignment.build(topology, shape, num_replicas=replicas or most)
+    return registry.create("tpu", device_assignment=assignment, **options)
+
+
+def computation_shape(mesh_shape: Sequence[int], logical_devices: int) -> list[int]:
+    """The block of cores that becomes a replica: ``logical_devices`` of them, such that blocks fill the mesh.
+
+    All cores of a chip before a second chip, and chips as near to a cube as they can be: what neighbours exchange then
+    has the shortest way.
+
+    Args:
+        mesh_shape: devices along each axis of the topology, ``[x, y, z, core]``.
+
+    Returns:
+        The block's cores along each axis, for `DeviceAssignment.build`.
+
+    Raises:
+        InvalidArgumentError: no block of that size fills the mesh; the message has the sizes that do.
+    """
+    divisors = [[size for size in range(1, extent + 1) if extent % size == 0] for extent in mesh_shape]
+    blocks = [*itertools.product(*divisors)]
+    fitting = [block for block in blocks if math.prod(block) == logical_devices]
+    if not fitting:
+        possible = sorted({math.prod(block) for block in blocks})
+        raise InvalidArgumentError(
+            f"strategy.logical_devices={logical_devices}: blocks of so many devices do not fill the mesh "
+            f"{list(mesh_shape)} (x, y, z, core); use one of {', '.join(map(str, possible))}."
+        )
+    return [*min(fitting, key=lambda block: (-block[-1], max(block[:-1]), [-size for size in block]))]
 
 
 def create(name: str, config: ExperimentConfig, **options: Any) -> Strategy:
@@ -111,21 +183,6 @@ def ignore_replicas(config: ExperimentConfig, plan: ProcessPlan | None, replicas
     if replicas not in (None, 1) and (plan is None or plan.rank == 0):
         name = config.name_of("strategy")
         print(f"strategy={name}: strategy.replicas={replicas} is ignored, {why}", file=sys.stderr, flush=True)
-
-
-def logical_mesh(logical_devices: int | None, shape: list[int] | None) -> list[int]:
-    """The sizes of ``d0``, ``d1``, …"""
-    require_positive("strategy.logical_devices", logical_devices)
-    require(
-        shape is None or (bool(shape) and all(size > 0 for size in shape)),
-        f"strategy.logical_mesh_shape={shape} must be positive sizes, at least one.",
-    )
-    require(
-        shape is None or logical_devices in (None, math.prod(shape)),
-        f"strategy.logical_mesh_shape={shape} has {math.prod(shape or [])} places for "
-        f"strategy.logical_devices={logical_devices}; these must agree, or leave one of them null.",
-    )
-    return shape or [logical_devices or 1]
 
 
 def rules(config: ExperimentConfig, mesh: Sequence[int], given: dict[str, Any] | None) -> Any:
@@ -168,12 +225,10 @@ def model(config: ExperimentConfig, examples: Examples) -> torch.nn.Module:
     Raises:
         InvalidArgumentError: the model is not for such examples.
     """
-    built: Any = targets.make("model", config.model, **examples.facts)
-    kind = type(built).__name__
-    path = config.model["_target_"]
-    require(isinstance(built, torch.nn.Module), f"model._target_={path} made {kind}; a torch.nn.Module is needed.")
-    module: torch.nn.Module = built
-    return module
+    built: torch.nn.Module = targets.make("model", config.model, **examples.facts)
+    made = f"model._target_={config.model['_target_']} made {type(built).__name__}"
+    require(isinstance(built, torch.nn.Module), f"{made}; a torch.nn.Module is needed.")
+    return built
 
 
 def optimizer(config: ExperimentConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

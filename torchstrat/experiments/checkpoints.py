@@ -74,6 +74,7 @@ class Checkpoints:
         Raises `InvalidArgumentError` where ``resume`` and what is there do not fit; see `ExperimentConfig`.
         """
         if self._manager is None:
+            report.begin()
             return
         self._checkpoint, self._report = Checkpoint(position=position, **objects), report
         self._manager.claim()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +30,9 @@ from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.errors import TorchstratError
-from torchstrat.experiments import sweep, targets
+from torchstrat.experiments import targets
 from torchstrat.experiments.hand_over import MEETING_TIMEOUT, HandOver
+from torchstrat.experiments.report import show_sweep
 from torchstrat.launcher import launched_plan
 from torchstrat.preemption import EXIT_CODE
 
@@ -52,10 +52,6 @@ class Run:
     """Made by rank 0, which alone writes to it."""
     plan: ProcessPlan | None
     """None: started without a launcher."""
-
-    @property
-    def is_chief(self) -> bool:
-        return self.plan is None or self.plan.rank == 0
 
     @classmethod
     def unpack(cls, message: Mapping[str, Any], plan: ProcessPlan | None) -> Run:
@@ -98,7 +94,7 @@ def main(task: Task) -> int:
 
 
 def register_schema() -> None:
-    """Give Hydra the dataclasses that the YAML files set values of. Idempotent."""
+    """Give Hydra the dataclasses that the YAML files set values of."""
     experiment = OmegaConf.structured(schema.ExperimentConfig)
     for group in schema.CALLS:  # their keys are those of whatever is called, and `targets` knows which these are
         experiment[group]._set_flag("struct", False)
@@ -141,13 +137,9 @@ def _meet(plan: ProcessPlan | None) -> HandOver:
     if plan is None or plan.size == 1:
         return HandOver(dist.HashStore(), 0, 1)
     store, _, _ = next(dist.rendezvous(plan.init_method or "env://", plan.rank, plan.size, timeout=MEETING_TIMEOUT))
-    store = fresh_store(store, plan.rank, plan.size, f"runs of {_launcher_run_id()}", MEETING_TIMEOUT)
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # tells it from others that share a store
+    store = fresh_store(store, plan.rank, plan.size, f"runs of {launch}", MEETING_TIMEOUT)
     return HandOver(store, plan.rank, plan.size)
-
-
-def _launcher_run_id() -> str:
-    """Tells this launch from others that share a store; torchrun says "none" where nobody asked for an id."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
 @dataclass(frozen=True)
@@ -180,7 +172,8 @@ class _Rank:
             composed = HydraConfig.get()
             runs.append((Path(composed.runtime.output_dir), list(composed.overrides.task), succeeded))
 
-        run_id = _new_run_id()  # once per command; `now` would be resolved again and again
+        # Once per command, where `now` would be resolved again and again. The end keeps two of the same second apart.
+        run_id = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}"
         OmegaConf.register_new_resolver("run_id", lambda: run_id, replace=True)
         decorate = hydra.main(version_base="1.3", config_path=str(config_folder().resolve()), config_name="config")
         try:
@@ -189,7 +182,7 @@ class _Rank:
         except SystemExit as stop:  # --help, arguments that argparse refuses, a run that left the others waiting
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if len(runs) > 1 and any(succeeded for _, _, succeeded in runs):
-            sweep.show(runs)
+            show_sweep(runs)
         return int(not all(succeeded for _, _, succeeded in runs))
 
     def _run(self, config: DictConfig) -> bool:
@@ -204,9 +197,6 @@ class _Rank:
             return False
         self.hand_over.publish(message)
         error = self._attempt(run)
-        if error is not None:
-            _fail(error)
-        self.hand_over.report_outcome(succeeded=error is None)
         if error is not None and not self.hand_over.everyone_failed():
             raise SystemExit(1)
         return error is None
@@ -221,36 +211,32 @@ class _Rank:
                 error = self._attempt(Run.unpack(message, self.plan))
             except RunAgain:
                 continue  # rank 0 is told to end as well, and says with what status
-            self.hand_over.report_outcome(succeeded=error is None)
             if error is not None and not self.hand_over.failed(rank=0):
                 return _fail(error, f"rank {self.hand_over.rank}: ")  # rank 0 knows nothing of it, and would not say it
 
     def _attempt(self, run: Run) -> Exception | None:
+        """Do it, and let the other ranks know how it ended. Rank 0 says what the error is."""
+        error: Exception | None = None
         try:
             self.task(run)
-        except self.caught as error:
-            return error
-        return None
+        except self.caught as problem:
+            error = problem
+            if self.hand_over.rank == 0:
+                _fail(error)
+        self.hand_over.report_outcome(succeeded=error is None)
+        return error
 
 
 def values_of(config: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """The configuration that Hydra composed, as plain values."""
-    values: Any = OmegaConf.to_container(config, resolve=True)
+    values: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     for group in schema.CALLS:
         if f"{group}._target_" in given:  # another call: the arguments of the one in the file are not for it
             kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
             kept |= {"global_batch", "workers", "gradient_reduce_op"}
             values[group] = {key: value for key, value in (values[group] or {}).items() if key in kept}
-    found: dict[str, Any] = values
-    return found
-
-
-def _new_run_id() -> str:
-    """Sorts by time; the second part keeps two commands of the same second apart."""
-    launcher_id = _launcher_run_id()
-    unique = re.sub(r"[^A-Za-z0-9]+", "", launcher_id)[:8] if launcher_id != "none" else ""
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{unique or os.getpid()}"
+    return values
 
 
 def _fail(error: Exception, who: str = "") -> int:

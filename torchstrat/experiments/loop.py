@@ -48,7 +48,7 @@ def train(run: Run) -> None:
 
 def report_of(run: Run, examples: data.Examples, size: str) -> Report:
     """``size``: of the run, for its title, which stands before everything that it says."""
-    if not run.is_chief:
+    if run.plan is not None and run.plan.rank > 0:
         return Report()
     title = f"{run.config.name_of('strategy')} {size}"
     return FolderReport(run.folder, run.config, run.resolved, planned_steps(run.config, examples), title)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 NAME = "metrics.jsonl"
 
@@ -15,11 +15,11 @@ Record = dict[str, Any]
 
 
 class MetricsFile:
-    """Writes into ``folder``, a line at a time. Nothing is touched before `begin`, or the first record."""
+    """Adds to the file in ``folder``, a line at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
-        self._file: TextIO | None = None
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def begin(self, kept: list[Record]) -> None:
         """Start with these records, in place of what is there. However it ends, the file is the old or the new one."""
@@ -33,19 +33,14 @@ class MetricsFile:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
-        if self._file is None:
-            self.begin([])
-        assert self._file is not None
         self._file.write(json.dumps(record) + "\n")
 
     def flush(self) -> None:
         """Return when all of it is on the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def read_records(folder: Path) -> list[Record]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchstrat.cluster import ProcessPlan
 from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
@@ -67,8 +67,7 @@ class ParameterServers:
         )
 
 
-@dataclass(frozen=True)
-class ClusterSize:
+class ClusterSize(NamedTuple):
     """Processes beside the coordinator."""
 
     workers: int
@@ -76,8 +75,7 @@ class ClusterSize:
 
     @classmethod
     def of(cls, spec: ClusterSpec) -> ClusterSize:
-        workers, servers = (spec.num_tasks(job) if job in spec.jobs else 0 for job in (WORKER, PARAMETER_SERVER))
-        return cls(workers, servers)
+        return cls(*(spec.num_tasks(job) if job in spec.jobs else 0 for job in (WORKER, PARAMETER_SERVER)))
 
     def __str__(self) -> str:
         return f"{self.workers} worker{'s' * (self.workers != 1)}, {self.servers} server{'s' * (self.servers != 1)}"
@@ -90,22 +88,17 @@ def given_resolver(cluster: ClusterConfig, plan: ProcessPlan | None) -> ClusterR
         InvalidArgumentError: the settings do not fit how this process was started.
         ClusterConfigError: ``TF_CONFIG`` is malformed.
     """
-    given = TFConfigClusterResolver()
+    given, processes = TFConfigClusterResolver(), 1 if plan is None else plan.size
     is_given = bool(given.cluster_spec())
-    processes = 1 if plan is None else plan.size
     require(
         processes == 1,
         f"strategy=parameter_server has one coordinator, and torchrun started {processes} equal processes; run "
         "torchstrat launch --ps 2 --workers 4 scripts/train.py …, or plain python scripts/train.py ….",
     )
     require(
-        cluster.name != "torchrun" or is_given,
-        "cluster=torchrun is for synchronous strategies; strategy=parameter_server finds its cluster in TF_CONFIG, or "
-        "starts one: use cluster=auto.",
-    )
-    require(
-        cluster.name != "local" or not is_given,
-        "cluster=local, but TF_CONFIG describes a cluster; unset it to start one on this machine, or use cluster=auto.",
+        cluster.name != ("local" if is_given else "torchrun"),
+        f"cluster={cluster.name}, but strategy=parameter_server uses the cluster that TF_CONFIG describes, and starts "
+        f"one where it describes {'none; here it does' if is_given else 'none, as here'}; use cluster=auto.",
     )
     return given if is_given else None
 

@@ -1,4 +1,4 @@
-"""What one run leaves in its folder, and what it says while it runs.
+"""What one run leaves in its folder, what it says while it runs, and what a sweep says of its runs.
 
 ::
 
@@ -45,8 +45,14 @@ from typing import Any, TextIO
 import torch
 
 from torchstrat.config import ExperimentConfig
-from torchstrat.experiments.metrics_file import MetricsFile, Record, records_until
+from torchstrat.experiments.metrics_file import MetricsFile, Record, read_metrics, read_records, records_until
 from torchstrat.sharding.explain import Explanation
+
+_SCALARS = {
+    "step": {"loss": "loss", "examples_per_second": "examples_per_second"},
+    "evaluation": {"test_loss": "loss", "test_accuracy": "accuracy"},
+}
+"""Event → TensorBoard's tag → the record's key."""
 
 
 class Report:
@@ -152,21 +158,14 @@ class FolderReport(Report):
 
     def _remember(self, record: Record) -> None:
         self._records.append(record)
-        if record["event"] == "step":
-            self._scalars(record["step"], loss=record["loss"], examples_per_second=record["examples_per_second"])
-        elif record["event"] == "evaluation":
-            self._scalars(record["step"], test_loss=record["loss"], test_accuracy=record["accuracy"])
-
-    def _scalars(self, step: int, **values: float | None) -> None:
-        if not self._config.tensorboard:
-            return
-        if self._tensorboard is None:
+        scalars = _SCALARS.get(record["event"], {}) if self._config.tensorboard else {}
+        if scalars and self._tensorboard is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"))
-        for name, value in values.items():
-            if value is not None:
-                self._tensorboard.add_scalar(name, value, step)
+        for tag, key in scalars.items():
+            if record[key] is not None:
+                self._tensorboard.add_scalar(tag, record[key], record["step"])
 
     def _close_tensorboard(self) -> None:
         if self._tensorboard is not None:
@@ -178,42 +177,38 @@ class Progress:
     """Shows how far a run is, as ``config.progress`` asks for it: a bar, or a line for each epoch."""
 
     def __init__(self, stream: TextIO, kind: str, total_steps: int, title: str) -> None:
+        from tqdm import tqdm
+
         if kind == "auto":
             kind = "bar" if stream.isatty() else "lines"
-        self._stream, self._title = stream, title
-        self._says_lines = kind == "lines"
-        self._bar: Any = None
+        self._stream, self._kind, self._title = stream, kind, title
+        is_bar = kind == "bar"
+        self._bar = tqdm(
+            total=total_steps, desc=title, unit="step", file=stream, dynamic_ncols=True, disable=not is_bar
+        )
         self._shown: dict[str, str] = {}
-        if kind == "bar":
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total_steps, desc=title, unit="step", file=stream, dynamic_ncols=True)
 
     def go_on(self, step: int) -> None:
         """The first steps were taken before."""
-        if self._bar is not None:
-            self._bar.n = self._bar.initial = step
-            self._bar.refresh()
+        self._bar.n = self._bar.initial = step
+        self._bar.refresh()
 
     def step(self, record: Record) -> None:
         self._shown["loss"] = f"{record['loss']:.4f}"
         self._shown["examples/s"] = f"{record['examples_per_second']:,.0f}"
-        if self._bar is not None:
-            self._bar.set_postfix(self._shown, refresh=False)
-            self._bar.update()
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.update()
 
     def evaluation(self, record: Record) -> None:
         if record["accuracy"] is not None:
             self._shown["accuracy"] = f"{record['accuracy']:.4f}"
-        if self._says_lines:
+        if self._kind == "lines":
             scores = f"loss {record['train_loss']:.4f}  {shown_accuracy(record, '  ')}"
-            rate = self._shown.get("examples/s", "0")
-            line = f"{self._title}: epoch {record['epoch']:>3}  {scores}{rate} examples/s"
+            line = f"{self._title}: epoch {record['epoch']:>3}  {scores}{self._shown.get('examples/s', '0')} examples/s"
             print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 def shown_accuracy(record: Record, separator: str) -> str:
@@ -237,3 +232,33 @@ def draw_curves(file: Path, runs: Mapping[str, Sequence[Record]]) -> None:
     scores.set(xlabel="step", ylabel="held-out accuracy")
     figure.legend(*losses.get_legend_handles_labels(), loc="outside upper center")
     figure.savefig(file, dpi=120)
+
+
+_SWEEP_COLUMNS = {"accuracy": ".4f", "loss": ".4f", "examples_per_second": ",.0f"}
+
+
+def show_sweep(runs: Sequence[tuple[Path, Sequence[str], bool]]) -> None:
+    """What a sweep says when it ends: a table of its runs, and a picture of their curves.
+
+    ``runs``: of each its folder, its overrides, and whether it succeeded.
+    """
+    lines = [["run", *(name.replace("_per_second", "/s") for name in _SWEEP_COLUMNS), "settings"]]
+    varying = [text for text in runs[0][1] if any(text not in overrides for _, overrides, _ in runs)]
+    keys = {text.partition("=")[0] for text in varying}
+    for folder, overrides, succeeded in runs:
+        results = read_metrics(folder, "result") if succeeded else []
+        values = results[-1] if results else {}
+        numbers = [
+            format(values[name], spec) if values.get(name) is not None else "-" for name, spec in _SWEEP_COLUMNS.items()
+        ]
+        settings = " ".join(text for text in overrides if text.partition("=")[0] in keys)
+        lines.append([folder.name, *numbers, settings if results else f"{settings} (failed)"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(file=sys.stderr)
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), file=sys.stderr)
+    drawn = [folder for folder, _, _ in runs if (folder / "curves.png").exists()]
+    if drawn:
+        file = drawn[0].parent / "sweep.png"
+        draw_curves(file, {folder.name: read_records(folder) for folder in drawn})
+        print(f"curves: {file}", file=sys.stderr)

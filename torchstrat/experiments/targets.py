@@ -22,9 +22,7 @@ import difflib
 import functools
 import inspect
 import pkgutil
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchstrat.config import CALLS, MISSING, ExperimentConfig, require
@@ -56,7 +54,6 @@ def _check(group: str, call: Mapping[str, Any]) -> None:
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     named = {name: one for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     own = [name for name in named if name not in _OFFERED.get(group, ())]
-    hints = _hints(target)
     for key, value in given.items():
         if key.startswith("_") and key.endswith("_"):  # instantiate's own
             continue
@@ -67,31 +64,11 @@ def _check(group: str, call: Mapping[str, Any]) -> None:
             + (f"Did you mean {group}.{near[0]}?" if near else f"Remove it, or choose another {group}."),
         )
         require(value != MISSING, f"{group}.{key} has no default; set {group}.{key}=…")
-        hint = hints.get(key, Any)
-        is_known = not isinstance(hint, type) or hint in (int, float, str, bool, list, dict)
-        spelt = hint.__name__ if isinstance(hint, type) else hint
-        require(not is_known or _is_of_type(value, hint), f"{group}.{key}={value!r} is not of type {spelt}.")
     if group == "loss" and not isinstance(target, type):
         return
     for name in own:
         is_missing = named[name].default is inspect.Parameter.empty and name not in given
         require(not is_missing, f"{group}.{name} has no default, and {call['_target_']} needs it; set {group}.{name}=…")
-
-
-def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether ``value``, of JSON's types, may stand for ``hint``."""
-    origin, options = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_is_of_type(value, option) for option in options)
-    if origin in (list, tuple, Sequence):
-        entries = [one for one in options if one is not ...] or [Any]
-        return isinstance(value, list) and all(any(_is_of_type(item, entry) for entry in entries) for item in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, dict)
-    if origin in (int, float, str, bool, type(None)):  # not isinstance: a bool is an int to Python, and here a mistake
-        return type(value) is origin or (origin is float and type(value) is int)
-    is_made = isinstance(value, dict)  # by a `_target_` of its own
-    return origin is Any or is_made or (isinstance(origin, type) and isinstance(value, origin))
 
 
 def locate(group: str, call: Mapping[str, Any]) -> Callable[..., Any]:
@@ -132,7 +109,7 @@ def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
     """Call what ``_target_`` names, with those of ``offered`` that it has parameters for.
 
     Raises:
-        InvalidArgumentError: it says so, or with another `ValueError` or an `OSError`, that it cannot use such
+        InvalidArgumentError: it says so, or with a `ValueError`, `TypeError` or `OSError`, that it cannot use such
             arguments.
     """
     target, settings = locate(group, call), arguments(group, call)
@@ -155,7 +132,7 @@ def make(group: str, call: Mapping[str, Any], **offered: Any) -> Any:
     )
     try:
         return made(**wanted)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
         shown, why = ", ".join(f"{key}={value!r}" for key, value in settings.items()), " ".join(str(error).split())
@@ -169,11 +146,3 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
         return inspect.signature(target).parameters
     except (TypeError, ValueError):
         return None
-
-
-@functools.cache
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(getattr(target, "__init__") if isinstance(target, type) else target)  # noqa: B009
-    except Exception:  # names that only a type checker sees
-        return {}
