@@ -22,11 +22,9 @@ from torchstrat.errors import InvalidArgumentError
 MISSING: Any = "???"
 """OmegaConf's mark for a value that has no default and must be given."""
 
-Call = dict[str, Any]
-"""``_target_`` and its arguments, ``name`` for what it is called in a run's records, and what the application itself
-reads beside them: ``strategy.gradient_reduce_op``, ``data.global_batch``, ``data.workers``."""
-
 CALLS = ("strategy", "model", "data", "optimizer", "loss", "step")
+"""Mappings: ``_target_`` and its arguments, ``name`` for what it is called in a run's records, and what the application
+itself reads beside them: ``strategy.gradient_reduce_op``, ``data.global_batch``, ``data.workers``."""
 
 
 def require(holds: bool, message: str) -> None:
@@ -85,10 +83,8 @@ class CheckpointConfig:
     waits before it kills: torchrun and Kubernetes 30 s."""
 
     def __post_init__(self) -> None:
-        require_positive("checkpoint.every_steps", self.every_steps)
-        require_positive("checkpoint.max_to_keep", self.max_to_keep)
-        require_positive("checkpoint.keep_every", self.keep_every)
-        require_positive("checkpoint.grace_seconds", self.grace_seconds)
+        for key in ("every_steps", "max_to_keep", "keep_every", "grace_seconds"):
+            require_positive(f"checkpoint.{key}", getattr(self, key))
         require(self.directory != "", "checkpoint.directory='' is no directory; name one, or leave it null.")
 
 
@@ -122,7 +118,7 @@ class ExperimentConfig:
     loss: dict[str, Any] = field(default_factory=dict)
     """``(outputs, labels)`` → the mean over the batch. Empty: what the data says."""
     step: dict[str, Any] = field(default_factory=dict)
-    """``(model, optimizer, loss)`` → a training step. Empty: `torchstrat.experiments.objectives.make_train_step`."""
+    """``(model, optimizer, loss)`` → a training step. Empty: `torchstrat.experiments.loop.make_train_step`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
@@ -145,9 +141,8 @@ class ExperimentConfig:
     """Draw ``curves.png`` at the end."""
 
     def __post_init__(self) -> None:
-        require_positive("epochs", self.epochs)
-        require_positive("max_steps", self.max_steps)
-        require_positive("snapshot_after_steps", self.snapshot_after_steps)
+        for key in ("epochs", "max_steps", "snapshot_after_steps"):
+            require_positive(key, getattr(self, key))
         require(self.resume != "", "resume='' is no path; use auto, never, or the path of a checkpoint.")
         require_one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
         for key in ("global_batch", "workers"):

@@ -287,7 +287,7 @@ MISTAKES = {
         ["strategy=mirorred"],
         "strategy=mirorred does not exist; choose one of central_storage, mirrored, multi_worker_mirrored, one_device",
     ),
-    "missing file": (["data=csv", "data.path=absent.csv", "model=mlp"], "data.path=absent.csv does not exist"),
+    "missing file": (["data=csv", "data.path=absent.csv", "model=mlp"], "refused its arguments path='absent.csv', "),
     "no file named": (["data=npz"], "data.path has no default; set data.path=…"),
     "malformed file": (
         ["data=csv", "data.path=bad.csv", "model=mlp"],

@@ -91,12 +91,10 @@ class FakeCoordinator:
     def _is_idle(self) -> bool:
         return not self.in_flight
 
-    def create_leased_dataset(
-        self, dataset_fn: Callable[[], Any], batch_size: int, *, shuffle: Any, collate_fn: Any, rows: int
-    ) -> LeasedDataset:
-        reader = FakeReader(self, dataset_fn, collate_fn)
+    def create_leased_dataset(self, dataset: Any, batch_size: int, *, shuffle: Any, collate_fn: Any) -> LeasedDataset:
+        reader = FakeReader(self, lambda: dataset, collate_fn)
         options: dict[str, Any] = {"shuffle": shuffle, "seed": 0, "drop_last": False, "name": "the training rows"}
-        return LeasedDataset(self, reader, rows, batch_size, **options)
+        return LeasedDataset(self, reader, len(dataset), batch_size, **options)
 
     def get_current_worker_index(self) -> int:
         assert self._index is not None, "asked outside of a worker"

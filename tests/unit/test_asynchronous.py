@@ -3,8 +3,7 @@
 import contextlib
 import itertools
 import json
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,10 +21,11 @@ from torchstrat.cluster_resolver import SimpleClusterResolver, TFConfigClusterRe
 from torchstrat.cluster_spec import ClusterSpec
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import asynchronous, data, loop
-from torchstrat.experiments.asynchronous import AsynchronousLoop
+from torchstrat.experiments.asynchronous import AsynchronousLoop, LoaderOrder
+from torchstrat.experiments.checkpoints import Checkpoints
+from torchstrat.experiments.launch import Run
 from torchstrat.experiments.parameter_server_cluster import ClusterSize, given_resolver, local_cluster, serve
 from torchstrat.experiments.report import Report
-from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows
 
 SENT_AS_REFERENCES = (torch.nn.Module, torch.optim.Optimizer)
 
@@ -73,7 +73,7 @@ def strategy():
 def train(config, strategy, workers=2):
     examples = data.load(config.data)
     coordinator, report = FakeCoordinator(strategy, workers, SENT_AS_REFERENCES), Recorder()
-    training = loop.Training(config, examples, strategy, report)
+    training = loop.Training(Run(config, {}, Path(), None), examples, strategy, report, Checkpoints(config))
     return AsynchronousLoop(training, coordinator, ClusterSize(workers, 2)), coordinator, report, examples
 
 
@@ -117,7 +117,9 @@ def test_one_worker_computes_what_the_synchronous_loop_computes(settings, strate
     training, _, found, examples = train(settings(), strategy, workers=1)
     training.run()
     expected = Recorder()
-    loop.SynchronousLoop(loop.Training(settings(), examples, strategy_with_reduce(strategy), expected)).run()
+    run = Run(settings(), {}, Path(), None)
+    plainly = loop.Training(run, examples, strategy_with_reduce(strategy), expected, Checkpoints(run.config))
+    loop.SynchronousLoop(plainly).run()
     assert [record.loss for record in found.steps] == [record.loss for record in expected.steps]
     for name, value in expected.states["parameters"].items():
         assert torch.equal(found.states["parameters"][name], value), name
@@ -184,12 +186,6 @@ def test_a_lost_server_ends_the_run_and_what_was_measured_stays(settings, strate
 
 
 class TestWorkerBatches:
-    def test_a_worker_reads_the_rows_that_the_coordinator_counts(self, settings):
-        config = settings().data
-        rows, own = TrainingRows(config)(), data.load(config).train
-        assert len(rows) == len(own) > 0
-        assert torch.equal(rows[3][0], own[3][0])
-
     @pytest.fixture
     def loader(self):
         """Makes the loader of a run on one device, each time as at its beginning."""
@@ -219,12 +215,6 @@ class TestWorkerBatches:
             left = order(epoch)
             assert list(itertools.islice(left, 40)) == expected[epoch][:40]
         assert [list(order(epoch)) for epoch in (1, 2, 0)] == [expected[1], expected[2], expected[0]]
-
-    def test_paths_mean_the_coordinators_folder(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        call = TrainingRows(chosen("data=csv", path="rows.csv"))._call
-        assert (call["path"], call["test_path"]) == (str(tmp_path / "rows.csv"), None)
-        assert TrainingRows(chosen("data=digits"))._call == chosen("data=digits")
 
 
 CLUSTER = {"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "ps": ["127.0.0.1:4"]}
@@ -296,9 +286,3 @@ class TestCluster:
     )
     def test_a_size_reads_as_english(self, size, text):
         assert str(size) == text
-
-
-def test_workers_need_none_of_the_applications_dependencies():
-    probe = "import sys, torchstrat.experiments.worker_batches as _; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"hydra", "omegaconf", "sklearn", "matplotlib"} & set(loaded)

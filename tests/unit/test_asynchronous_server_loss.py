@@ -19,6 +19,7 @@ from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import data
 from torchstrat.experiments.asynchronous import AsynchronousLoop
 from torchstrat.experiments.checkpoints import Checkpoints
+from torchstrat.experiments.launch import Run
 from torchstrat.experiments.loop import Training
 from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
@@ -75,7 +76,7 @@ def train(folder: Path, config: schema.ExperimentConfig, lost_after: dict[int, i
             coordinator: Any = ClusterCoordinator(strategy)
             size = ClusterSize(2, 2)
             try:
-                training = Training(config, examples, strategy, report, checkpoints, run)
+                training = Training(Run(config, {}, run, None), examples, strategy, report, checkpoints)
                 AsynchronousLoop(training, coordinator, size).run()
             finally:
                 report.close()

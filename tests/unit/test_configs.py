@@ -14,8 +14,8 @@ from torchstrat.errors import InvalidArgumentError
 
 hydra = pytest.importorskip("hydra")
 
-from torchstrat.experiments import build, data, launch, objectives, targets  # noqa: E402
-from torchstrat.experiments.objectives import measure, scores_of  # noqa: E402
+from torchstrat.experiments import build, data, launch, loop, targets  # noqa: E402
+from torchstrat.experiments.loop import measure, scores_of  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
@@ -174,9 +174,9 @@ class TestCallsOfOnesOwn:
     @pytest.mark.parametrize("loss", ["torch.nn.MSELoss", "torch.nn.functional.mse_loss"])
     def test_losses_and_steps(self, loss):
         config = compose(f"loss._target_={loss}", "step._target_=mine.step", "step.clip=0.5")
-        given = objectives.loss_of(config, data.Examples([], []))
+        given = loop.loss_of(config, data.Examples([], []))
         outputs, targets_ = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [1.0]])
-        model, said_loss, clip, batch = objectives.step_of(config, "model", "optimizer", given)("batch")
+        model, said_loss, clip, batch = loop.step_of(config, "model", "optimizer", given)("batch")
         assert (model, clip, batch) == ("model", 0.5, "batch")
         assert float(said_loss(outputs, targets_)) == 2.0
         found = scores_of(measure(given, outputs, targets_))

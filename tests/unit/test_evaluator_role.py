@@ -15,10 +15,9 @@ from torchstrat.checkpoint.finished import mark_finished
 from torchstrat.cluster import ProcessPlan
 from torchstrat.config import experiment_from_mapping
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
-from torchstrat.experiments import build, data, evaluate, train
+from torchstrat.experiments import build, data, train
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.loop import planned_steps
-from torchstrat.experiments.objectives import loss_of, score
+from torchstrat.experiments.loop import loss_of, planned_steps, score
 
 EVALUATOR = json.dumps({"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": {"type": "evaluator", "index": 0}})
 
@@ -117,4 +116,4 @@ def test_who_is_the_evaluator(monkeypatch: pytest.MonkeyPatch, text: str | None,
     monkeypatch.delenv("TF_CONFIG", raising=False)
     if text is not None:
         monkeypatch.setenv("TF_CONFIG", text)
-    assert evaluate.is_evaluator() == answer
+    assert train.is_evaluator() == answer

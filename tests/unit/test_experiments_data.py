@@ -117,7 +117,7 @@ def test_csv_with_held_out_rows_of_its_own(tmp_path):
         ("1,0.5\n3,1\n", {}, r"the label of row \[0\] is \[0\.5\]; class labels are the integers"),
         ("1,-1\n3,1\n", {}, r"the label of row \[0\] is \[-1\.\]"),
         ("1,0\nnan,1\n", {}, r"row \[1\] has a value that is not finite"),
-        ("1,0\n3,1\n", {"image_shape": [1, 2, 2]}, r"image_shape=\[1, 2, 2\] needs 4 numbers a row; .* has 1"),
+        ("1,0\n3,1\n", {"image_shape": [1, 2, 2]}, r"image_shape=\[1, 2, 2\], .* cannot reshape array of size 2"),
         ("1,0\n", {}, r"has 1 rows; data\.test_fraction=0\.2 holds out 0"),
     ],
 )
@@ -129,9 +129,9 @@ def test_malformed_csv(tmp_path, text, settings, message):
 
 @pytest.mark.parametrize("kind", ["data=csv", "data=npz"])
 def test_a_missing_file_is_named_with_its_setting(tmp_path, kind):
-    with pytest.raises(InvalidArgumentError, match=r"data\.path=.*absent does not exist"):
+    with pytest.raises(InvalidArgumentError, match=r"refused its arguments path=.*No such file .*absent"):
         data.load(chosen(kind, path=str(tmp_path / "absent")))
-    with pytest.raises(InvalidArgumentError, match=r"data\.path=.* is a folder"):
+    with pytest.raises(InvalidArgumentError, match=r"refused its arguments path=.* Is a directory"):
         data.load(chosen(kind, path=str(tmp_path)))
 
 
@@ -156,7 +156,7 @@ def test_flat_rows_of_an_archive_as_images(tmp_path):
     arrays = {"x": np.arange(40).reshape(10, 4), "y": np.arange(10) % 3}
     examples = data.load(chosen("data=npz", path=write_npz(tmp_path, **arrays), image_shape=[1, 2, 2]))
     assert examples.facts["input_shape"] == (1, 2, 2)
-    with pytest.raises(InvalidArgumentError, match=r"image_shape=\[1, 3, 2\] needs 6 numbers a row; .* has 4"):
+    with pytest.raises(InvalidArgumentError, match=r"image_shape=\[1, 3, 2\], .* cannot reshape array of size 40"):
         data.load(chosen("data=npz", path=write_npz(tmp_path, **arrays), image_shape=[1, 3, 2]))
 
 

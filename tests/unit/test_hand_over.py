@@ -24,7 +24,7 @@ def test_runs_arrive_in_order_and_then_the_end(ranks):
     leader, *followers = ranks
     leader.publish({"folder": "a", "overrides": ["x=1"]})
     leader.publish({"folder": "b", "overrides": []})
-    leader.publish_end(3)
+    leader.publish(3)
     for follower in followers:
         assert follower.receive(SOON) == {"folder": "a", "overrides": ["x=1"]}
         assert follower.receive(SOON) == {"folder": "b", "overrides": []}
@@ -64,7 +64,7 @@ def test_outcomes_belong_to_their_run(ranks):
 
 def test_the_leader_stays_until_the_end_was_read(ranks):
     leader, *followers = ranks
-    leader.publish_end(0)
+    leader.publish(0)
     with ThreadPoolExecutor(1) as pool:
         staying = pool.submit(leader.wait_until_read, LATER)
         for follower in followers:

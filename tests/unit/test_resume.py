@@ -126,7 +126,7 @@ class Runs:
             report = stack.enter_context(contextlib.closing(FolderReport(run.folder, config, {}, STEPS, "")))
             checkpoints = stack.enter_context(checkpoints_of(run))
             size = ClusterSize(config.strategy["workers"], 2)
-            training = loop.Training(config, examples, strategy, report, checkpoints, run.folder)
+            training = loop.Training(run, examples, strategy, report, checkpoints)
             asynchronous.AsynchronousLoop(training, coordinator, size).run()
 
 
@@ -407,7 +407,7 @@ def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
     kept = Checkpoints(
         replace(config, checkpoint=schema.CheckpointConfig(grace_seconds=40.0)), CheckpointManager(runs.folder)
     )
-    training = loop.Training(config, data.load(config.data), strategy, Report(), kept)
+    training = loop.Training(Run(config, {}, runs.folder, None), data.load(config.data), strategy, Report(), kept)
     steps_ahead = asynchronous.AsynchronousLoop(training, coordinator, ClusterSize(2, 1))._steps_ahead
     assert [steps_ahead(*done) for done in ((0, 0.0), (1000, 1.0), (10, 10.0), (1, 60.0))] == [128, 128, 10, 4]
     strategy.close()

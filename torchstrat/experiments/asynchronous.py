@@ -1,7 +1,7 @@
 """Asynchronous training on parameter servers: the coordinator's loop around the step of the synchronous one.
 
-The coordinator schedules ``train_step`` and trains nothing itself. It leases the training rows to the workers, a batch
-for each step: a fast worker takes more of them than a slow one, one that is lost leaves its rows to another, and an
+The coordinator schedules ``train_step`` and trains nothing itself. It sends the training data set to the workers (one
+that reads files sends their names) and leases its rows to them, a batch for each step: a fast worker takes more of them than a slow one, one that is lost leaves its rows to another, and an
 epoch sees every row exactly once.
 """
 
@@ -15,12 +15,13 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from torchstrat.errors import CancelledByServerLossError
 from torchstrat.experiments import data, targets
 from torchstrat.experiments.checkpoints import WentBack, checkpoints_of
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.loop import Training, report_of, require_enough_rows
-from torchstrat.experiments.objectives import Batch, score
+from torchstrat.experiments.loop import Batch, Training, report_of, require_enough_rows, score
 from torchstrat.experiments.parameter_server_cluster import (
     ClusterSize,
     ParameterServers,
@@ -28,7 +29,6 @@ from torchstrat.experiments.parameter_server_cluster import (
     local_cluster,
     serve,
 )
-from torchstrat.experiments.worker_batches import LoaderOrder, TrainingRows
 
 _AHEAD_PER_WORKER = 64
 """Steps that are scheduled before the oldest one's result is asked for: enough to keep a worker busy, and few enough
@@ -60,7 +60,7 @@ def train(run: Run) -> None:
 
             coordinator = ClusterCoordinator(strategy)
             with closing(report_of(run, examples, f"({size})")) as report, checkpoints_of(run) as checkpoints:
-                training = Training(config, examples, strategy, report, checkpoints, run.folder)
+                training = Training(run, examples, strategy, report, checkpoints)
                 AsynchronousLoop(training, coordinator, size).run()
 
 
@@ -101,11 +101,7 @@ class AsynchronousLoop:
         config, examples = self._config, self._training.examples
         loader = examples.train_loader(config.global_batch, config.seed, workers=0)
         return self._coordinator.create_leased_dataset(
-            TrainingRows(config.data),
-            config.global_batch,
-            shuffle=LoaderOrder(loader),
-            collate_fn=loader.collate_fn,
-            rows=len(examples.train),
+            examples.train, config.global_batch, shuffle=LoaderOrder(loader), collate_fn=loader.collate_fn
         )
 
     def _epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
@@ -180,3 +176,35 @@ class AsynchronousLoop:
         scores = score(training.model, training.examples.test_loader(self._config.global_batch), training.loss)
         training.model.train()
         return scores
+
+
+class LoaderOrder:
+    """The rows of each epoch in the order in which a shuffled `DataLoader` would go through them.
+
+    So a run on one worker makes the steps of a run without parameter servers, one after the other.
+
+    Args:
+        loader: never read from itself; with a generator of its own, that stands where the first epoch begins.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._generator = loader.generator
+        self._beginnings = [loader.generator.get_state()]  # of the epochs that were reached so far
+        numbers: Any = range(len(loader.dataset))  # type: ignore[arg-type]
+        # A loader, not only its sampler: loaders draw from the generator themselves at the start of each pass.
+        self._batches: DataLoader[Any] = DataLoader(
+            numbers, batch_sampler=loader.batch_sampler, generator=loader.generator, collate_fn=list
+        )
+
+    def __call__(self, epoch: int) -> Iterator[int]:
+        """The rows of epoch ``epoch``, counted from 0. Goes through the ones before first, if they have not been."""
+        for before in range(len(self._beginnings) - 1, epoch):
+            deque(self._pass(before), maxlen=0)
+        return self._pass(epoch)
+
+    def _pass(self, epoch: int) -> Iterator[int]:
+        self._generator.set_state(self._beginnings[epoch])
+        for batch in self._batches:
+            yield from batch
+        if epoch == len(self._beginnings) - 1:
+            self._beginnings.append(self._generator.get_state())

@@ -42,14 +42,10 @@ class HandOver:
         self._size = size
         self._runs = 0
 
-    def publish(self, run: Mapping[str, Any]) -> None:
-        """Rank 0: hand a run to the others. Does not wait for them."""
-        self._store.set(f"run/{self._runs}", json.dumps({"run": run}))
+    def publish(self, run: Mapping[str, Any] | int) -> None:
+        """Rank 0: hand a run to the others, or the exit status after the last one. Does not wait for them."""
+        self._store.set(f"run/{self._runs}", json.dumps(run))
         self._runs += 1
-
-    def publish_end(self, exit_status: int) -> None:
-        """Rank 0: there are no more runs. Does not wait; see `wait_until_read`."""
-        self._store.set(f"run/{self._runs}", json.dumps({"exit_status": exit_status}))
 
     def wait_until_read(self, timeout: timedelta = OUTCOME_TIMEOUT) -> None:
         """Rank 0: stay until the others know of the end, for the store may live in this process. Gives up quietly."""
@@ -70,12 +66,10 @@ class HandOver:
                 f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank 0 to hand over run {self._runs}; is "
                 "it alive, and can it be reached at MASTER_ADDR?"
             ) from error
-        message = json.loads(self._store.get(key))
-        if "exit_status" in message:
-            self._store.set(f"left/{self.rank}", "")
-            return int(message["exit_status"])
+        run: Mapping[str, Any] | int = json.loads(self._store.get(key))
         self._runs += 1
-        run: Mapping[str, Any] = message["run"]
+        if isinstance(run, int):
+            self._store.set(f"left/{self.rank}", "")
         return run
 
     def report_outcome(self, succeeded: bool) -> None:

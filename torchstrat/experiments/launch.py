@@ -160,7 +160,7 @@ class _Rank:
         except self.caught as error:
             status = _fail(error)
         finally:
-            self.hand_over.publish_end(status)
+            self.hand_over.publish(status)
         self.hand_over.wait_until_read()
         return status
 

@@ -1,27 +1,31 @@
-"""Synchronous training and evaluation: the README's loop, with bookkeeping around it.
+"""Synchronous training and evaluation: the README's step and loop, with bookkeeping around them.
 
 Nothing in here depends on which strategy was chosen, on how many replicas there are, or on who started the processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import torchstrat as ts
 from torchstrat.config import ExperimentConfig, require
-from torchstrat.experiments import build, data
+from torchstrat.experiments import build, data, targets
 from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of
+from torchstrat.experiments.data import Examples, Loss
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.objectives import Batch, loss_of, measure, scores_of, step_of
 from torchstrat.experiments.position import Position
 from torchstrat.experiments.programs import StepTraffic, programs_of, told
 from torchstrat.experiments.report import FolderReport, Report
+
+Batch = tuple[Any, torch.Tensor]
+"""Inputs, a tensor or a nest of tensors as the model takes them, and labels."""
 
 
 def train(run: Run) -> None:
@@ -42,11 +46,11 @@ def train(run: Run) -> None:
         require_enough_rows(config, examples, replicas, "replicas")
         report = report_of(run, examples, f"×{replicas}" if logical == 1 else f"{replicas}×{logical}")
         with closing(report), checkpoints_of(run) as checkpoints:
-            training = Training(config, examples, strategy, report, checkpoints, run.folder)
+            training = Training(run, examples, strategy, report, checkpoints)
             SynchronousLoop(training).run(processes=run.plan.size if run.plan else 1)
 
 
-def report_of(run: Run, examples: data.Examples, size: str) -> Report:
+def report_of(run: Run, examples: Examples, size: str) -> Report:
     """``size``: of the run, for its title, which stands before everything that it says."""
     if run.plan is not None and run.plan.rank > 0:
         return Report()
@@ -54,12 +58,12 @@ def report_of(run: Run, examples: data.Examples, size: str) -> Report:
     return FolderReport(run.folder, run.config, run.resolved, planned_steps(run.config, examples), title)
 
 
-def planned_steps(config: ExperimentConfig, examples: data.Examples) -> int:
+def planned_steps(config: ExperimentConfig, examples: Examples) -> int:
     steps = config.epochs * -(-len(examples.train) // config.global_batch)
     return min(steps, config.max_steps or steps)
 
 
-def require_enough_rows(config: ExperimentConfig, examples: data.Examples, learners: int, what: str) -> None:
+def require_enough_rows(config: ExperimentConfig, examples: Examples, learners: int, what: str) -> None:
     """Raise `InvalidArgumentError` if one of so many ``what`` would never get a row, or no row is held out."""
     name = config.name_of("data")
     require(
@@ -73,18 +77,10 @@ def require_enough_rows(config: ExperimentConfig, examples: data.Examples, learn
 class Training:
     """What both loops hold of a run on one process: its parts, and where it is."""
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        examples: data.Examples,
-        strategy: Any,
-        report: Report,
-        checkpoints: Checkpoints | None = None,
-        folder: Path = Path(),
-    ) -> None:
-        self.config, self.examples, self.strategy = config, examples, strategy
-        self.report, self.checkpoints = report, checkpoints or Checkpoints(config)
-        self.position = Position(config, folder)
+    def __init__(self, run: Run, examples: Examples, strategy: Any, report: Report, checkpoints: Checkpoints) -> None:
+        self.config = config = run.config
+        self.examples, self.strategy, self.report, self.checkpoints = examples, strategy, report, checkpoints
+        self.position = Position(config, run.folder)
         self.loss = loss_of(config, examples)
         self._planned_steps = planned_steps(config, examples)
         self._last: dict[str, Any] = {}
@@ -210,3 +206,64 @@ class SynchronousLoop:
         scores, rows = scores_of(measured), len(training.examples.test)
         assert scores["rows"] == rows, f"counted {scores['rows']} of {rows} rows"
         return scores
+
+
+def loss_of(config: ExperimentConfig, examples: Examples) -> Loss:
+    """The configuration's loss, or that of the data."""
+    loss: Loss = targets.make("loss", config.loss) if config.loss else examples.loss
+    return loss
+
+
+def step_of(
+    config: ExperimentConfig, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
+) -> Callable[[Batch], torch.Tensor]:
+    """The configuration's step for ``strategy.run``, or `make_train_step`'s."""
+    call = config.step or {"_target_": f"{__name__}.{make_train_step.__name__}"}
+    step: Callable[[Batch], torch.Tensor] = targets.make("step", call, model=model, optimizer=optimizer, loss=loss)
+    return step
+
+
+def make_train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> Callable[[Batch], torch.Tensor]:
+    """The README's step: a batch → the mean loss before the update."""
+
+    def train_step(batch: Batch) -> torch.Tensor:
+        inputs, labels = batch
+        optimizer.zero_grad()
+        value = loss(model(inputs), labels)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return train_step
+
+
+def measure(loss: Loss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sums over a batch's rows, of: the loss, right answers, 1.
+
+    Answers are right or wrong where labels are classes, else nan: outputs ``(batch, classes, …)``, labels
+    ``(batch, …)`` integers.
+    """
+    rows = len(labels)
+    total = loss(outputs, labels) * rows
+    correct = torch.full_like(total, math.nan)
+    if not labels.is_floating_point() and outputs.ndim == labels.ndim + 1:
+        correct = (outputs.argmax(dim=1) == labels).sum().to(total.dtype) * (rows / max(labels.numel(), 1))
+    return torch.stack([total, correct, torch.full_like(total, rows)])
+
+
+def scores_of(measured: torch.Tensor) -> dict[str, Any]:
+    """``loss`` and ``accuracy`` in the mean over the ``rows``, of which there must be one; no ``accuracy`` is None.
+
+    ``measured``: what `measure` returned, summed over all batches.
+    """
+    loss, correct, rows = measured.tolist()
+    return {"loss": loss / rows, "accuracy": None if math.isnan(correct) else correct / rows, "rows": round(rows)}
+
+
+def score(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> dict[str, Any]:
+    """`scores_of` a model that is whole in this process."""
+    measured = torch.zeros(3, dtype=torch.float64)
+    with torch.no_grad():
+        for inputs, labels in batches:
+            measured += measure(loss, model(inputs), labels)
+    return scores_of(measured)

@@ -27,8 +27,6 @@ class Position:
     def __init__(self, config: ExperimentConfig, folder: Path) -> None:
         self.step = 0
         """Steps taken."""
-        self.loss = 0.0
-        """Of the last one."""
         self.epoch = 1
         """The epoch under way; its evaluation may be all that is left of it."""
         self.rows = 0
@@ -52,7 +50,6 @@ class Position:
     def count(self, loss: float, rows: int) -> None:
         """A step was taken on so many rows, with this mean loss."""
         self.step += 1
-        self.loss = loss
         self.rows += rows
         self._loss_of_rows += loss * rows
 

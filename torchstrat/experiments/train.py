@@ -1,14 +1,29 @@
-"""One run, under whichever strategy: what ``scripts/train.py`` calls."""
+"""One run, under whichever strategy and in whichever role: what ``scripts/train.py`` calls.
+
+The evaluator's role is that of a process that ``TF_CONFIG`` makes one: the same command then evaluates a run's
+checkpoints. ``torchstrat launch --evaluator …`` starts it. So does anybody with ``TF_CONFIG='{"task": {"type":
+"evaluator"}}'``, beside any run that keeps checkpoints, on this machine or on another that sees their directory.
+Results are in the folder ``evaluation`` there, as `torchstrat.SidecarEvaluator` writes them; the scores are those of the
+training's own evaluation.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
-from torchstrat.experiments import asynchronous, evaluate, launch, loop
+from torchstrat.cluster_resolver import TFConfigClusterResolver
+from torchstrat.cluster_spec import EVALUATOR
+from torchstrat.config import require
+from torchstrat.evaluation import Evaluation, SidecarEvaluator
+from torchstrat.experiments import asynchronous, build, data, launch, loop
+from torchstrat.experiments.checkpoints import directory_of
 from torchstrat.experiments.launch import Run
+from torchstrat.experiments.loop import loss_of, planned_steps, score
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -32,9 +47,59 @@ def train(run: Run) -> None:
     config = run.config
     if config.cluster.threads_per_process is not None:
         torch.set_num_threads(config.cluster.threads_per_process)
-    if evaluate.is_evaluator():
-        evaluate.evaluate(run)
+    if is_evaluator():
+        evaluate(run)
     elif config.name_of("strategy") == "parameter_server":
         asynchronous.train(run)
     else:
         loop.train(run)
+
+
+def is_evaluator() -> bool:
+    """Whether the environment makes this process one. Raises `ClusterConfigError` for a malformed ``TF_CONFIG``."""
+    return TFConfigClusterResolver().task_type == EVALUATOR
+
+
+def evaluate(run: Run) -> None:
+    """Evaluate the run's checkpoints until its training has ended, in this process and on the CPU.
+
+    Raises:
+        InvalidArgumentError: the run keeps no checkpoints; they do not fit its settings; the data cannot be read; a
+            launcher started several processes.
+        CommunicationTimeoutError: no checkpoint came in time.
+    """
+    config = run.config
+    evaluators = run.plan.size if run.plan else 1
+    require(
+        evaluators == 1,
+        f"TF_CONFIG makes this process the evaluator, and torchrun started {evaluators} of them; start one.",
+    )
+    require(
+        config.keeps_checkpoints,
+        "TF_CONFIG makes this process the evaluator, and this run keeps no checkpoints to evaluate; set "
+        "checkpoint.every_steps.",
+    )
+    examples = data.load(config.data)
+    loss = loss_of(config, examples)
+    SidecarEvaluator(
+        lambda: build.model(config, examples),
+        examples.test_loader(config.global_batch),
+        directory_of(config),
+        evaluate_fn=lambda model, batches: _scores(model, batches, loss),
+        log_dir=directory_of(config) / "evaluation",  # they are results of those checkpoints and of no others
+        newest_only=config.evaluator.newest_only,
+        timeout=config.evaluator.timeout_seconds,
+        until_step=planned_steps(config, examples),
+        on_evaluation=None if config.progress == "off" else _say,
+        tensorboard=config.tensorboard,
+    ).start()
+
+
+def _scores(model: nn.Module, batches: Any, loss: data.Loss) -> dict[str, float]:
+    scores = score(model, batches, loss)
+    return {name: scores[name] for name in ("loss", "accuracy") if scores[name] is not None}
+
+
+def _say(evaluation: Evaluation, _model: nn.Module) -> None:
+    numbers = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
+    print(f"evaluation of step {evaluation.step}: {numbers}", file=sys.stderr, flush=True)
