@@ -24,7 +24,7 @@ from torchstrat.experiments import asynchronous, data, loop
 from torchstrat.experiments.asynchronous import AsynchronousLoop, LoaderOrder
 from torchstrat.experiments.checkpoints import Checkpoints
 from torchstrat.experiments.launch import Run
-from torchstrat.experiments.parameter_server_cluster import ClusterSize, given_resolver, local_cluster, serve
+from torchstrat.experiments.parameter_server_cluster import ClusterSize, cluster_of, given_resolver, serve
 from torchstrat.experiments.report import Report
 
 SENT_AS_REFERENCES = (torch.nn.Module, torch.optim.Optimizer)
@@ -244,7 +244,7 @@ class TestCluster:
         monkeypatch.setattr("torchstrat.launch.Cluster", FakeCluster)
         with (
             contextlib.suppress(ParameterServerUnavailable),
-            local_cluster(ClusterSize(3, 1), keep_pages=False) as resolver,
+            cluster_of(None, ClusterSize(3, 1), keep_pages=False) as resolver,
         ):
             assert resolver is FakeCluster.resolver
             assert events == [(3, 1, False)]
@@ -269,8 +269,8 @@ class TestCluster:
         ("environment", "cluster", "plan", "message"),
         [
             (None, "auto", ProcessPlan(0, 2, 0, 2, "env://", False, "rank 0"), "torchrun started 2 equal processes"),
-            (None, "torchrun", None, "cluster=torchrun, but strategy=parameter_server .* none, as here"),
-            (described(), "local", None, "cluster=local, but .* the cluster that TF_CONFIG describes"),
+            (None, "torchrun", None, "cluster=torchrun, but strategy=parameter_server .* TF_CONFIG describes none"),
+            (described(), "local", None, "cluster=local, but .* TF_CONFIG describes one"),
         ],
     )
     def test_starts_that_do_not_fit(self, monkeypatch, environment, cluster, plan, message):

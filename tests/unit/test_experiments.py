@@ -14,8 +14,7 @@ from torchstrat.cluster import ProcessPlan
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.experiments import build, targets
 from torchstrat.experiments.metrics_file import read_metrics
-from torchstrat.experiments.programs import programs_of, told
-from torchstrat.experiments.report import FolderReport, Progress
+from torchstrat.experiments.report import FolderReport, Progress, programs_of, told
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
 
 ALONE = None
@@ -398,7 +397,9 @@ def test_what_a_run_was_compiled_to_is_told(tmp_path, capsys):
     config = schema.ExperimentConfig(progress="off", tensorboard=False)
     report = FolderReport(tmp_path, config, {}, 1, "a run")
     report.tell(**record)
-    report.devices(told(record), sharding)
+    for line in told(record):
+        report.say(line)
+    report.sharding(sharding)
     report.close()
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == [

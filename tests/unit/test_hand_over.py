@@ -6,8 +6,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+pytest.importorskip("hydra")
+
 from torchstrat.errors import CommunicationTimeoutError
-from torchstrat.experiments.hand_over import HandOver
+from torchstrat.experiments.launch import HandOver
 
 SOON = timedelta(seconds=0.2)
 LATER = timedelta(seconds=30)

@@ -1,8 +1,8 @@
 """Asynchronous training on parameter servers: the coordinator's loop around the step of the synchronous one.
 
 The coordinator schedules ``train_step`` and trains nothing itself. It sends the training data set to the workers (one
-that reads files sends their names) and leases its rows to them, a batch for each step: a fast worker takes more of them than a slow one, one that is lost leaves its rows to another, and an
-epoch sees every row exactly once.
+that reads files sends their names) and leases its rows to them, a batch for each step: a fast worker takes more of them
+than a slow one, one that is lost leaves its rows to another, and an epoch sees every row exactly once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -25,17 +25,14 @@ from torchstrat.experiments.loop import Batch, Training, report_of, require_enou
 from torchstrat.experiments.parameter_server_cluster import (
     ClusterSize,
     ParameterServers,
+    cluster_of,
     given_resolver,
-    local_cluster,
     serve,
 )
 
 _AHEAD_PER_WORKER = 64
 """Steps that are scheduled before the oldest one's result is asked for: enough to keep a worker busy, and few enough
 that a failure or ``max_steps`` does not leave a queue behind."""
-
-_LEAST_AHEAD_PER_WORKER = 2
-"""However long a step takes: one that runs, and one that comes next."""
 
 
 def train(run: Run) -> None:
@@ -53,15 +50,16 @@ def train(run: Run) -> None:
     size = ClusterSize(chosen.workers, chosen.servers) if given is None else ClusterSize.of(given.cluster_spec())
     examples = data.load(config.data)
     require_enough_rows(config, examples, size.workers, "workers")
-    started = local_cluster(size, keep_pages=chosen.keep_pages)
-    with started if given is None else nullcontext(given) as resolver:
-        with closing(chosen.strategy(resolver, size.servers)) as strategy:
-            from torchstrat.parameter_server.coordinator import ClusterCoordinator  # imports torch.distributed.rpc
+    with (
+        cluster_of(given, size, keep_pages=chosen.keep_pages) as resolver,
+        closing(chosen.strategy(resolver, size.servers)) as strategy,
+    ):
+        from torchstrat.parameter_server.coordinator import ClusterCoordinator  # imports torch.distributed.rpc
 
-            coordinator = ClusterCoordinator(strategy)
-            with closing(report_of(run, examples, f"({size})")) as report, checkpoints_of(run) as checkpoints:
-                training = Training(run, examples, strategy, report, checkpoints)
-                AsynchronousLoop(training, coordinator, size).run()
+        coordinator = ClusterCoordinator(strategy)
+        with closing(report_of(run, examples, f"({size})")) as report, checkpoints_of(run) as checkpoints:
+            training = Training(run, examples, strategy, report, checkpoints)
+            AsynchronousLoop(training, coordinator, size).run()
 
 
 class AsynchronousLoop:
@@ -74,18 +72,23 @@ class AsynchronousLoop:
         self._timeout = timedelta(seconds=training.config.cluster.timeout_seconds)
 
     def run(self) -> None:
-        strategy, train_step = self._strategy, self._training.train_step
+        config, examples, strategy = self._config, self._training.examples, self._strategy
+        train_step = self._training.train_step
 
         def worker_step(batch: Batch) -> tuple[float, int]:
             """Runs on a worker: the loss of a batch, and the batch's rows."""
             loss = strategy.run(train_step, args=(batch,))
             return float(loss), len(batch[1])
 
-        leased = self._leased_rows()
+        # In batches and in an order like those of a run on one device.
+        loader = examples.train_loader(config.global_batch, config.seed, workers=0)
+        leased = self._coordinator.create_leased_dataset(
+            examples.train, config.global_batch, shuffle=LoaderOrder(loader), collate_fn=loader.collate_fn
+        )
         self._training.begin(leased)
         self._checkpoints.restore_on_server_loss(self._coordinator, self._position)
         epoch = self._position.epoch
-        while epoch <= self._config.epochs:
+        while epoch <= config.epochs:
             try:
                 self._epoch(epoch, worker_step, leased)
             except WentBack:
@@ -96,14 +99,6 @@ class AsynchronousLoop:
             epoch += 1
         self._training.end(processes=1 + self._size.workers + self._size.servers, replicas=self._size.workers)
 
-    def _leased_rows(self) -> Any:
-        """The training rows, in batches and in an order like those of a run on one device."""
-        config, examples = self._config, self._training.examples
-        loader = examples.train_loader(config.global_batch, config.seed, workers=0)
-        return self._coordinator.create_leased_dataset(
-            examples.train, config.global_batch, shuffle=LoaderOrder(loader), collate_fn=loader.collate_fn
-        )
-
     def _epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
         try:
             self._train_epoch(epoch, worker_step, leased)
@@ -113,7 +108,12 @@ class AsynchronousLoop:
         names = ("rows", "handed_out", "finished", "repeated", "returned", "lost")
         counts = {name: getattr(leased.ledger, name) for name in names}
         self._training.report.tell("ledger", step=self._position.step, epoch=epoch, **counts)
-        self._training.evaluated(**self._evaluate())
+        model = self._training.model
+        self._strategy.extended.pull(model)  # the servers' values of this moment, to be scored here
+        model.eval()
+        test_batches = self._training.examples.test_loader(self._config.global_batch)
+        self._training.evaluated(**score(model, test_batches, self._training.loss))
+        model.train()
 
     def _train_epoch(self, epoch: int, worker_step: Callable[..., Any], leased: Any) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
@@ -166,16 +166,8 @@ class AsynchronousLoop:
         most = _AHEAD_PER_WORKER * workers
         if drain_seconds is None or not steps:
             return most
-        return max(min(most, int(drain_seconds * steps / max(seconds, 1e-9))), _LEAST_AHEAD_PER_WORKER * workers)
-
-    def _evaluate(self) -> dict[str, Any]:
-        """Scores over the held-out rows, computed here with the servers' values of this moment."""
-        training = self._training
-        self._strategy.extended.pull(training.model)
-        training.model.eval()
-        scores = score(training.model, training.examples.test_loader(self._config.global_batch), training.loss)
-        training.model.train()
-        return scores
+        least = 2 * workers  # however long a step takes: one that runs, and one that comes next
+        return max(min(most, int(drain_seconds * steps / max(seconds, 1e-9))), least)
 
 
 class LoaderOrder:

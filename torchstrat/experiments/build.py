@@ -169,20 +169,19 @@ def computation_shape(mesh_shape: Sequence[int], logical_devices: int) -> list[i
 
 def create(name: str, config: ExperimentConfig, **options: Any) -> Strategy:
     """The strategy of that name in the registry, with what every one is told."""
-    built: Strategy = registry.create(
+    return registry.create(
         name,
         gradient_reduce_op=config.strategy.get("gradient_reduce_op", "mean"),
         timeout=timedelta(seconds=config.cluster.timeout_seconds),
         **options,
     )
-    return built
 
 
 def ignore_replicas(config: ExperimentConfig, plan: ProcessPlan | None, replicas: int | None, why: str) -> None:
     """Say that ``strategy.replicas`` has no effect: a sweep over strategies sets it for those that have it."""
     if replicas not in (None, 1) and (plan is None or plan.rank == 0):
-        name = config.name_of("strategy")
-        print(f"strategy={name}: strategy.replicas={replicas} is ignored, {why}", file=sys.stderr, flush=True)
+        ignored = f"strategy={config.name_of('strategy')}: strategy.replicas={replicas} is ignored, {why}"
+        print(ignored, file=sys.stderr, flush=True)
 
 
 def rules(config: ExperimentConfig, mesh: Sequence[int], given: dict[str, Any] | None) -> Any:

@@ -134,7 +134,7 @@ class Checkpoints:
         asynchronous = self._config.checkpoint.asynchronous and not self._stops
         self._manager.save(self._checkpoint, position.step, asynchronous=asynchronous)
         if self._stops:
-            self._report.interrupted(position.step, self._manager.directory)
+            self._report.say(f"told to end; saved after step {position.step} in {self._manager.directory}")
             raise RunAgain
 
     def restore_on_server_loss(self, coordinator: Any, position: Position) -> None:

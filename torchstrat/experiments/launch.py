@@ -1,7 +1,9 @@
 """One command, one Hydra: rank 0 composes, sweeps and writes Hydra's files; the other ranks follow.
 
 Started without a launcher, this process is rank 0 of one. Under ``torchrun`` every rank calls `main`; they meet before
-Hydra is entered, hence before any folder exists, and each run is handed over (`hand_over`) before it begins.
+Hydra is entered, hence before any folder exists, and each run is handed over (`HandOver`) before it begins. Composing
+on every rank would give each its own run folder (ranks start seconds apart, so ``${now:}`` differs) and, in a sweep, as
+many announcements as there are ranks.
 
 Errors made on purpose (`TorchstratError`, Hydra's own) end as one line on stderr, said once, and a non-zero exit
 status; a sweep goes on with its other runs where every rank failed alike. ``HYDRA_FULL_ERROR=1`` shows tracebacks.
@@ -10,11 +12,13 @@ status; a sweep goes on with its other runs where every rank failed alike. ``HYD
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.collectives.fresh_store import fresh_store
-from torchstrat.errors import TorchstratError
+from torchstrat.errors import CommunicationTimeoutError, TorchstratError
 from torchstrat.experiments import targets
-from torchstrat.experiments.hand_over import MEETING_TIMEOUT, HandOver
 from torchstrat.experiments.report import show_sweep
 from torchstrat.launcher import launched_plan
 from torchstrat.preemption import EXIT_CODE
@@ -39,6 +42,15 @@ from torchstrat.preemption import EXIT_CODE
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _ON_PURPOSE = (TorchstratError, HydraException, OmegaConfBaseException)
 """Errors whose message says it all. Any other leaves with its traceback."""
+
+MEETING_TIMEOUT = timedelta(minutes=10)
+"""Until every rank has been started. Machines of one job can be minutes apart."""
+
+HAND_OVER_TIMEOUT = timedelta(minutes=10)
+"""From the end of one run to the next: rank 0 draws a picture and composes a configuration in between."""
+
+OUTCOME_TIMEOUT = timedelta(seconds=10)
+"""From one rank's failure to that of another, when both have the same cause."""
 
 
 @dataclass(frozen=True)
@@ -255,3 +267,62 @@ def _explain(error: Exception) -> str:
     if isinstance(error.__cause__, OmegaConfBaseException):
         messages.append(str(error.__cause__).partition("full_key:")[0])  # then come OmegaConf's own type names
     return " ".join(" ".join(messages).split())
+
+
+class HandOver:
+    """How rank 0 hands runs to the others. Each of its methods has its counterpart there, in the same order.
+
+    The messages are JSON, so nothing that arrives is executed. ``store``: one that nobody has written to.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self._size = size
+        self._runs = 0
+
+    def publish(self, run: Mapping[str, Any] | int) -> None:
+        """Rank 0: hand a run to the others, or the exit status after the last one. Does not wait for them."""
+        self._store.set(f"run/{self._runs}", json.dumps(run))
+        self._runs += 1
+
+    def wait_until_read(self, timeout: timedelta = OUTCOME_TIMEOUT) -> None:
+        """Rank 0: stay until the others know of the end, for the store may live in this process. Gives up quietly."""
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([f"left/{rank}" for rank in range(1, self._size)], timeout)
+
+    def receive(self, timeout: timedelta = HAND_OVER_TIMEOUT) -> Mapping[str, Any] | int:
+        """The others: wait for the next run, or for the exit status after the last one.
+
+        Raises:
+            CommunicationTimeoutError: rank 0 said neither within ``timeout``.
+        """
+        key = f"run/{self._runs}"
+        try:
+            self._store.wait([key], timeout)
+        except RuntimeError as error:
+            raise CommunicationTimeoutError(
+                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank 0 to hand over run {self._runs}; is "
+                "it alive, and can it be reached at MASTER_ADDR?"
+            ) from error
+        run: Mapping[str, Any] | int = json.loads(self._store.get(key))
+        self._runs += 1
+        if isinstance(run, int):
+            self._store.set(f"left/{self.rank}", "")
+        return run
+
+    def report_outcome(self, succeeded: bool) -> None:
+        """Say how the current run ended here, for `failed` elsewhere."""
+        self._store.set(f"outcome/{self._runs - 1}/{self.rank}", json.dumps(succeeded))
+
+    def failed(self, rank: int, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
+        """Whether the current run ended in an error on that rank. If not, it may wait for ranks that gave up."""
+        key = f"outcome/{self._runs - 1}/{rank}"
+        try:
+            self._store.wait([key], timeout)
+        except RuntimeError:
+            return False
+        return json.loads(self._store.get(key)) is False
+
+    def everyone_failed(self, timeout: timedelta = OUTCOME_TIMEOUT) -> bool:
+        return all(self.failed(rank, timeout) for rank in range(self._size))

@@ -6,7 +6,7 @@ Nothing in here depends on which strategy was chosen, on how many replicas there
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -21,8 +21,7 @@ from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of
 from torchstrat.experiments.data import Examples, Loss
 from torchstrat.experiments.launch import Run
 from torchstrat.experiments.position import Position
-from torchstrat.experiments.programs import StepTraffic, programs_of, told
-from torchstrat.experiments.report import FolderReport, Report
+from torchstrat.experiments.report import FolderReport, Report, StepTraffic, programs_of, told
 
 Batch = tuple[Any, torch.Tensor]
 """Inputs, a tensor or a nest of tensors as the model takes them, and labels."""
@@ -65,12 +64,8 @@ def planned_steps(config: ExperimentConfig, examples: Examples) -> int:
 
 def require_enough_rows(config: ExperimentConfig, examples: Examples, learners: int, what: str) -> None:
     """Raise `InvalidArgumentError` if one of so many ``what`` would never get a row, or no row is held out."""
-    name = config.name_of("data")
-    require(
-        len(examples.train) >= learners,
-        f"data={name} has {len(examples.train)} training rows for {learners} {what}; at least one row for each is "
-        "needed.",
-    )
+    name, rows = config.name_of("data"), len(examples.train)
+    require(rows >= learners, f"data={name} has {rows} training rows for {learners} {what}; each needs one at least.")
     require(len(examples.test) > 0, f"data={name} has no held-out rows; hold out one at least.")
 
 
@@ -97,8 +92,7 @@ class Training:
 
     def begin(self, rows: Any) -> None:
         """``rows``: the distributed or leased data set, whose place is saved and restored with the rest."""
-        objects = {"model": self.model, "optimizer": self.optimizer, "data": rows}
-        self.checkpoints.begin(self.position, self.report, **objects)
+        self.checkpoints.begin(self.position, self.report, model=self.model, optimizer=self.optimizer, data=rows)
 
     def count(self, loss: float, rows: int) -> None:
         """A step was taken."""
@@ -164,14 +158,17 @@ class SynchronousLoop:
         programs = programs_of(strategy) or self._traffic.record()
         if programs is not None:
             training.report.tell(**programs)
-            training.report.devices(told(programs), ts.explain_sharding(training.model, strategy=strategy))
+            for line in told(programs):
+                training.report.say(line)
+            training.report.sharding(ts.explain_sharding(training.model, strategy=strategy))
 
     def _train_epoch(self, epoch: int, batches: Any) -> None:
         """Train on the rows that are left of the epoch, or until ``max_steps``."""
         training, strategy, position = self._training, self._strategy, self._training.position
         training.model.train()
         position.begin_epoch(epoch)
-        for batch, rows in self._batches_left(batches):
+        for batch in () if training.is_over else batches:  # over already: a run that is gone on with at its end
+            rows = min(training.config.global_batch, len(training.examples.train) - position.rows)
             per_replica = self._traffic.of_step(partial(strategy.run, training.train_step, args=(batch,)))
             training.count(float(strategy.reduce("mean", per_replica, axis=None)), rows)
             if position.step == training.config.snapshot_after_steps:
@@ -181,15 +178,6 @@ class SynchronousLoop:
             if training.is_over:
                 break
         position.end_epoch()
-
-    def _batches_left(self, batches: Any) -> Iterator[tuple[Any, int]]:
-        """The batches, each with its number of rows. None for a run that was over already and is gone on with."""
-        if not self._training.is_over:
-            yield from zip(batches, self._rows_of_batches(), strict=True)
-
-    def _rows_of_batches(self) -> Iterator[int]:
-        rows, global_batch = len(self._training.examples.train), self._training.config.global_batch
-        return (min(global_batch, rows - begin) for begin in range(self._training.position.rows, rows, global_batch))
 
     def _evaluate(self, batches: Any) -> dict[str, Any]:
         """Scores over every held-out row, each counted once whatever the number of replicas."""

@@ -113,8 +113,7 @@ class ConvNet(nn.Sequential):
         halvings = len(channels) - 1
         require(
             min(height, width) >= 2**halvings,
-            f"model.channels={[*channels]} halves the image {halvings} times, and {height}×{width} is too small for "
-            "that; use fewer channels.",
+            f"model.channels={[*channels]} halves {height}×{width} images {halvings} times; use fewer channels.",
         )
         layers: list[nn.Module] = []
         for index, (inputs, outputs) in enumerate(pairwise([depth, *channels])):

@@ -97,15 +97,18 @@ def given_resolver(cluster: ClusterConfig, plan: ProcessPlan | None) -> ClusterR
     )
     require(
         cluster.name != ("local" if is_given else "torchrun"),
-        f"cluster={cluster.name}, but strategy=parameter_server uses the cluster that TF_CONFIG describes, and starts "
-        f"one where it describes {'none; here it does' if is_given else 'none, as here'}; use cluster=auto.",
+        f"cluster={cluster.name}, but strategy=parameter_server uses the cluster that TF_CONFIG describes, or starts "
+        f"one, and TF_CONFIG describes {'one' if is_given else 'none'}; use cluster=auto.",
     )
     return given if is_given else None
 
 
 @contextmanager
-def local_cluster(size: ClusterSize, *, keep_pages: bool) -> Iterator[ClusterResolver]:
-    """A cluster of processes on this machine, as long as the context lasts. Says so on stderr."""
+def cluster_of(given: ClusterResolver | None, size: ClusterSize, *, keep_pages: bool) -> Iterator[ClusterResolver]:
+    """The one given, or one of processes on this machine, as long as the context lasts. Says so on stderr."""
+    if given is not None:
+        yield given
+        return
     from torchstrat.launch import Cluster  # nothing that synchronous runs need
 
     print(f"no cluster in the environment: starting {size} on this machine", file=sys.stderr, flush=True)

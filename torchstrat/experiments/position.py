@@ -14,8 +14,6 @@ from torchstrat.experiments import targets
 
 _FIXED = ("model", "data", "optimizer", "loss", "step")
 """Calls without which the rest of a run would not be that of the run that was begun."""
-_FREE = ("data.workers", "data.folder")
-"""Settings within those that change no number."""
 
 
 class Position:
@@ -125,7 +123,8 @@ def _settings(config: ExperimentConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"seed": config.seed, "data.global_batch": config.global_batch}
     for group in _FIXED:
         settings |= {f"{group}.{key}": value for key, value in getattr(config, group).items()}
-    copied: dict[str, Any] = json.loads(json.dumps({key: settings[key] for key in settings if key not in _FREE}))
+    settings.pop("data.workers", None)  # changes no number
+    copied: dict[str, Any] = json.loads(json.dumps(settings))
     return copied
 
 

@@ -24,8 +24,9 @@ evaluation       ``step``, ``epoch``, ``train_loss`` (mean over the epoch), and 
 result           ``strategy``, ``data``, ``processes``, ``replicas``, ``logical_devices`` (of each replica),
                  ``steps``, ``training_seconds``, ``examples_per_second`` (without the first epoch, if there was a
                  second), and of the last evaluation ``train_loss``, ``loss``, ``accuracy``
-programs,        `torchstrat.experiments.programs`
-logical_devices
+programs         as `programs_of` says, with ``strategy=tpu``
+logical_devices  ``replicas``, ``logical_devices``, and ``sent_bytes_per_step`` by each process to the other logical
+                 devices of its replica, in the mean training step
 ===============  ===================================================================================================
 
 A run that goes on with an earlier one (``resume=auto``) begins with that one's record up to where it goes on, so that
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +48,8 @@ import torch
 from torchstrat.config import ExperimentConfig
 from torchstrat.experiments.metrics_file import MetricsFile, Record, read_metrics, read_records, records_until
 from torchstrat.sharding.explain import Explanation
+from torchstrat.strategies.tpu import TPUStrategy
+from torchstrat.strategy import Strategy
 
 _SCALARS = {
     "step": {"loss": "loss", "examples_per_second": "examples_per_second"},
@@ -68,11 +71,11 @@ class Report:
     def parameters(self, name: str, state: Mapping[str, Any]) -> None:
         """A ``state_dict`` of CPU tensors, kept as ``<name>.pt``."""
 
-    def devices(self, lines: list[str], sharding: Explanation) -> None:
-        """After the result, for people: what devices did, and what each of them held of the parameters."""
+    def say(self, text: str) -> None:
+        """A line for people."""
 
-    def interrupted(self, step: int, checkpoints: Path) -> None:
-        """The run was told to end, and its checkpoint of this step is in that directory."""
+    def sharding(self, sharding: Explanation) -> None:
+        """After the result: what each device held of the parameters."""
 
     def flush(self) -> None:
         """Return when all that was reported is on the disk."""
@@ -109,10 +112,10 @@ class FolderReport(Report):
         if earlier is None:
             return
         self._progress.go_on(step)
-        self._say(f"goes on after step {step}, from {checkpoint}")
+        self.say(f"goes on after step {step}, from {checkpoint}")
         steps = sum(record["event"] == "step" for record in kept)
         if steps != step:
-            self._say(f"{earlier} has the record of {steps} of these {step} steps; the others are missing in this one")
+            self.say(f"{earlier} has the record of {steps} of these {step} steps; the others are missing in this one")
         for file in earlier.glob("parameters_after_step_*.pt"):
             if file.parent != self._folder.resolve() and int(file.stem.rpartition("_")[2]) <= step:
                 shutil.copyfile(file, self._folder / file.name)
@@ -128,22 +131,17 @@ class FolderReport(Report):
         elif event == "result":
             self._progress.close()
             rate = f"{record['examples_per_second']:,.0f} examples/s"
-            self._say(f"{shown_accuracy(record, ', ')}loss {record['loss']:.4f}, {rate} → {self._folder}")
+            self.say(f"{shown_accuracy(record, ', ')}loss {record['loss']:.4f}, {rate} → {self._folder}")
             if self._config.curves:
                 draw_curves(self._folder / "curves.png", {self._title: self._records})
 
     def parameters(self, name: str, state: Mapping[str, Any]) -> None:
         torch.save(dict(state), self._folder / f"{name}.pt")
 
-    def devices(self, lines: list[str], sharding: Explanation) -> None:
-        for line in [*lines, sharding.totals()]:
-            self._say(line)
+    def sharding(self, sharding: Explanation) -> None:
+        self.say(sharding.totals())
         if self._config.curves:
             sharding.save_png(self._folder / "sharding.png")
-
-    def interrupted(self, step: int, checkpoints: Path) -> None:
-        self._progress.close()
-        self._say(f"told to end; saved after step {step} in {checkpoints}")
 
     def flush(self) -> None:
         self._metrics.flush()
@@ -153,7 +151,7 @@ class FolderReport(Report):
         self._metrics.close()
         self._close_tensorboard()
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         print(f"{self._title}: {text}", file=sys.stderr, flush=True)
 
     def _remember(self, record: Record) -> None:
@@ -182,10 +180,8 @@ class Progress:
         if kind == "auto":
             kind = "bar" if stream.isatty() else "lines"
         self._stream, self._kind, self._title = stream, kind, title
-        is_bar = kind == "bar"
-        self._bar = tqdm(
-            total=total_steps, desc=title, unit="step", file=stream, dynamic_ncols=True, disable=not is_bar
-        )
+        look = {"desc": title, "unit": "step", "file": stream, "dynamic_ncols": True}
+        self._bar = tqdm(total=total_steps, disable=kind != "bar", **look)
         self._shown: dict[str, str] = {}
 
     def go_on(self, step: int) -> None:
@@ -262,3 +258,65 @@ def show_sweep(runs: Sequence[tuple[Path, Sequence[str], bool]]) -> None:
         file = drawn[0].parent / "sweep.png"
         draw_curves(file, {folder.name: read_records(folder) for folder in drawn})
         print(f"curves: {file}", file=sys.stderr)
+
+
+def programs_of(strategy: Strategy) -> Record | None:
+    """What ``strategy`` has compiled so far; None if it is not one that compiles.
+
+    ``devices`` are those of the whole system; those that no replica uses compute along and count nothing.
+    ``compilations`` have the run that each was made for, counted from 0 over training and evaluation, and the reason.
+    """
+    if not isinstance(strategy, TPUStrategy):
+        return None
+    assignment = strategy.device_assignment
+    return {
+        "event": "programs",
+        "devices": assignment.topology.num_tasks * assignment.topology.num_tpus_per_task,
+        "replicas": assignment.num_replicas,
+        "logical_devices": assignment.num_cores_per_replica,
+        "compilations": [f"run {one.run}: {one.reason}" for one in strategy.compilations],
+    }
+
+
+class StepTraffic:
+    """Adds up what training steps send to other logical devices of a replica; what evaluation sends is left out."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy, self._traffic = strategy, strategy.extended.logical_traffic
+        self._steps = self._sent = 0
+
+    def of_step(self, step: Callable[[], Any]) -> Any:
+        """What ``step()`` returns."""
+        if self._traffic is None:  # replicas have one logical device, or nobody counts
+            return step()
+        before = self._traffic.total_bytes
+        returned = step()
+        self._steps, self._sent = self._steps + 1, self._sent + self._traffic.total_bytes - before
+        return returned
+
+    def record(self) -> Record | None:
+        """None where nothing was counted."""
+        if self._traffic is None:
+            return None
+        return {
+            "event": "logical_devices",
+            "replicas": self._strategy.num_replicas_in_sync,
+            "logical_devices": self._strategy.num_logical_devices,
+            "sent_bytes_per_step": self._sent // max(1, self._steps),
+        }
+
+
+def told(record: Record) -> list[str]:
+    """What `programs_of` or `StepTraffic.record` returned, for people."""
+    if record["event"] == "logical_devices":
+        size = f"{record['replicas']} × {record['logical_devices']} processes"
+        sent = f"{record['sent_bytes_per_step']:,} bytes per step"
+        return [f"{size}; each sent {sent} to the other logical devices of its replica"]
+    devices, replicas, logical = record["devices"], record["replicas"], record["logical_devices"]
+    idle, compilations = devices - replicas * logical, record["compilations"]
+    size = f"{_count(devices, 'device')}, {_count(replicas, 'replica')} × {_count(logical, 'logical device')}"
+    return [f"{size}{f', {idle} idle' if idle else ''}, {_count(len(compilations), 'compilation')}", *compilations]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

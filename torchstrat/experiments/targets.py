@@ -80,15 +80,14 @@ def locate(group: str, call: Mapping[str, Any]) -> Callable[..., Any]:
         f"{group}._target_=mine.make. Choose {group}=… or set it.",
     )
     try:
-        target = pkgutil.resolve_name(str(path))
+        target: Callable[..., Any] = pkgutil.resolve_name(str(path))
     except Exception as error:
         raise InvalidArgumentError(
             f"{group}._target_={path} cannot be imported: {type(error).__name__}: {error}. Python looks in the folder "
             "that the command is run in, in PYTHONPATH and among what is installed."
         ) from error
     require(callable(target), f"{group}._target_={path} is {target!r}; a function or a class is needed.")
-    found: Callable[..., Any] = target
-    return found
+    return target
 
 
 def arguments(group: str, call: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 The evaluator's role is that of a process that ``TF_CONFIG`` makes one: the same command then evaluates a run's
 checkpoints. ``torchstrat launch --evaluator …`` starts it. So does anybody with ``TF_CONFIG='{"task": {"type":
 "evaluator"}}'``, beside any run that keeps checkpoints, on this machine or on another that sees their directory.
-Results are in the folder ``evaluation`` there, as `torchstrat.SidecarEvaluator` writes them; the scores are those of the
-training's own evaluation.
+Results are in the folder ``evaluation`` there, as `torchstrat.SidecarEvaluator` writes them; the scores are those of
+the training's own evaluation.
 """
 
 from __future__ import annotations
@@ -69,23 +69,21 @@ def evaluate(run: Run) -> None:
         CommunicationTimeoutError: no checkpoint came in time.
     """
     config = run.config
-    evaluators = run.plan.size if run.plan else 1
-    require(
-        evaluators == 1,
-        f"TF_CONFIG makes this process the evaluator, and torchrun started {evaluators} of them; start one.",
-    )
-    require(
-        config.keeps_checkpoints,
-        "TF_CONFIG makes this process the evaluator, and this run keeps no checkpoints to evaluate; set "
-        "checkpoint.every_steps.",
-    )
+    who, evaluators = "TF_CONFIG makes this process the evaluator, and", run.plan.size if run.plan else 1
+    require(evaluators == 1, f"{who} torchrun started {evaluators} of them; start one.")
+    require(config.keeps_checkpoints, f"{who} this run keeps no checkpoints to evaluate; set checkpoint.every_steps.")
     examples = data.load(config.data)
     loss = loss_of(config, examples)
+
+    def scores(model: nn.Module, batches: Any) -> dict[str, float]:
+        found = score(model, batches, loss)
+        return {name: found[name] for name in ("loss", "accuracy") if found[name] is not None}
+
     SidecarEvaluator(
         lambda: build.model(config, examples),
         examples.test_loader(config.global_batch),
         directory_of(config),
-        evaluate_fn=lambda model, batches: _scores(model, batches, loss),
+        evaluate_fn=scores,
         log_dir=directory_of(config) / "evaluation",  # they are results of those checkpoints and of no others
         newest_only=config.evaluator.newest_only,
         timeout=config.evaluator.timeout_seconds,
@@ -93,11 +91,6 @@ def evaluate(run: Run) -> None:
         on_evaluation=None if config.progress == "off" else _say,
         tensorboard=config.tensorboard,
     ).start()
-
-
-def _scores(model: nn.Module, batches: Any, loss: data.Loss) -> dict[str, float]:
-    scores = score(model, batches, loss)
-    return {name: scores[name] for name in ("loss", "accuracy") if scores[name] is not None}
 
 
 def _say(evaluation: Evaluation, _model: nn.Module) -> None:
