@@ -40,7 +40,7 @@ from tests.matrix.lifetime_rows import COLUMNS as WIDTH
 from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
 from tests.matrix.table import RIGHT, Cell, Expected, known_wrong, observe, refused
-from torchstrat.errors import CommunicationError
+from torchstrat.errors import CommunicationError, UnsupportedError
 from torchstrat.parameter_server.travel import reach
 from torchstrat.parameter_server.wire import envelopes
 from torchstrat.parameter_server.worker.run import current_worker_index
@@ -68,7 +68,7 @@ def expected(row: str, column: str) -> Expected:
     if column == MANY:
         return RIGHT
     if row in ("models", "tables") and column == REPLACED:
-        return known_wrong("P-layers")
+        return known_wrong("P-layers", UnsupportedError)
     if row in ("models", "optimizers", "tables"):
         return known_wrong("P-models")
     if row in ("data sets", "iterators", "loader processes"):

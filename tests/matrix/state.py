@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented, known_wrong
+from torchstrat.errors import ReplicaDriftError
 from torchstrat.replicas import component_attributes, hyperparameters, renormed_rows
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.central.state import Entry
@@ -597,9 +598,9 @@ def _expected(row_name: str, column: str, place: str) -> Expected:
     if column == "after a run that raised":
         return known_wrong("B16")
     if column == "edited differently" and kind == "optimizer state" and place != OWNED:
-        return known_wrong("B51")
+        return known_wrong("B51", ReplicaDriftError)
     if column == "edited differently" and kind in ("training mode", "scheduler and scaler"):
-        return known_wrong("B52")
+        return known_wrong("B52", ReplicaDriftError)
     if column == "no rows" and (row_name == "requires_grad" or row_name in ATTRIBUTES):
         return known_wrong("B53")
     return RIGHT

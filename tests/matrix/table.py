@@ -42,9 +42,10 @@ def documented(reason: str, warns: str = "") -> Expected:
     return Expected("documented", reason, says=warns)
 
 
-def known_wrong(number: str) -> Expected:
-    """A strict expected failure; the table's ``causes`` has the number's cause."""
-    return Expected("open", number)
+def known_wrong(number: str, shows: type[Exception] = AssertionError) -> Expected:
+    """A strict expected failure; the table's ``causes`` has the number's cause. It shows as numbers that differ, or as
+    an error of this class, and as nothing else: a cell that comes to no end, or breaks, is wrong in another way."""
+    return Expected("open", number, shows)
 
 
 class Outcome(NamedTuple):
@@ -174,9 +175,7 @@ def observe(cell: Cell, fault: PlantedFault | None = None) -> Outcome:
 def misses(expected: Expected, outcomes: Sequence[Outcome]) -> str:
     """What is wrong with a cell that came to this in the processes of its place; empty if nothing is."""
     if expected.verdict == "open":
-        if all(outcome.kind == "right" for outcome in outcomes):
-            return f"{expected.reason} no longer shows here: make the cell right"
-        return ""
+        return _misses_known(expected, outcomes)
     if expected.verdict == "refused":
         return _misses_refusal(expected, outcomes)
     wrong = [f"process {rank}: {o.kind}: {o.text}" for rank, o in enumerate(outcomes) if o.kind != "right"]
@@ -186,6 +185,18 @@ def misses(expected: Expected, outcomes: Sequence[Outcome]) -> str:
     if expected.says and not any(re.search(expected.says, text, re.DOTALL) for text in said):
         return f"right, but no warning says {expected.says!r}; warned: {said}"
     return ""
+
+
+def _misses_known(expected: Expected, outcomes: Sequence[Outcome]) -> str:
+    assert expected.error is not None
+    if all(outcome.kind == "right" for outcome in outcomes):
+        return f"{expected.reason} no longer shows here: make the cell right"
+    others = [
+        f"process {rank}: {o.kind}: {o.text}"
+        for rank, o in enumerate(outcomes)
+        if o.kind != "right" and expected.error.__name__ not in o.classes
+    ]
+    return "\n".join([f"wrong in another way than {expected.reason}:", *others]) if others else ""
 
 
 def _misses_refusal(expected: Expected, outcomes: Sequence[Outcome]) -> str:

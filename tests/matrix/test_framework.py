@@ -42,6 +42,7 @@ def test_what_a_check_comes_to(check, kind):
 
 
 REFUSAL = refused(UnsupportedError, "no thing; use another", "not possible")
+DIFFERENT = Outcome("different", "0 is not 1", ("AssertionError",))
 SAYS_SO = Outcome("refused", "no thing; use another", ("UnsupportedError", "TorchstratError"))
 
 
@@ -59,8 +60,12 @@ SAYS_SO = Outcome("refused", "no thing; use another", ("UnsupportedError", "Torc
         (REFUSAL, [Outcome("right")], False),
         (documented("by agreement", "is not"), [Outcome("right", warned=("that is not so",))], True),
         (documented("by agreement", "is not"), [Outcome("right")], False),
-        (known_wrong("B5"), [Outcome("right"), Outcome("different", "0 is not 1")], True),
+        (known_wrong("B5"), [Outcome("right"), DIFFERENT], True),
         (known_wrong("B5"), [Outcome("right"), Outcome("right")], False),
+        (known_wrong("B5"), [DIFFERENT, Outcome("failed", "no end", ("RuntimeError",))], False),
+        (known_wrong("B5"), [SAYS_SO], False),
+        (known_wrong("B5", UnsupportedError), [Outcome("right"), SAYS_SO], True),
+        (known_wrong("B5", UnsupportedError), [DIFFERENT], False),
     ],
 )
 def test_verdicts(expected, outcomes, holds):
