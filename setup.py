@@ -44,6 +44,11 @@ DEV = [
     "sybil>=9.0",  # finds the blocks of code in docs/ that tests/docs runs
     "nbclient>=0.10",  # runs notebooks as Jupyter does
     "ipykernel>=6.29",  # the kernel that they run in
+    "coverage>=7.13",  # scripts/coverage: forked processes, and those that leave with os._exit, are measured too
+    # Operators for scripts/mutants. Of the two tools that are kept (the other is mutmut), this has them as a library:
+    # objects that say where in a file they act, and act. mutmut's come with its way to run tests: all mutants of a
+    # function in the file at once, switched by a variable, in forks of one process. Tests here start many.
+    "cosmic-ray>=8.7",
 ]
 
 DOCS_TOOLS = [
@@ -118,7 +123,7 @@ setup(
         "experiments": EXPERIMENTS,  # torchstrat train, scripts/train.py and scripts/demo
         "tpu": TPU,  # TPUStrategy
         "docs": DOCS_TOOLS,  # scripts/docs
-        "dev": DEV,  # scripts/test and scripts/check
+        "dev": DEV,  # scripts/test, scripts/check, scripts/coverage and scripts/mutants
         "programs": PROGRAMS,  # scripts/soak programs
     },
     # What has been run: on CPUs, Linux and no other system, these versions of Python.
