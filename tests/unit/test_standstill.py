@@ -183,3 +183,16 @@ def test_a_store_that_does_not_answer_says_nothing_until_it_does() -> None:
 
 def test_what_is_taken_away_while_it_is_asked_for_is_not_waited_for() -> None:
     assert said_at(TakenAwayStore(), "key") is None
+
+
+def test_a_note_is_heard_also_where_the_store_is_slow_to_answer(store: Any) -> None:
+    class SlowStore:
+        answers = threading.Event()
+
+        def clone(self) -> Any:
+            assert self.answers.wait(60)
+            return store
+
+    FailureBoard(StoreVisits(store), BOARD, 0).post("called reduce")
+    threading.Timer(0.8, SlowStore.answers.set).start()
+    assert FailureBoard(StoreVisits(SlowStore()), BOARD, 1).read([0], seconds=0.3) == {0: "called reduce"}

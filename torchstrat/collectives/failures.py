@@ -106,9 +106,13 @@ class FailureBoard:
             self.visit(lambda store: store.delete_key(_key(self._rank)), None)
 
     def read(self, ranks: Sequence[int], seconds: float = PATIENCE_SECONDS) -> dict[int, str]:
-        """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one."""
+        """The notes of ``ranks``; waits a little (``seconds``) for all of them to write one.
+
+        That the store takes its time to answer, on a machine that is busy, is not that they have written none.
+        """
         said: dict[int, str] = {}
-        self.visit(lambda store: collect(store, {_key(rank): rank for rank in ranks}, said, seconds), None, 2 * seconds)
+        keys = {_key(rank): rank for rank in ranks}
+        self.visit(lambda store: collect(store, keys, said, seconds), None, seconds + PATIENCE_SECONDS)
         return dict(said)
 
     def calls(self, place: str, own: str, ranks: Sequence[int]) -> dict[int, str]:
