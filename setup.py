@@ -45,9 +45,12 @@ DEV = [
     "nbclient>=0.10",  # runs notebooks as Jupyter does
     "ipykernel>=6.29",  # the kernel that they run in
     "coverage>=7.13",  # scripts/coverage: forked processes, and those that leave with os._exit, are measured too
-    # Operators for scripts/mutants. Of the two tools that are kept (the other is mutmut), this has them as a library:
-    # objects that say where in a file they act, and act. mutmut's come with its way to run tests: all mutants of a
-    # function in the file at once, switched by a variable, in forks of one process. Tests here start many.
+]
+
+MUTANTS = [
+    # Operators. Of the two tools that are kept (the other is mutmut), this has them as a library: objects that say
+    # where in a file they act, and act. mutmut's come with its way to run tests: all mutants of a function in the file
+    # at once, switched by a variable, in forks of one process. Tests here start many.
     "cosmic-ray>=8.7",
 ]
 
@@ -123,7 +126,8 @@ setup(
         "experiments": EXPERIMENTS,  # torchstrat train, scripts/train.py and scripts/demo
         "tpu": TPU,  # TPUStrategy
         "docs": DOCS_TOOLS,  # scripts/docs
-        "dev": DEV,  # scripts/test, scripts/check, scripts/coverage and scripts/mutants
+        "dev": DEV,  # scripts/test, scripts/check and scripts/coverage
+        "mutants": MUTANTS,  # scripts/mutants
         "programs": PROGRAMS,  # scripts/soak programs
     },
     # What has been run: on CPUs, Linux and no other system, these versions of Python.

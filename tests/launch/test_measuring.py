@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("coverage", reason="of the extra dev")
-pytest.importorskip("cosmic_ray", reason="of the extra dev")
+pytest.importorskip("cosmic_ray", reason="needs pip install -e .[mutants], as ./scripts/mutants does")
 
 from scripts.measuring.coverings import Covering, Coverings
 from scripts.measuring.drawing import draw

@@ -7,8 +7,7 @@ import textwrap
 
 import pytest
 
-pytest.importorskip("coverage", reason="of the extra dev")
-pytest.importorskip("cosmic_ray", reason="of the extra dev")
+pytest.importorskip("cosmic_ray", reason="needs pip install -e .[mutants], as ./scripts/mutants does")
 
 from scripts.measuring.coverings import Covering, test_of
 from scripts.measuring.drawing import Mutant, draw, weight_of
