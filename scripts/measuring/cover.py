@@ -40,7 +40,7 @@ class Counts:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="./scripts/coverage", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="./scripts/coverage", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--again", action="store_true", help="also run parts that have finished")
     parser.add_argument("--into", type=Path, default=DEFAULT_FOLDER, help="(default outputs/coverage)")
     parser.add_argument("--before", type=Path, help="totals.json of an earlier run: print both, fail if one fell")
