@@ -45,7 +45,7 @@ class Contexts:
         def run_in_test(workers: Workers, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
             return run(workers, InTest(self._test, function), *args, **options)
 
-        Workers.run = run_in_test  # type: ignore[method-assign]
+        Workers.run = run_in_test  # type: ignore[method-assign, assignment]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

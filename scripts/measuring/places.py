@@ -54,7 +54,8 @@ def _inside(tree: ast.Module) -> dict[int, str]:
 
 def first_line(statement: ast.stmt) -> int:
     """Decorators are before what Python takes for the first line."""
-    return min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(one.lineno for one in decorators)])
 
 
 def lines_to_cover(source: str, line: int) -> set[int]:
