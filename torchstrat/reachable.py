@@ -84,9 +84,9 @@ class Reached:
 class Start:
     """Where the walk from a step function begins: what it names, and its arguments.
 
-    Two equal starts mean an equal walk where ``is_closed``: what functions of the program's own name, which are called
-    by the step, counts as named by the step. Elsewhere the step reaches containers or objects of the user's own, whose
-    contents may have changed.
+    Two equal starts mean an equal walk where ``is_closed``. Elsewhere the step reaches containers or objects of the
+    user's own, whose contents may have changed. What the program's own functions name belongs to the start of a step
+    that names them.
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:

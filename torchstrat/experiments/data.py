@@ -161,10 +161,8 @@ def npz(
     ``test_fraction`` and ``split_seed``: as for `csv`; ``standardize`` shifts and scales all inputs alike.
     """
     try:
-        with (
-            Path(path).expanduser().open("rb") as stream,
-            np.load(stream, allow_pickle=False) as archive,
-        ):  # pickles run code
+        # Pickles run code.
+        with Path(path).expanduser().open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise InvalidArgumentError(
@@ -242,11 +240,12 @@ def _checked(source: str, inputs: Array, labels: Array, image_shape: list[int] |
     if image_shape is not None:
         inputs = inputs.reshape(len(inputs), *image_shape)
     bad = np.flatnonzero(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1))
-    require(not len(bad), f"{source}: row {bad[:1]} has a value that is not finite; {len(bad)} in all.")
+    if len(bad):
+        raise InvalidArgumentError(f"{source}: row {bad[0]} has a value that is not finite; {len(bad)} in all.")
     bad = np.flatnonzero(~(np.isfinite(labels) & (np.floor(labels) == labels) & (labels >= 0)))
-    require(
-        not len(bad),
-        f"{source}: the label of row {bad[:1]} is {labels[bad[:1]]}; class labels are the integers 0, 1, 2, …. Is "
-        "the right column or array named as the label?",
-    )
+    if len(bad):
+        raise InvalidArgumentError(
+            f"{source}: the label of row {bad[0]} is {labels[bad[0]]}; class labels are the integers 0, 1, 2, …. Is "
+            "the right column or array named as the label?"
+        )
     return inputs, labels.astype(np.int64)

@@ -222,7 +222,8 @@ def draw_curves(file: Path, runs: Mapping[str, Sequence[Record]]) -> None:
     for axes, event, value in ((losses, "step", "loss"), (scores, "evaluation", "accuracy")):
         for name, records in runs.items():
             points = [(one["step"], one[value]) for one in records if one["event"] == event and one[value] is not None]
-            axes.plot(*zip(*points, strict=True), label=name) if points else None
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name)
         axes.grid(alpha=0.3)
     losses.set(xlabel="step", ylabel="training loss", yscale="log")
     scores.set(xlabel="step", ylabel="held-out accuracy")
