@@ -51,6 +51,7 @@ class GradientHooks:
         """``turn``: the replica whose code runs now, where several share the tensors."""
         self._sink = weakref.ref(sink)
         self._own: dict[int, _Own] = {}
+        self._all_hooked: tuple[object, bool, int] = (None, False, 0)
         self.turn = turn
         weakref.finalize(self, _detach, self._own).atexit = False  # tensors may outlive the strategy, and meet others
         hook_registrations.watch(self)
@@ -62,6 +63,15 @@ class GradientHooks:
     def notice(self, tensor: torch.Tensor) -> None:
         """The step has registered a hook of its own."""
         self.attach([tensor], early=False)
+
+    def attach_to_run(self, tensors: Sequence[torch.Tensor], layout: object, *, early: bool) -> None:
+        """`attach`, at the beginning of every run. ``layout`` is the same object as long as the ``tensors`` are the
+        same: where that, and all hooks, are as they were, there is nothing to do."""
+        if self._all_hooked == (layout, early, hook_registrations.count):
+            return
+        self.attach(tensors, early=early)
+        if all(map(self.knows, tensors)):
+            self._all_hooked = layout, early, hook_registrations.count
 
     def attach(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
         """Hook each tensor that may have a gradient, once; ``early`` adds the hook before accumulation, as do hooks of
@@ -92,10 +102,10 @@ class GradientHooks:
             everyone, key = self._own, id(tensor)
             reference = weakref.ref(tensor, lambda _: everyone.pop(key, None))
             own = everyone[key] = _Own(
-                reference, hook_registrations.register_post_accumulate_grad_hook(tensor, _Late(self._sink))
+                reference, hook_registrations.untold_post_accumulate_grad_hook(tensor, _Late(self._sink))
             )
         if early:
-            own.early = hook_registrations.register_hook(tensor, _Early(self._sink, weakref.ref(tensor)))
+            own.early = hook_registrations.untold_hook(tensor, _Early(self._sink, weakref.ref(tensor)))
         if frozen:
             tensor.requires_grad_(False)
         return own

@@ -33,6 +33,10 @@ register_post_accumulate_grad_hook: Callable[..., Any] = torch.Tensor.register_p
 
 _watching = weakref.WeakSet[Any]()
 
+count = 0
+"""Of the hooks registered since anybody watches. As long as it is the same no tensor has another hook than before, so
+that a step need not look at every tensor again."""
+
 
 def watch(watcher: Watcher) -> None:
     """From now on, as long as it lives."""
@@ -42,13 +46,26 @@ def watch(watcher: Watcher) -> None:
     _watching.add(watcher)
 
 
-def _telling(register: Callable[..., Any]) -> Callable[..., Any]:
+def _counting(register: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        global count
+        count += 1
+        return register(tensor, hook)
+
+    return counted
+
+
+untold_hook, untold_post_accumulate_grad_hook = map(_counting, (register_hook, register_post_accumulate_grad_hook))
+"""For hooks of a strategy's own."""
+
+
+def _telling(register: Callable[..., Any], counted: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(register)
     def told(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         watchers = [one for one in tuple(_watching) if one.knows(tensor)]
         for watcher in watchers:
             hook = _for_one(watcher, hook)
-        handle = register(tensor, hook)
+        handle = counted(tensor, hook)
         for watcher in watchers:
             watcher.notice(tensor)
         return handle
@@ -72,5 +89,6 @@ def _for_one(watcher: Watcher, hook: Callable[..., Any]) -> Callable[..., Any]:
     return of_one
 
 
-told_hook, told_post_accumulate_grad_hook = map(_telling, (register_hook, register_post_accumulate_grad_hook))
+told_hook = _telling(register_hook, untold_hook)
+told_post_accumulate_grad_hook = _telling(register_post_accumulate_grad_hook, untold_post_accumulate_grad_hook)
 """What is in the place of PyTorch's own once anybody watches."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchstrat import hook_registrations
 from torchstrat._torch_private import DisableTorchFunction, queue_backward_callback, uncompiled
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
@@ -68,6 +69,7 @@ class BucketedGradients:
         self._index: dict[int, int] = {}
         self._set_roster(_EMPTY)
         self._active = False
+        self._unwatched: tuple[object, int] = (None, 0)  # a layout, and how many hooks there had been by then
         self._is_watched = False  # in this pass, hooks of the user's own look at gradients
         self._travels = False  # gradients of this pass go into buckets as they become ready
         self._for_hooks = False  # what is combined now all ranks need
@@ -198,7 +200,7 @@ class BucketedGradients:
 
     def _open_pass(self) -> None:
         failed, self._ready = self._ready or {}, None
-        self._is_watched = any(map(is_watched, self._tensors))
+        self._is_watched = self._look_for_watchers()
         self._travels = self._summing is None and not self._is_watched
         if self._travels:
             if failed:
@@ -210,6 +212,15 @@ class BucketedGradients:
         self._end_of_pass = weakref.ref(end_of_pass)
         queue_backward_callback(end_of_pass)
         self._ready = failed
+
+    def _look_for_watchers(self) -> bool:
+        now = self._roster.layout, hook_registrations.count
+        if self._unwatched == now:
+            return False
+        found = any(map(is_watched, self._tensors))
+        if not found:
+            self._unwatched = now
+        return found
 
     def _plan_of_pass(self) -> Plan:
         if self._communicator.size < self._everyone:

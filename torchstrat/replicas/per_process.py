@@ -390,7 +390,7 @@ class PerProcessReplica:
         assert weights is not None
         self._find_owners()
         self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
-        self._hooks.attach(roster.tensors, early=self._gradients.needs_early_hooks)
+        self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
         buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
         step = self._make_step(self._communicator)
