@@ -107,9 +107,13 @@ class WeakOrdered:
         return id(value) in self._references
 
     def __iter__(self) -> Iterator[Any]:
+        return iter(self.alive())
+
+    def alive(self) -> list[Any]:
+        """Those that are still there."""
         if not self._references:
-            return iter(())
-        return iter([value for each in list(self._references.values()) if (value := each()) is not None])
+            return []
+        return [value for each in list(self._references.values()) if (value := each()) is not None]
 
 
 class VariableRegistry:
@@ -285,8 +289,13 @@ class VariableRegistry:
 
     def _has_unknown_children(self) -> bool:
         """Asked at both ends of every run. A module's children are in a plain dictionary, so nothing tells."""
-        children = {id(child) for module in self._modules for child in module._modules.values() if child is not None}
-        return not children <= self._modules.ids()
+        known = self._modules.ids()
+        return any(
+            child is not None and id(child) not in known
+            for module in self._modules.alive()
+            if module._modules
+            for child in module._modules.values()
+        )
 
     def _add_tree(self, module: nn.Module) -> None:
         if self._modules.add(module):
@@ -314,13 +323,14 @@ class VariableRegistry:
 
     def members(self) -> Members:
         """Modules, tensors, buffers and helpers. Looked up anew at every call, for the reason given at `tensors`."""
-        changes, modules, helpers = self.changes, list(self._modules), list(self._helpers)
+        changes, modules, helpers = self.changes, self._modules.alive(), self._helpers.alive()
         tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
-        tensors += self._tensors
-        tensors += [tensor for helper in helpers for tensor in _tensors_of(helper)]
+        tensors += self._tensors.alive()
+        for helper in helpers:
+            tensors += _tensors_of(helper)
         slots = [BufferSlot(module, name) for module in modules if module._buffers for name in module._buffers]
         tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        return Members(modules, tensors, slots, helpers, changes, list(self._vectors))
+        return Members(modules, tensors, slots, helpers, changes, self._vectors.alive())
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""
@@ -428,10 +438,10 @@ class VariableRegistry:
         return f"tensor {tuple(tensor.shape)}"
 
 
-def _tensors_of(helper: Any) -> Iterator[torch.Tensor]:
-    if isinstance(helper, Optimizer):
-        for group in getattr(helper, "param_groups", ()):
-            yield from group["params"]
+def _tensors_of(helper: Any) -> list[torch.Tensor]:
+    if not isinstance(helper, Optimizer):
+        return []
+    return [tensor for group in getattr(helper, "param_groups", ()) for tensor in group["params"]]
 
 
 def _is_trainable(module: nn.Module) -> bool:
