@@ -12,9 +12,8 @@ from torch import nn
 
 import torchstrat as ts
 from tests.faults.counting import PATIENCE_SECONDS, PAUSE_SECONDS
-from torchstrat.checkpoint import Checkpoint
+from torchstrat import Checkpoint, Lease
 from torchstrat.cluster_resolver import ClusterResolver
-from torchstrat.parameter_server.leases.lease import Lease
 
 ROWS = 3000
 AT_A_TIME = 6

@@ -22,7 +22,8 @@ from tests.faults import disk_log
 from tests.faults.disk_log import Change, changes_of, killed_before
 from tests.faults.forgetful_disk import ForgetfulDisk, Tree
 from tests.faults.forked import in_fork
-from torchstrat.checkpoint import Checkpoint, entries, files
+from torchstrat import Checkpoint
+from torchstrat.checkpoint import entries, files
 from torchstrat.errors import InvalidArgumentError
 
 NAME = "saved"

@@ -20,7 +20,7 @@ import pytest
 
 import torchstrat as ts
 from tests.faults.counting import PATIENCE_SECONDS, SIZE, Gate, Training, is_back, start_up_seconds, wait_until
-from torchstrat.checkpoint import Checkpoint
+from torchstrat import Checkpoint
 from torchstrat.launch import LocalCluster
 from torchstrat.launch.restarts import RestartPolicy
 from torchstrat.parameter_server.meeting.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, new_secret

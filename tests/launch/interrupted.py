@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchstrat import PreemptionHandler
 from torchstrat.experiments import launch, train
 from torchstrat.experiments.report import FolderReport, Report
-from torchstrat.preemption import PreemptionHandler
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ from torch import nn
 import torchstrat as ts
 from tests.matrix.forked_cells import folder
 from tests.matrix.lone_call_job import Job
-from torchstrat.values import PerReplica
+from torchstrat import PerReplica
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from torch import nn
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, refused
-from torchstrat import gradients
+from torchstrat import ReduceOp, gradients
 from torchstrat import losses as own_losses
 from torchstrat.errors import UnsupportedError
-from torchstrat.reduction import ReduceOp
 from torchstrat.replicas import collective_functions, renorm_check
 from torchstrat.replicas.weights import StepWeights
 

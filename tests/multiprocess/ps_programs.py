@@ -190,8 +190,8 @@ class _Unreachable:
 def run_task(options: dict[str, Any]) -> None:
     """``spec``, ``job``, ``index``; ``torch``: pretend to have that version; ``stuck``: have a thread that hangs, and
     little patience with it; others are `ts.Server`'s."""
+    from torchstrat import Server
     from torchstrat.parameter_server.meeting import task_host, task_server, versions
-    from torchstrat.parameter_server.meeting.task_server import Server
 
     pretended = options.pop("torch", None)
     if pretended is not None:

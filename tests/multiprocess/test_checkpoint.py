@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.checkpoint import Checkpoint
+from torchstrat import Checkpoint
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing import Workers
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchstrat.checkpoint import Checkpoint
+from torchstrat import Checkpoint
 from torchstrat.launch import LocalCluster
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.deadline(400)]

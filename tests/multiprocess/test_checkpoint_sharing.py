@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.checkpoint import Checkpoint, writing
+from torchstrat import Checkpoint
+from torchstrat.checkpoint import writing
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing import Workers
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import torchstrat as ts
+from torchstrat import PerReplica
 from torchstrat.errors import ContextError, UnsupportedError
-from torchstrat.values import PerReplica
 
 pytestmark = [pytest.mark.tpu, pytest.mark.filterwarnings("default")]
 

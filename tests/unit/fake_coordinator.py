@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 import torchstrat as ts
-from torchstrat.parameter_server.leases.dataset import LeasedDataset
+from torchstrat import LeasedDataset
 from torchstrat.parameter_server.leases.lease import claim_all, leases_among_arguments
 from torchstrat.parameter_server.leases.reader import Reader
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from torchstrat.ftrl import Ftrl
+from torchstrat import Ftrl
 
 SETTINGS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SGD": partial(optim.SGD, lr=0.1),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.checkpoint import CheckpointManager
+from torchstrat import CheckpointManager
 from torchstrat.testing.fake_cluster import FakeCluster
 
 WAIT = 60

@@ -13,8 +13,8 @@ pytest.importorskip("hydra")
 pytest.importorskip("cloudpickle")
 
 from tests.choices import chosen
+from torchstrat import CheckpointManager, ClusterCoordinator, PreemptionHandler
 from torchstrat import config as schema
-from torchstrat.checkpoint import CheckpointManager
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.experiments import data
 from torchstrat.experiments.asynchronous import AsynchronousLoop
@@ -24,8 +24,6 @@ from torchstrat.experiments.loop import Training
 from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
 from torchstrat.experiments.report import FolderReport
-from torchstrat.parameter_server.coordinator import ClusterCoordinator
-from torchstrat.preemption import PreemptionHandler
 from torchstrat.testing.fake_cluster import FakeCluster
 
 STEPS_PER_EPOCH = 10

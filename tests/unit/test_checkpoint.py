@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import torchstrat as ts
 from tests.unit.checkpoints import contents, flip, same
-from torchstrat.checkpoint import Checkpoint, disk, files
+from torchstrat import Checkpoint
+from torchstrat.checkpoint import disk, files
 from torchstrat.checkpoint.manifest import NAME
 from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.partitioners import row_offsets

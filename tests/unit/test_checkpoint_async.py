@@ -16,8 +16,8 @@ from torch import nn
 import torchstrat as ts
 from tests.unit.checkpoints import contents, same
 from tests.unit.gates import await_arrivals, close_gate, pass_gate
-from torchstrat.checkpoint import Checkpoint, saving, writing
-from torchstrat.checkpoint.saving import SaveHandle
+from torchstrat import Checkpoint, SaveHandle
+from torchstrat.checkpoint import saving, writing
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.parameter_server.dispatcher import Dispatcher
 from torchstrat.parameter_server.server import checkpoint_shards

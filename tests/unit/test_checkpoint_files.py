@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from tests.faults.forked import in_fork
 from tests.unit.checkpoints import same
-from torchstrat.checkpoint import Checkpoint, disk, entries, files, manifest
+from torchstrat import Checkpoint
+from torchstrat.checkpoint import disk, entries, files, manifest
 from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.entries import BlockSource, memory_of
 from torchstrat.checkpoint.files import read, write_metadata, write_part

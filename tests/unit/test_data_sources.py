@@ -14,11 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, default_collate
 
 from tests.unit.data_ranks import joined, layout_in_process, plain
-from torchstrat import data
+from torchstrat import PerReplica, data
 from torchstrat.data import ArrayDataset, AutoShardPolicy, InputOptions, TextLineDataset
 from torchstrat.data.sources import _warn_of_items, reads_files
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.values import PerReplica
 
 
 def distribute(dataset: Any, replicas: int = 2, **options: Any) -> data.DistributedDataset:

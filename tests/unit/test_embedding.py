@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrat as ts
-from torchstrat.embedding import embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
+from torchstrat import ShardedVariable, embedding_lookup, embedding_lookup_sparse, safe_embedding_lookup_sparse
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 examples = settings(max_examples=40, deadline=None, derandomize=True)
 LAYOUTS = [[3, 3, 3, 2, 2], [4], [1, 1, 1, 1], [1, 4, 2], [0, 2, 0, 3]]

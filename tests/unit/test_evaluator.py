@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrat as ts
-from torchstrat.checkpoint import CheckpointManager
+from torchstrat import CheckpointManager
 from torchstrat.checkpoint.finished import clear_finished, last_step, mark_finished
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
 from torchstrat.evaluation import journal as journal_module

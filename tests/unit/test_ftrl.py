@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchstrat import Ftrl
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.ftrl import Ftrl
 
 
 def by_hand(weights: list[float], gradients: list[list[float]], **settings: Any) -> list[float]:

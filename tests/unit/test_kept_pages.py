@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from tests.unit.ps_server_helpers import make_spec, new_shards
-from torchstrat import kept_pages
+from torchstrat import Server, kept_pages
 from torchstrat.errors import ClusterConfigError
 from torchstrat.kept_pages import environment_that_keeps_pages, give_back_pages, glibc_version, is_wanted, keep_pages
 from torchstrat.launch import LocalCluster, local_cluster
-from torchstrat.parameter_server.meeting.task_server import Server
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.replicas import step_pages

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchstrat import Ledger
 from torchstrat.errors import InvalidArgumentError, LedgerError
 from torchstrat.parameter_server.leases.epoch import Epoch, size
 from torchstrat.parameter_server.leases.intervals import Intervals
-from torchstrat.parameter_server.leases.ledger import Ledger
 from torchstrat.parameter_server.leases.order import DrawnOrder, InOrder, ShuffledOrder, rows_at
 
 SPANS = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30)), max_size=25)

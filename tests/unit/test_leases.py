@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import torchstrat as ts
 from tests.unit.gates import DEADLINE_SECONDS, await_arrivals, close_gate, pass_gate
+from torchstrat import Lease, LeasedDataset
 from torchstrat.errors import (
     CancelledByServerLossError,
     CancelledError,
@@ -30,8 +31,6 @@ from torchstrat.errors import (
     ParameterServerUnavailable,
     WrongTypeError,
 )
-from torchstrat.parameter_server.leases.dataset import LeasedDataset
-from torchstrat.parameter_server.leases.lease import Lease
 from torchstrat.testing.fake_cluster import FakeCluster
 
 ROWS = 100

@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 import torchstrat as ts
 from tests.unit.data_ranks import InMemoryCommunicator, InMemoryGroup
-from torchstrat import nest, partitioners, reduction
+from torchstrat import ReduceOp, nest, partitioners, reduction
 from torchstrat.data import rows
 from torchstrat.data.rebatch import equal_chunks
 from torchstrat.data.streams import cut_stream
-from torchstrat.reduction import ReduceOp
 from torchstrat.replicas import exchange
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)

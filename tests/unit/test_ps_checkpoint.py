@@ -18,7 +18,8 @@ from torch import nn
 
 import torchstrat as ts
 from tests.unit.checkpoints import contents, flip, same
-from torchstrat.checkpoint import Checkpoint, files
+from torchstrat import Checkpoint
+from torchstrat.checkpoint import files
 from torchstrat.checkpoint.manifest import NAME
 from torchstrat.errors import (
     CommunicationTimeoutError,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchstrat import Ftrl
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.ftrl import Ftrl
 from torchstrat.optimizer_tiers import UNKNOWN, Gradients, Kind, Tier, is_listed
 from torchstrat.parameter_server.variables import elementwise
 from torchstrat.parameter_server.variables.elementwise import Kinds

@@ -24,9 +24,8 @@ from tests.unit.ps_server_helpers import (
     split_rows,
     whole,
 )
-from torchstrat import host_memory
+from torchstrat import Ftrl, host_memory
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
-from torchstrat.ftrl import Ftrl
 from torchstrat.parameter_server.messages import OptimizerStep, StateOfShard
 from torchstrat.parameter_server.server.fast_steps import fast_step_of
 from torchstrat.parameter_server.server.store import VariableStore

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import torchstrat as ts
-from torchstrat import reduction
-from torchstrat.reduction import ReduceOp
+from torchstrat import ReduceOp, reduction
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 

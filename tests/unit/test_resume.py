@@ -23,9 +23,8 @@ pytest.importorskip("cloudpickle")
 
 from tests.choices import chosen
 from tests.unit.fake_coordinator import FakeCoordinator, FakeStrategy
+from torchstrat import CheckpointManager, DistributedDataset
 from torchstrat import config as schema
-from torchstrat.checkpoint import CheckpointManager
-from torchstrat.data.distributed import DistributedDataset
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import asynchronous, build, data, loop
 from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of, directory_of

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_pre_hooks
 
+from torchstrat import Server
 from torchstrat import server as command
 from torchstrat.cluster_spec import ClusterSpec
 from torchstrat.errors import ClusterConfigError, ContextError, InvalidArgumentError
 from torchstrat.parameter_server.meeting import listener, rebirth, task_server
 from torchstrat.parameter_server.meeting.rendezvous import Rendezvous
 from torchstrat.parameter_server.meeting.roles import check_role, make_service
-from torchstrat.parameter_server.meeting.task_server import Server
 from torchstrat.parameter_server.tasks import Peer, Task
 
 SECRET = "s" * 32

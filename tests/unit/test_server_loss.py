@@ -16,7 +16,7 @@ import pytest
 import torchstrat as ts
 from tests.unit.checkpoints import flip
 from tests.unit.server_losses import EVERY, STEPS, WAIT, Launcher, Program, exact
-from torchstrat.checkpoint import CheckpointManager
+from torchstrat import CheckpointManager
 from torchstrat.errors import (
     CancelledByServerLossError,
     ContextError,

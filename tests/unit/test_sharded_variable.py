@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrat as ts
+from torchstrat import ShardedVariable
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.parameter_server.variables.shard_edits import EditOp, apply_edit
 from torchstrat.parameter_server.variables.sharded_slicing import ShardIndexError
-from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 LAYOUTS = [[3, 3, 3, 2, 2], [4, 3, 3], [1, 1, 1, 1], [6], [1, 4, 2], [0, 3, 0, 2]]

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat import notebook_html
-from torchstrat.context import get_strategy
+from torchstrat import get_strategy, notebook_html
 from torchstrat.errors import WrongTypeError
 from torchstrat.launch import Cluster
 from torchstrat.testing import fake_tpu_strategy

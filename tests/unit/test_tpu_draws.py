@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from tests.unit.tpu_beside_mirrored import fake_tpu
+from torchstrat import PerReplica, RunOptions
 from torchstrat.errors import UnsupportedError
-from torchstrat.run_options import RunOptions
-from torchstrat.values import PerReplica
 
 given = torch.Generator()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.unit.tpu_beside_mirrored import fake_tpu
+from torchstrat import PerReplica
 from torchstrat.errors import UnsupportedError
-from torchstrat.values import PerReplica
 
 X = PerReplica((torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) * 2))
 

@@ -12,8 +12,7 @@ import torch
 import torchstrat as ts
 from tests.conformance.areas.sharded_variable import detached
 from tests.conformance.harness import Case, Difference
-from torchstrat.checkpoint import Checkpoint
-from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
+from torchstrat import Checkpoint, ShardedVariable
 
 
 def sharded(rows: Sequence[int], values: torch.Tensor) -> ShardedVariable:

@@ -9,7 +9,7 @@ import torch
 
 from tests.conformance.clusters import bad, close_gate, coordinated, counter_of, one, pass_gate
 from tests.conformance.harness import Case, Difference, outcome
-from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat import RemoteValue
 
 
 def divide_by_zero() -> torch.Tensor:

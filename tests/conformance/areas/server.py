@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.conformance.harness import Case, Difference
-from torchstrat.parameter_server.meeting.task_server import Server
+from torchstrat import Server
 
 TWO_WORKERS = {"worker": ["w0:1", "w1:1"]}
 TWO_JOBS = {"worker": ["w0:1"], "ps": ["p0:1"]}
