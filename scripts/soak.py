@@ -1,4 +1,4 @@
-"""Repeat tests and count failures; called by ``./scripts/soak``, which sets the environment up.
+"""Repeat tests: until one fails, or to count failures; called by ``./scripts/soak`` and ``./scripts/test --repeat``.
 
 Each round is a pytest of its own, so that a round that hangs or dies takes no other along. Tests that are marked as
 soak are part of it. Exits non-zero if any test failed in any round.
@@ -19,18 +19,22 @@ DEFAULT_TESTS = ["tests/multiprocess", "tests/launch", "tests/faults"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="./scripts/soak")
-    parser.add_argument("-n", dest="rounds", type=int, default=20, help="how many rounds (default 20)")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="./scripts/soak", allow_abbrev=False)
+    parser.add_argument("--repeat", type=int, metavar="ROUNDS", help="this often, at most: the first failure ends it")
+    parser.add_argument("--count", action="store_true", help="to the end (as without --repeat, for 20 rounds)")
     parser.add_argument("--busy", type=int, default=0, metavar="CORES", help="how many cores to keep busy meanwhile")
     options, pytest_arguments = parser.parse_known_args()
+    if options.repeat is not None and options.repeat < 1:
+        parser.error(f"--repeat {options.repeat}: at least one round is needed")
+    rounds, to_the_end = options.repeat or 20, options.count or options.repeat is None
     if pytest_arguments[:1] == ["faults"]:
         pytest_arguments[:1] = ["tests/faults"]
         options.busy = max(options.busy, 1)
     if pytest_arguments[:1] in (["matrix"], ["programs"], ["docs"]):  # all of them, once
         pytest_arguments[:1] = [f"tests/{pytest_arguments[0]}"]
-        options.rounds = 1
+        rounds = options.repeat or 1
     with busy_cores(options.busy):
-        return soak(options.rounds, pytest_arguments or DEFAULT_TESTS)
+        return soak(rounds, pytest_arguments or DEFAULT_TESTS, to_the_end)
 
 
 @contextlib.contextmanager
@@ -45,8 +49,8 @@ def busy_cores(number: int) -> Iterator[None]:
             process.wait()
 
 
-def soak(rounds: int, tests: list[str]) -> int:
-    """Run the rounds, print what came of them; the exit status."""
+def soak(rounds: int, tests: list[str], to_the_end: bool) -> int:
+    """Run the rounds, print what came of them; the exit status. ``to_the_end``: also after a failure."""
     failures: collections.Counter[str] = collections.Counter()
     totals: collections.Counter[str] = collections.Counter()
     for number in range(1, rounds + 1):
@@ -56,9 +60,12 @@ def soak(rounds: int, tests: list[str]) -> int:
         totals.update(counts)
         failures.update(name for name, outcome in outcomes.items() if outcome == "failed")
         print(f"round {number}/{rounds}: {show(counts)} in {time.perf_counter() - began:.0f} s", flush=True)
-    print(f"\n{rounds} rounds: {show(totals)}")
+        if failures and not to_the_end:
+            break
+    ended = f"ended by a failure in round {number} of {rounds}" if failures and not to_the_end else f"{rounds} rounds"
+    print(f"\n{ended}: {show(totals)}")
     for name, count in failures.most_common():
-        print(f"  {count}/{rounds}  {name}")
+        print(f"  {count}/{number}  {name}")
     return int(bool(failures) or not totals["passed"])
 
 
