@@ -24,6 +24,7 @@ lane() {
 part() {
     local name="$1" output began=$SECONDS status=0
     shift
+    [[ ! -e "$_outputs/ended" ]] || exit 2 # the part before it was interrupted
     output="$_outputs/${name//[^a-zA-Z0-9_]/_}"
     echo "$name: started"
     python -m pytest -q "$@" >"$output" 2>&1 || status=$?
@@ -55,7 +56,7 @@ _counts() { # what pytest's last line says, without its time
 
 _failures() { # all from the first failure on; a pytest that did not come that far: its last lines
     local from
-    from="$(grep -nE -m 1 '^=+ (FAILURES|ERRORS) =+$' "$1" | cut -d: -f1)"
+    from="$(grep -nE -m 1 '^=+ (FAILURES|ERRORS) =+$' "$1" | cut -d: -f1)" || true
     tail -n "${from:++}${from:-400}" "$1"
 }
 
@@ -67,6 +68,7 @@ _time() {
 # groups of their own too; after ten seconds anyhow.
 _end_lanes() {
     local one waits
+    touch "$_outputs/ended"
     for one in "${_lanes[@]}"; do
         kill -INT -- "-$one" 2>/dev/null || true
     done
