@@ -8,7 +8,6 @@
 
 _outputs="$(mktemp -d)"
 _lanes=()
-_began=$SECONDS
 trap _end_lanes EXIT
 
 # lane FUNCTION [arguments]: starts it. In a process group of its own, so that its end is that of pytest too and not
@@ -22,13 +21,13 @@ lane() {
 
 # part NAME pytest-arguments: in a lane; returns pytest's status.
 part() {
-    local name="$1" output began=$SECONDS status=0
+    local name="$1" output status=0
     shift
     [[ ! -e "$_outputs/ended" ]] || exit 2 # the part before it was interrupted
     output="$_outputs/${name//[^a-zA-Z0-9_]/_}"
     echo "$name: started"
     python -m pytest -q "$@" >"$output" 2>&1 || status=$?
-    echo "$name: $(_counts "$output" "$status") in $(_time $((SECONDS - began)))"
+    echo "$name: $(grep . "$output" | tail -n 1)$([[ "$status" -le 1 ]] || echo " (pytest's exit status $status)")"
     [[ "$status" == 0 ]] || echo "$name" >"$output.failed"
     return "$status"
 }
@@ -44,24 +43,14 @@ finish() {
         _failures "${failed%.failed}"
     done
     echo
-    echo "in all: $([[ "$status" == 0 ]] && echo passed || echo FAILED), $(_time $((SECONDS - _began)))"
+    echo "in all: $([[ "$status" == 0 ]] && echo passed || echo FAILED), $((SECONDS / 60)) min $((SECONDS % 60)) s"
     return "$status"
-}
-
-_counts() { # what pytest's last line says, without its time
-    local counts
-    counts="$(tail -n 1 "$1" | sed -nE 's/^[= ]*(.*[a-z]) in [0-9.]+s.*$/\1/p')"
-    [[ -n "$counts" && "$2" -le 1 ]] && echo "$counts" || echo "${counts:-no summary} (pytest's exit status $2)"
 }
 
 _failures() { # all from the first failure on; a pytest that did not come that far: its last lines
     local from
     from="$(grep -nE -m 1 '^=+ (FAILURES|ERRORS) =+$' "$1" | cut -d: -f1)" || true
     tail -n "${from:++}${from:-400}" "$1"
-}
-
-_time() {
-    [[ "$1" -lt 60 ]] && echo "$1 s" || printf '%d min %02d s\n' $(($1 / 60)) $(($1 % 60))
 }
 
 # Whatever the reason, nothing goes on. First as Ctrl-C does, so that tests end the processes that they have started, in
