@@ -43,6 +43,7 @@ finish() {
         _failures "${failed%.failed}"
     done
     echo
+    grep -hs '^SKIPPED' "$_outputs"/* | sort -u || true
     echo "in all: $([[ "$status" == 0 ]] && echo passed || echo FAILED), $((SECONDS / 60)) min $((SECONDS % 60)) s"
     return "$status"
 }
