@@ -134,18 +134,36 @@ def child_processes() -> dict[int, str]:
     """Process id → command of the children of this process, and of its fork server, that have not ended; empty where
     there is no /proc."""
     fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    parents = [os.getpid()] if fork_server is None else [os.getpid(), fork_server]
     children = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in {pid for parent in parents for pid in _children_of(parent)}:
+        folder = Path("/proc", str(pid))
         try:
-            stat = (folder / "stat").read_text()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             command = (folder / "cmdline").read_text().replace("\0", " ").strip()
         except OSError:  # it ended in between
             continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
         # One tracker and one fork server per process, started by multiprocessing at first use and kept on purpose.
-        is_kept = "resource_tracker" in command or int(folder.name) == fork_server
-        if int(parent) in (os.getpid(), fork_server) and state != "Z" and not is_kept:
-            children[int(folder.name)] = command
+        is_kept = "resource_tracker" in command or pid == fork_server
+        if state != "Z" and not is_kept:
+            children[pid] = command
+    return children
+
+
+def _children_of(parent: int) -> set[int]:
+    """From the kernel's own list, where it keeps one: to look through all processes takes several milliseconds, twice a
+    test. The list may leave one out where another ends at that moment, hence two looks."""
+    children: set[int] = set()
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended in between
+                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                    children.add(int(folder.name))
+        return children
+    for _ in range(2):
+        for thread in Path("/proc", str(parent), "task").glob("*"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                children.update(map(int, (thread / "children").read_text().split()))
     return children
 
 
