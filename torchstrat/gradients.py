@@ -112,6 +112,7 @@ class GradientHooks:
 
     def detach(self) -> None:
         _detach(self._own)
+        self._all_hooked = None, False, 0
 
 
 def _detach(hooked: dict[int, _Own]) -> None:
