@@ -22,6 +22,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.child_processes import children_of
+
 # A busy machine makes any example slow, once; what really hangs meets the test's deadline.
 hypothesis.settings.register_profile("torchstrat", deadline=None)
 hypothesis.settings.load_profile("torchstrat")
@@ -136,7 +138,7 @@ def child_processes() -> dict[int, str]:
     fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     parents = [os.getpid()] if fork_server is None else [os.getpid(), fork_server]
     children = {}
-    for pid in {pid for parent in parents for pid in _children_of(parent)}:
+    for pid in {pid for parent in parents for pid in children_of(parent)}:
         folder = Path("/proc", str(pid))
         try:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
@@ -147,23 +149,6 @@ def child_processes() -> dict[int, str]:
         is_kept = "resource_tracker" in command or pid == fork_server
         if state != "Z" and not is_kept:
             children[pid] = command
-    return children
-
-
-def _children_of(parent: int) -> set[int]:
-    """From the kernel's own list, where it keeps one: to look through all processes takes several milliseconds, twice a
-    test. The list may leave one out where another ends at that moment, hence two looks."""
-    children: set[int] = set()
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it ended in between
-                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                    children.add(int(folder.name))
-        return children
-    for _ in range(2):
-        for thread in Path("/proc", str(parent), "task").glob("*"):
-            with contextlib.suppress(OSError):  # the thread has ended
-                children.update(map(int, (thread / "children").read_text().split()))
     return children
 
 

@@ -9,7 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+from tests.child_processes import children_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -29,7 +30,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def children() -> set[int]:
-    return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+    return children_of(os.getpid())
 
 
 def end(processes: set[int]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import shared_cache
 
+from tests.child_processes import children_of
 from torchstrat import reachable
 from torchstrat.collectives import process_group
 from torchstrat.parameter_server.travel.code_names import names_in
@@ -66,21 +67,9 @@ def held_by(pid: int | str) -> Held:
     return Held(
         len(os.listdir(f"{folder}/fd")),
         len(os.listdir(f"{folder}/task")),
-        _children_of(os.getpid() if pid == "self" else int(pid)),
+        len(children_of(os.getpid() if pid == "self" else int(pid))),
         pages * PAGE_BYTES >> 20,
     )
-
-
-def _children_of(pid: int) -> int:
-    count = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    count += int(file.read().rpartition(")")[2].split()[1]) == pid
-            except OSError:  # it ended in between
-                continue
-    return count
 
 
 def held_here(tracked: Tracked) -> Held:

@@ -41,7 +41,8 @@ def report(tmp_path_factory):
     conftest = (Path(__file__).parents[1] / "conftest.py").read_text()
     (folder / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 10.0", "GRACE_SECONDS = 1.0"))
     (folder / "test_leaks.py").write_text(LEAKS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = deadline(seconds): of one test\n")
+    root = Path(__file__).parents[2]
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {root}\nmarkers = deadline(seconds): of one test\n")
     command = [sys.executable, "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", str(folder)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False).stdout
 
