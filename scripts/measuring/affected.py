@@ -153,15 +153,15 @@ def _read(file: Path, module: str) -> Imports:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             attributes.add((node.value.id, node.attr))
-        for full, local in _imported(node, package):
+        for full, local in imported(node, package):
             exports[local] = full
             names.add(full)
     names |= {f"{exports[local]}.{name}" for local, name in attributes if local in exports}
     return Imports(frozenset(names), exports)
 
 
-def _imported(node: ast.AST, package: str) -> Iterator[tuple[str, str]]:
-    """Full name and name in the file, of one statement."""
+def imported(node: ast.AST, package: str = "") -> Iterator[tuple[str, str]]:
+    """Full name and name in the file, of one statement. ``package``: of the file, where it may import relatively."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.name, alias.asname or alias.name

@@ -15,10 +15,11 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from scripts.measuring.affected import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 174
@@ -73,20 +74,10 @@ def _root_of(node: ast.Attribute) -> str:
 
 
 @functools.cache
-def _imported(file: Path) -> tuple[str, ...]:
-    """The modules that it imports, those of which it may import a part as a module too."""
-    return tuple(dict.fromkeys(_imports_in(file)))
-
-
-def _imports_in(file: Path) -> Iterator[str]:
-    for node in _nodes_of(file):
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            for one in node.names:
-                if _file_of(f"{node.module}.{one.name}") is not None:
-                    yield f"{node.module}.{one.name}"
+def _imported(file: Path) -> frozenset[str]:
+    """The modules that it imports, and those of which it imports a part."""
+    names = {full for node in _nodes_of(file) for full, _ in imported(node)}
+    return frozenset({name for name in names if _file_of(name)} | {name.rpartition(".")[0] for name in names})
 
 
 def _file_of(module: str) -> Path | None:
