@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,7 +43,7 @@ def others_have_ended() -> bool:
     return all(_ended(rank).exists() for rank in range(int(os.environ["WORLD_SIZE"])) if rank != me)
 
 
-def observe(table_name: str, cell_ids: list[str], fault_name: str | None, parent: str) -> dict[str, Outcome]:
+def observe(table_name: str, cell_ids: Sequence[str], fault_name: str | None, parent: str) -> dict[str, Outcome]:
     """In a process that has started nothing: what the cells came to in forks of it, one after the other."""
     table = catalog.load(table_name)
     cells = table.cells

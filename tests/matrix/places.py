@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -61,8 +61,8 @@ class Launcher:
         """``forks``: whether there are tables whose cells run in forks."""
         self._groups: dict[int, Workers] = {}
         self._forking = Workers(2) if forks else None
-        self._found: dict[str, list[Outcome]] = {}
-        """Of the last bundle, what nobody has asked for yet."""
+        self._found: dict[tuple[str, str], list[Outcome]] = {}
+        """Of the bundles that have run, what nobody has asked for yet."""
 
     def __enter__(self) -> Launcher:
         self.start()
@@ -87,17 +87,18 @@ class Launcher:
         count = processes_of(cell.place)
         if count == 1:
             return [observe(cell, fault)]
-        if fault is not None or cell.id not in self._found:
-            ids = [cell.id] if fault is not None else _bundle_of(table, cell)
+        key = table.name, cell.id
+        if fault is not None or key not in self._found:
+            ids = [cell.id] if fault is not None else table.bundles[cell.id]
             found = self._run(table, count, ids, fault and fault.name, timeout)
-            outcomes = {name: [of_rank[name] for of_rank in found] for name in ids}
+            outcomes = {(table.name, name): [of_rank[name] for of_rank in found] for name in ids}
             if fault is not None:
-                return outcomes[cell.id]
-            self._found = outcomes
-        return self._found.pop(cell.id)
+                return outcomes[key]
+            self._found.update(outcomes)  # cells of other places come in between
+        return self._found.pop(key)
 
     def _run(
-        self, table: Table, count: int, ids: list[str], fault: str | None, timeout: float
+        self, table: Table, count: int, ids: Sequence[str], fault: str | None, timeout: float
     ) -> list[dict[str, Outcome]]:
         if not table.in_forks:
             return self._groups[count].run(observe_by_name, table.name, ids, fault, timeout_seconds=timeout)
@@ -107,21 +108,7 @@ class Launcher:
             return self._forking.run(forked_cells.observe, table.name, ids, fault, folder, timeout_seconds=seconds)
 
 
-def _bundle_of(table: Table, cell: Cell) -> list[str]:
-    """The ids of cells that are run with this one: of the sample if it is of that, of the same place."""
-    is_sampled = cell.id in table.sample
-    alike = [
-        one.id
-        for one in table.cells.values()
-        if one.place == cell.place and (one.id in table.sample) == is_sampled and table.bundle > 1
-    ]
-    if not alike:
-        return [cell.id]
-    start = alike.index(cell.id)
-    return alike[start : start + table.bundle]
-
-
-def observe_by_name(table_name: str, cell_ids: list[str], fault_name: str | None) -> dict[str, Outcome]:
+def observe_by_name(table_name: str, cell_ids: Sequence[str], fault_name: str | None) -> dict[str, Outcome]:
     """In a process of a place: `observe` of what was named, since a check itself does not travel."""
     table = catalog.load(table_name)
     fault = next((fault for fault in table.faults if fault.name == fault_name), None)

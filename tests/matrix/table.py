@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -121,6 +122,15 @@ class Table:
         if unknown:
             raise ValueError(f"table {self.name}: no cause is given for {sorted(unknown)}")
         return cells
+
+    @cached_property
+    def bundles(self) -> Mapping[str, Sequence[str]]:
+        """By a cell's id: the ids of those that are run with it, of the same place, and of the sample if it is."""
+        alike: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
+        for cell in self.cells.values():
+            alike[cell.place, cell.id in self.sample].append(cell.id)
+        cuts = [ids[start : start + self.bundle] for ids in alike.values() for start in range(0, len(ids), self.bundle)]
+        return {cell_id: bundle for bundle in cuts for cell_id in bundle}
 
     @cached_property
     def sample(self) -> frozenset[str]:
