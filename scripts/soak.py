@@ -1,40 +1,137 @@
-"""Repeat tests: until one fails, or to count failures; called by ``./scripts/soak`` and ``./scripts/test --repeat``.
+"""Tests that are marked as soak, a part after the other; or any tests again and again, until one fails.
 
-Each round is a pytest of its own, so that a round that hangs or dies takes no other along. Tests that are marked as
-soak are part of it. Exits non-zero if any test failed in any round.
+Called by ``./scripts/soak`` and ``./scripts/test --repeat``. Each part, and each round, is a pytest of its own, so that
+one that hangs or dies takes no other along. Exits non-zero if a test failed in any.
 """
 
 import argparse
 import collections
 import contextlib
+import hashlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-DEFAULT_TESTS = ["tests/multiprocess", "tests/launch", "tests/faults"]
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "outputs" / "soak"
+
+
+class Part(NamedTuple):
+    """Of what is marked as soak."""
+
+    pytest_arguments: Sequence[str]
+    adds: str
+    """What ``./scripts/test`` does not show."""
+    pytest: Sequence[str] = (sys.executable, "-m", "pytest")
+
+
+def _of_tables(name: str, what: str) -> tuple[str, Part]:
+    chosen = f"test_cell and {name}:" if name != "state" else "test_cell and state: and not ps_state:"
+    return f"table-{name}", Part(["tests/matrix/test_tables.py", "-k", chosen], f"every cell of {what}")
+
+
+PARTS = dict(
+    [
+        ("unit", Part(["tests/unit"], "how the tests' own tools behave")),
+        ("multiprocess", Part(["tests/multiprocess"], "other numbers of processes, compilers, operators one by one")),
+        ("launch", Part(["tests/launch"], "further configurations, launches and benchmarks under real launchers")),
+        ("faults", Part(["tests/faults"], "further moments at which a process is killed, and several kills")),
+        ("docs", Part(["tests/docs"], "every page's examples")),
+        # In an environment of its own, which this script finds.
+        ("tpu", Part(["tests/tpu"], "further programs for torch_xla", [str(ROOT / "scripts" / "test")])),
+        ("programs", Part(["tests/programs"], "programs in the idiom of other libraries; needs the extra programs")),
+        _of_tables("optimizers", "optimizers on parameter servers"),
+        _of_tables("gradients", "backward passes, hooks and optimizers"),
+        _of_tables("stand_ins", "operations on what is cut"),
+        _of_tables("losses", "losses and uneven rows"),
+        _of_tables("state", "what a step may touch"),
+        _of_tables("ps_state", "what a function on parameter servers may touch"),
+        _of_tables("round_trips", "what is saved and loaded"),
+        _of_tables("batches", "what a batch may be"),
+        _of_tables("lifetimes", "what has to go when it is dropped"),
+        _of_tables("one_rank_alone", "calls that one rank makes alone"),
+        ("planted", Part(["tests/matrix/test_tables.py", "-k", "planted"], "that the tables notice planted faults")),
+        ("random", Part(["tests/matrix/test_generated.py"], "2,000 random programs under every strategy")),
+    ]
+)
+"""By name, which is also that of the files in outputs/soak."""
+
+OTHERS = "--matrix (every Python and PyTorch), ./scripts/chaos, ./scripts/mutants"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="./scripts/soak", allow_abbrev=False)
-    parser.add_argument("--repeat", type=int, metavar="ROUNDS", help="this often, at most: the first failure ends it")
-    parser.add_argument("--count", action="store_true", help="to the end (as without --repeat, for 20 rounds)")
+    parser.add_argument("--list", action="store_true", help="the parts, what each adds, how long it took")
+    parser.add_argument("--again", action="store_true", help="also parts that have passed with these files")
+    parser.add_argument("--repeat", type=int, metavar="ROUNDS", help="tests this often: the first failure ends it")
+    parser.add_argument("--count", action="store_true", help="with --repeat: to the end")
     parser.add_argument("--busy", type=int, default=0, metavar="CORES", help="how many cores to keep busy meanwhile")
-    options, pytest_arguments = parser.parse_known_args()
-    if options.repeat is not None and options.repeat < 1:
-        parser.error(f"--repeat {options.repeat}: at least one round is needed")
-    rounds, to_the_end = options.repeat or 20, options.count or options.repeat is None
-    if pytest_arguments[:1] == ["faults"]:
-        pytest_arguments[:1] = ["tests/faults"]
-        options.busy = max(options.busy, 1)
-    if pytest_arguments[:1] in (["matrix"], ["programs"], ["docs"]):  # all of them, once
-        pytest_arguments[:1] = [f"tests/{pytest_arguments[0]}"]
-        rounds = options.repeat or 1
+    options, rest = parser.parse_known_args()
+    if options.repeat is not None:
+        if options.repeat < 1:
+            parser.error(f"--repeat {options.repeat}: at least one round is needed")
+        with busy_cores(options.busy):
+            return soak(options.repeat, rest, options.count)
+    if unknown := [name for name in rest if name not in PARTS]:
+        parser.error(
+            f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}. For tests: --repeat 20 PATH"
+        )
+    if options.list:
+        for name, part in PARTS.items():
+            kept = kept_of(name)
+            print(f"{name:22} {part.adds}{f' ({shown(kept)})' if kept else ''}")
+        print(f"Not in it: {OTHERS}")
+        return 0
     with busy_cores(options.busy):
-        return soak(rounds, pytest_arguments or DEFAULT_TESTS, to_the_end)
+        return max([run_part(name, PARTS[name], options.again) for name in rest or PARTS])
+
+
+def run_part(name: str, part: Part, again: bool) -> int:
+    """Unless it has passed with the files that there are; the exit status."""
+    tree, kept = hash_of_files(), kept_of(name)
+    if kept and kept["tree"] == tree and kept["passed"] and not again:
+        print(f"{name}: has run, {shown(kept)}", flush=True)
+        return 0
+    print(f"{name}: started", flush=True)
+    began = time.perf_counter()
+    outcomes = run_round(["-m", "soak", *part.pytest_arguments], part.pytest)
+    counts = collections.Counter(outcomes.values())
+    kept = {
+        "tree": tree,
+        "passed": bool(counts["passed"]) and not counts["failed"],
+        "counts": show(counts),
+        "seconds": round(time.perf_counter() - began),
+    }
+    KEPT.mkdir(parents=True, exist_ok=True)
+    (KEPT / f"{name}.json").write_text(json.dumps(kept, indent=1))
+    print(f"{name}: {shown(kept)}", flush=True)
+    return int(not kept["passed"])
+
+
+def kept_of(name: str) -> dict[str, Any] | None:
+    """What came of a part when it last ran."""
+    file = KEPT / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else None  # type: ignore[no-any-return]
+
+
+def shown(kept: dict[str, Any]) -> str:
+    return f"{kept['counts']} in {kept['seconds'] // 60} min {kept['seconds'] % 60} s"
+
+
+def hash_of_files() -> str:
+    """Of the package, its tests and what both read."""
+    found = hashlib.sha256()
+    for folder in ("torchstrat", "tests", "configs", "scripts", "docs"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 @contextlib.contextmanager
@@ -69,12 +166,14 @@ def soak(rounds: int, tests: list[str], to_the_end: bool) -> int:
     return int(bool(failures) or not totals["passed"])
 
 
-def run_round(pytest_arguments: list[str]) -> dict[str, str]:
+def run_round(
+    pytest_arguments: Sequence[str], command: Sequence[str] = (sys.executable, "-m", "pytest")
+) -> dict[str, str]:
     """Test name → passed, failed or skipped. A pytest that ends without a report is one failure of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.xml"
         pytest = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-m", "", f"--junit-xml={file}", *pytest_arguments],
+            [*command, "-q", "-m", "", f"--junit-xml={file}", *pytest_arguments],  # of two -m the last one counts
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
