@@ -33,6 +33,7 @@ from tests.matrix.lifetime_measures import (
     collect,
     held_by,
     held_here,
+    objects,
     only_what_is_new,
     require_flat,
 )
@@ -118,19 +119,19 @@ class Job:
         return [value.get(timeout=SECONDS) for value in values]
 
     def look(self) -> Mapping[str, Held]:
-        objects = dict(self.use(objects_here))
+        by_worker = dict(self.use(objects_here))
         found = {"the coordinator": held_here(self.tracked)}
         for job in ("worker", "ps"):
             for index in range(2):
                 held = held_by(self.cluster.process(job, index).pid)
-                found[f"{job} {index}"] = held._replace(objects=objects.get(index, 0) if job == "worker" else 0)
+                found[f"{job} {index}"] = held._replace(objects=by_worker.get(index, 0) if job == "worker" else 0)
         return found
 
 
 def objects_here() -> tuple[int, int]:
     """The worker that runs this, and how many of Python's objects it has."""
     collect()
-    return current_worker_index(), len(gc.get_objects())
+    return current_worker_index(), objects()
 
 
 def fails(function: Callable[..., Any]) -> Callable[..., Any]:
