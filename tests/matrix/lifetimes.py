@@ -198,4 +198,5 @@ TABLE = Table(
     make_cells,
     causes=lifetime_servers.CAUSES,
     faults=lifetime_faults.FAULTS,
+    alike=lambda place: "torchrun" if places.processes_of(place) > 1 else SERVERS if place == SERVERS else "in process",
 )

@@ -217,6 +217,6 @@ TABLE = Table(
     make_cells=cells,
     faults=FAULTS,
     bundle=8,
-    sampled_by_place=False,
+    alike=lambda _: "all",
     in_forks=True,
 )

@@ -107,8 +107,9 @@ class Table:
     """Puts away what the cells of a bundle keep for one another; called in each process at its end."""
     sampled: int = 1
     """How many cells of each row, and of each column, are in the sample of every place."""
-    sampled_by_place: bool = True
-    """Whether that is so of every place; else of all of them together."""
+    alike: Callable[[str], str] = str
+    """Of a place: what its cells have in common with those of other places, where a sample need not have each row and
+    column in each of them."""
     in_forks: bool = False
     """Whether each cell runs in forks of processes that have started nothing: what it leaves is of no use."""
 
@@ -134,12 +135,12 @@ class Table:
 
     @cached_property
     def sample(self) -> frozenset[str]:
-        """Ids of cells that together have each row and each column, in every place where ``sampled_by_place``, and each
-        known difference once."""
+        """Ids of cells that together have each row and each column, in one of the places that are ``alike`` at least,
+        and each known difference once."""
         chosen: set[str] = set()
         counts: dict[tuple[str, str, str], int] = {}
         for cell in self._spread():
-            place = cell.place if self.sampled_by_place else ""
+            place = self.alike(cell.place)
             keys = [("row", cell.row, place), ("column", cell.column, place)]
             if cell.expected.verdict == "open":
                 keys.append(("open", cell.expected.reason, ""))
