@@ -3,144 +3,82 @@
 import socket
 
 import torchstrat as ts
-from tests.mistakes.table import Area, Place
+from tests.mistakes.table import Area, raises
 from torchstrat.cluster_resolver import ClusterSpec, SimpleClusterResolver, TFConfigClusterResolver
 from torchstrat.errors import ClusterConfigError, WrongTypeError
-
-area = Area("Clusters")
 
 
 def resolver(cluster: dict[str, list[str]], **task: object) -> SimpleClusterResolver:
     return SimpleClusterResolver(ClusterSpec(cluster), **task)  # type: ignore[arg-type]
 
 
-def tf_config(place: Place, job: str, index: int) -> None:
+def tf_config(place: Area, job: str, index: int) -> None:
     place.set("TF_CONFIG", {"cluster": {"worker": ["a:1"]}, "task": {"type": job, "index": index}})
     TFConfigClusterResolver()
 
 
-@area.raises(
-    "TF_CONFIG that is no JSON",
-    ClusterConfigError,
-    given=r"TF_CONFIG='\{cluster'",
-    needed="JSON",
-    change="write an object",
-)
-def _(place: Place) -> None:
-    place.set("TF_CONFIG", "{cluster")
-    TFConfigClusterResolver()
+class Clusters(Area):
+    title = "Clusters"
 
+    @raises(ClusterConfigError, r"TF_CONFIG='\{cluster'", "JSON", "write an object")
+    def tf_config_that_is_no_json(self) -> None:
+        self.set("TF_CONFIG", "{cluster")
+        TFConfigClusterResolver()
 
-@area.raises(
-    "a wrong index in TF_CONFIG", ClusterConfigError, given="task.index=3", needed="one of the tasks", change=r"\[0\]"
-)
-def _(place: Place) -> None:
-    tf_config(place, "worker", 3)
+    @raises(ClusterConfigError, "task.index=3", "one of the tasks", r"\[0\]")
+    def a_wrong_index_in_tf_config(self) -> None:
+        tf_config(self, "worker", 3)
 
+    @raises(ClusterConfigError, "'wroker'", "the cluster's jobs", r"\['worker'\]")
+    def a_wrong_role_in_tf_config(self) -> None:
+        tf_config(self, "wroker", 0)
 
-@area.raises(
-    "a wrong role in TF_CONFIG",
-    ClusterConfigError,
-    given="'wroker'",
-    needed="the cluster's jobs",
-    change=r"\['worker'\]",
-)
-def _(place: Place) -> None:
-    tf_config(place, "wroker", 0)
+    @raises(ClusterConfigError, "address 'a'", "host:port", "such as")
+    def an_address_without_a_port(self) -> None:
+        ts.ParameterServerStrategy(resolver({"worker": ["a"], "ps": ["b:1"]}))
 
+    @raises(ClusterConfigError, "WORLD_SIZE='2'", "RANK is not set", "torchrun")
+    def half_of_the_environment_of_torchrun(self) -> None:
+        self.set("WORLD_SIZE", "2")
+        ts.MirroredStrategy()
 
-@area.raises("an address without a port", ClusterConfigError, given="address 'a'", needed="host:port", change="such as")
-def _(place: Place) -> None:
-    ts.ParameterServerStrategy(resolver({"worker": ["a"], "ps": ["b:1"]}))
+    @raises(WrongTypeError, "got dict", "a ClusterSpec", r"Write ClusterSpec")
+    def a_dict_for_a_cluster_spec(self) -> None:
+        SimpleClusterResolver({"worker": ["a:1"]})  # type: ignore[arg-type]
 
+    @raises(WrongTypeError, "str 'a:1'", "a list of addresses", "or a dict")
+    def one_address_for_a_list(self) -> None:
+        ClusterSpec({"worker": "a:1"})
 
-@area.raises(
-    "half of torchrun's environment",
-    ClusterConfigError,
-    given="WORLD_SIZE='2'",
-    needed="RANK is not set",
-    change="torchrun",
-)
-def _(place: Place) -> None:
-    place.set("WORLD_SIZE", "2")
-    ts.MirroredStrategy()
+    @raises(ClusterConfigError, "'chief'", "the cluster's jobs", "Add the job")
+    def a_chief_that_is_not_in_the_cluster(self) -> None:
+        ts.ParameterServerStrategy(resolver({"worker": ["a:1"], "ps": ["b:1"]}, task_type="chief", task_id=0))
 
+    @raises(ClusterConfigError, "is empty", "ClusterSpec", "torchstrat launch --ps 2")
+    def a_parameter_server_script_by_itself(self) -> None:
+        ts.ParameterServerStrategy(TFConfigClusterResolver())
 
-@area.raises(
-    "a dict for a ClusterSpec", WrongTypeError, given="got dict", needed="a ClusterSpec", change=r"Write ClusterSpec"
-)
-def _(place: Place) -> None:
-    SimpleClusterResolver({"worker": ["a:1"]})  # type: ignore[arg-type]
+    @raises(WrongTypeError, "got ClusterSpec", "a cluster resolver", "TFConfig")
+    def a_cluster_spec_for_a_resolver(self) -> None:
+        ts.ParameterServerStrategy(ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]}))  # type: ignore[arg-type]
 
+    @raises(ClusterConfigError, "no task of type 'ps'", "hold the variables", "Add")
+    def no_parameter_server(self) -> None:
+        ts.ParameterServerStrategy(resolver({"worker": ["a:1"]}))
 
-@area.raises(
-    "one address for a list", WrongTypeError, given="str 'a:1'", needed="a list of addresses", change="or a dict"
-)
-def _(place: Place) -> None:
-    ClusterSpec({"worker": "a:1"})
+    @raises(ClusterConfigError, "neither TORCHSTRAT_SECRET", "32 characters", "openssl rand")
+    def no_secret(self) -> None:
+        ts.ClusterCoordinator(ts.ParameterServerStrategy(resolver({"worker": ["localhost:1"], "ps": ["localhost:2"]})))
 
+    @raises(ClusterConfigError, "worker 0 cannot listen", "another process", "another port")
+    def a_port_in_use(self) -> None:
+        taken = self.enter_context(socket.socket())
+        taken.bind(("localhost", 0))
+        taken.listen()
+        self.set("TORCHSTRAT_SECRET", "x" * 40)
+        cluster = ClusterSpec({"worker": [f"localhost:{taken.getsockname()[1]}"], "ps": ["localhost:1"]})
+        ts.Server(cluster, job_name="worker", task_index=0)
 
-@area.raises(
-    "a chief that is not in the cluster",
-    ClusterConfigError,
-    given="'chief'",
-    needed="the cluster's jobs",
-    change="Add the job",
-)
-def _(place: Place) -> None:
-    ts.ParameterServerStrategy(resolver({"worker": ["a:1"], "ps": ["b:1"]}, task_type="chief", task_id=0))
-
-
-@area.raises(
-    "a parameter-server script by itself",
-    ClusterConfigError,
-    given="is empty",
-    needed="ClusterSpec",
-    change="torchstrat launch --ps 2",
-)
-def _(place: Place) -> None:
-    ts.ParameterServerStrategy(TFConfigClusterResolver())
-
-
-@area.raises(
-    "a ClusterSpec for a resolver",
-    WrongTypeError,
-    given="got ClusterSpec",
-    needed="a cluster resolver",
-    change="TFConfig",
-)
-def _(place: Place) -> None:
-    ts.ParameterServerStrategy(ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]}))  # type: ignore[arg-type]
-
-
-@area.raises(
-    "no parameter server", ClusterConfigError, given="no task of type 'ps'", needed="hold the variables", change="Add"
-)
-def _(place: Place) -> None:
-    ts.ParameterServerStrategy(resolver({"worker": ["a:1"]}))
-
-
-@area.raises(
-    "no secret", ClusterConfigError, given="neither TORCHSTRAT_SECRET", needed="32 characters", change="openssl rand"
-)
-def _(place: Place) -> None:
-    ts.ClusterCoordinator(ts.ParameterServerStrategy(resolver({"worker": ["localhost:1"], "ps": ["localhost:2"]})))
-
-
-@area.raises(
-    "a port in use", ClusterConfigError, given="worker 0 cannot listen", needed="another process", change="another port"
-)
-def _(place: Place) -> None:
-    taken = place.enter(socket.socket())
-    taken.bind(("localhost", 0))
-    taken.listen()
-    place.set("TORCHSTRAT_SECRET", "x" * 40)
-    cluster = ClusterSpec({"worker": [f"localhost:{taken.getsockname()[1]}"], "ps": ["localhost:1"]})
-    ts.Server(cluster, job_name="worker", task_index=0)
-
-
-@area.raises(
-    "a server of no role", ClusterConfigError, given="wroker 0", needed="'ps' and 'worker'", change="is no role"
-)
-def _(place: Place) -> None:
-    ts.Server(ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]}), job_name="wroker", task_index=0)
+    @raises(ClusterConfigError, "wroker 0", "'ps' and 'worker'", "is no role")
+    def a_server_of_no_role(self) -> None:
+        ts.Server(ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]}), job_name="wroker", task_index=0)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import torchstrat as ts
-from tests.mistakes.table import Area, Place, loader, rows
+from tests.mistakes.table import Area, loader, raises, right, rows
 from torchstrat.errors import (
     InvalidArgumentError,
     OutOfRangeError,
@@ -15,178 +15,93 @@ from torchstrat.errors import (
     WrongTypeError,
 )
 
-area = Area("Data")
 
+class Data(Area):
+    title = "Data"
 
-@area.raises(
-    "a dataset distributed twice",
-    UnsupportedError,
-    given="distributed already",
-    needed="it was made from",
-    change="Distribute once",
-)
-def _(place: Place) -> None:
-    strategy = place.mirrored()
-    strategy.distribute_dataset(strategy.distribute_dataset(loader()))
+    @raises(UnsupportedError, "distributed already", "it was made from", "Distribute once")
+    def a_dataset_distributed_twice(self) -> None:
+        strategy = self.mirrored()
+        strategy.distribute_dataset(strategy.distribute_dataset(loader()))
 
+    @raises(InvalidArgumentError, "is None", "the dataset", "give a DataLoader")
+    def none_for_a_dataset(self) -> None:
+        self.mirrored().distribute_dataset(None)
 
-@area.raises(
-    "None for a dataset", InvalidArgumentError, given="is None", needed="the dataset", change="give a DataLoader"
-)
-def _(place: Place) -> None:
-    place.mirrored().distribute_dataset(None)
+    @raises(WrongTypeError, "str", "is no dataset", "give a DataLoader")
+    def the_name_of_a_file_for_a_dataset(self) -> None:
+        self.mirrored().distribute_dataset("rows.csv")
 
+    @raises(WrongTypeError, "function", "is no dataset", "distribute_datasets_from_function")
+    def a_function_for_a_dataset(self) -> None:
+        self.mirrored().distribute_dataset(loader)
 
-@area.raises(
-    "a file's name for a dataset", WrongTypeError, given="str", needed="is no dataset", change="give a DataLoader"
-)
-def _(place: Place) -> None:
-    place.mirrored().distribute_dataset("rows.csv")
+    @raises(WrongTypeError, "item 0 of TensorDataset", "is no batch", "DataLoader")
+    def a_dataset_without_a_loader(self) -> None:
+        next(iter(self.mirrored().distribute_dataset(rows())))
 
+    @raises(InvalidArgumentError, r"batch\[0\] has 3", "numbers of rows", "DataLoader")
+    def a_loader_with_batch_size_none(self) -> None:
+        next(iter(self.mirrored().distribute_dataset(loader(None))))
 
-@area.raises(
-    "a function for a dataset",
-    WrongTypeError,
-    given="function",
-    needed="is no dataset",
-    change="distribute_datasets_from_function",
-)
-def _(place: Place) -> None:
-    place.mirrored().distribute_dataset(loader)
+    @raises(InvalidArgumentError, r"tensor\(1\.\)", "a batch dimension", "DataLoader")
+    def scalars_that_are_not_batched(self) -> None:
+        next(iter(self.mirrored().distribute_dataset([torch.tensor(1.0)])))
 
+    @raises(InvalidArgumentError, "has 4", "numbers of rows", "ts.data.same")
+    def columns_of_different_lengths(self) -> None:
+        next(iter(self.mirrored().distribute_dataset([(torch.ones(4, 2), torch.ones(3))])))
 
-@area.raises(
-    "a dataset without a loader",
-    WrongTypeError,
-    given="item 0 of TensorDataset",
-    needed="is no batch",
-    change="DataLoader",
-)
-def _(place: Place) -> None:
-    next(iter(place.mirrored().distribute_dataset(rows())))
+    @raises(UnsupportedError, "DistributedSampler", "shards by itself", "shuffle=True")
+    def a_distributed_sampler(self) -> None:
+        sampler: Any = DistributedSampler(rows(), num_replicas=2, rank=0)
+        self.mirrored().distribute_dataset(DataLoader(rows(), batch_size=4, sampler=sampler))
 
+    @raises(WrongTypeError, "DataLoader", "needs a function", "function itself")
+    def a_dataset_for_a_function_of_one(self) -> None:
+        self.mirrored().distribute_datasets_from_function(loader())
 
-@area.raises(
-    "a loader with batch_size=None",
-    InvalidArgumentError,
-    given=r"batch\[0\] has 3",
-    needed="numbers of rows",
-    change="DataLoader",
-)
-def _(place: Place) -> None:
-    next(iter(place.mirrored().distribute_dataset(loader(None))))
+    @raises(WrongTypeError, r"one of \(\)", "InputContext", r"dataset_fn\(context\)")
+    def a_dataset_function_without_a_context(self) -> None:
+        self.mirrored().distribute_datasets_from_function(lambda: loader())
 
+    @raises(InvalidArgumentError, "is None", "dataset", "give a DataLoader")
+    def a_dataset_function_without_return(self) -> None:
+        self.mirrored().distribute_datasets_from_function(lambda context: None)
 
-@area.raises(
-    "scalars that are not batched",
-    InvalidArgumentError,
-    given=r"tensor\(1\.\)",
-    needed="a batch dimension",
-    change="DataLoader",
-)
-def _(place: Place) -> None:
-    next(iter(place.mirrored().distribute_dataset([torch.tensor(1.0)])))
+    @raises(WrongTypeError, "got dict", "InputOptions", r"ts\.InputOptions\(")
+    def options_as_a_dict(self) -> None:
+        self.mirrored().distribute_dataset(loader(), {"fetch_to_device": False})
 
+    @raises(WrongTypeError, "has no len", "-2", r"\.cardinality")
+    def the_length_of_a_distributed_dataset(self) -> None:
+        len(self.mirrored().distribute_dataset(loader()))
 
-@area.raises(
-    "columns of different lengths", InvalidArgumentError, given="has 4", needed="numbers of rows", change="ts.data.same"
-)
-def _(place: Place) -> None:
-    next(iter(place.mirrored().distribute_dataset([(torch.ones(4, 2), torch.ones(3))])))
+    @raises(OutOfRangeError, "the last of 1", "get_next", "or a for loop")
+    def get_next_past_the_end(self) -> None:
+        iterator = iter(self.mirrored().distribute_dataset(loader(8)))
+        iterator.get_next()
+        iterator.get_next()
 
+    @raises(StrategyMixingError, "in the scope of", "one strategy", "leave the inner")
+    def the_dataset_of_another_strategy(self) -> None:
+        iterator = iter(self.mirrored().distribute_dataset(loader()))
+        with self.mirrored().scope():
+            next(iterator)
 
-@area.raises(
-    "a DistributedSampler",
-    UnsupportedError,
-    given="DistributedSampler",
-    needed="shards by itself",
-    change="shuffle=True",
-)
-def _(place: Place) -> None:
-    sampler: Any = DistributedSampler(rows(), num_replicas=2, rank=0)
-    place.mirrored().distribute_dataset(DataLoader(rows(), batch_size=4, sampler=sampler))
+    @raises(ValueError, "30", "4", "multiple|divis|split")
+    def a_global_batch_that_does_not_split(self) -> None:
+        ts.InputContext(1, 0, 4).get_per_replica_batch_size(30)
 
+    @raises(WrongTypeError, "NoLength", "needs __len__", "has none")
+    def a_dataset_without_a_length(self) -> None:
+        class NoLength(Dataset[Any]):
+            def __getitem__(self, index: int) -> torch.Tensor:
+                return torch.ones(4)
 
-@area.raises(
-    "a dataset for a function of one",
-    WrongTypeError,
-    given="DataLoader",
-    needed="needs a function",
-    change="function itself",
-)
-def _(place: Place) -> None:
-    place.mirrored().distribute_datasets_from_function(loader())
+        self.mirrored().distribute_dataset(NoLength())
 
-
-@area.raises(
-    "a dataset function without a context",
-    WrongTypeError,
-    given=r"one of \(\)",
-    needed="InputContext",
-    change=r"dataset_fn\(context\)",
-)
-def _(place: Place) -> None:
-    place.mirrored().distribute_datasets_from_function(lambda: loader())
-
-
-@area.raises(
-    "a dataset function without return",
-    InvalidArgumentError,
-    given="is None",
-    needed="dataset",
-    change="give a DataLoader",
-)
-def _(place: Place) -> None:
-    place.mirrored().distribute_datasets_from_function(lambda context: None)
-
-
-@area.raises("options as a dict", WrongTypeError, given="got dict", needed="InputOptions", change=r"ts\.InputOptions\(")
-def _(place: Place) -> None:
-    place.mirrored().distribute_dataset(loader(), {"fetch_to_device": False})
-
-
-@area.raises(
-    "the length of a distributed dataset", WrongTypeError, given="has no len", needed="-2", change=r"\.cardinality"
-)
-def _(place: Place) -> None:
-    len(place.mirrored().distribute_dataset(loader()))
-
-
-@area.raises("get_next past the end", OutOfRangeError, given="the last of 1", needed="get_next", change="or a for loop")
-def _(place: Place) -> None:
-    iterator = iter(place.mirrored().distribute_dataset(loader(8)))
-    iterator.get_next()
-    iterator.get_next()
-
-
-@area.raises(
-    "another strategy's dataset",
-    StrategyMixingError,
-    given="in the scope of",
-    needed="one strategy",
-    change="leave the inner",
-)
-def _(place: Place) -> None:
-    iterator = iter(place.mirrored().distribute_dataset(loader()))
-    with place.mirrored().scope():
-        next(iterator)
-
-
-@area.raises("a global batch that does not split", ValueError, given="30", needed="4", change="multiple|divis|split")
-def _(place: Place) -> None:
-    ts.InputContext(1, 0, 4).get_per_replica_batch_size(30)
-
-
-@area.raises("a dataset without a length", WrongTypeError, given="NoLength", needed="needs __len__", change="has none")
-def _(place: Place) -> None:
-    class NoLength(Dataset[Any]):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.ones(4)
-
-    place.mirrored().distribute_dataset(NoLength())
-
-
-@area.right("a global batch smaller than the replicas", "No row is lost: replicas without rows do not run the step.")
-def _(place: Place) -> None:
-    x, _y = next(iter(place.mirrored().distribute_dataset(loader(1))))
-    assert [len(part) for part in x.values] == [1, 0]
+    @right("No row is lost: replicas without rows do not run the step.")
+    def a_global_batch_smaller_than_the_replicas(self) -> None:
+        x, _y = next(iter(self.mirrored().distribute_dataset(loader(1))))
+        assert [len(part) for part in x.values] == [1, 0]

@@ -2,141 +2,75 @@
 
 import copy
 import pickle
+from typing import Any
 
 import torchstrat as ts
-from tests.mistakes.table import Area, Place
+from tests.mistakes.table import Area, each, raises, right
 from torchstrat.errors import ContextError, DeviceError, InvalidArgumentError, UnsupportedError, WrongTypeError
 
-area = Area("Making a strategy")
 
+class Devices(Area):
+    title = "Making a strategy"
 
-@area.raises("a device with a typo", DeviceError, given="'gpuu:0'", needed="kind of device", change="write 'cpu:1'")
-def _(place: Place) -> None:
-    ts.MirroredStrategy(["gpuu:0"])
+    @each(
+        ("a device with a typo", ["gpuu:0"], DeviceError, "'gpuu:0'", "kind of device", "write 'cpu:1'"),
+        ("an absent device", ["cuda:77"], DeviceError, "'cuda:77'", "on this machine", "choose one"),
+        ("a string of devices", "cpu:0", DeviceError, "one string", "a list", r"devices=\['cpu:0'\]"),
+        ("a device twice", ["cpu:0", "cpu:0"], DeviceError, "cpu:0 more than once", "of its own", "'cpu:0', 'cpu:1'"),
+        ("numbers of devices", [0, 1], WrongTypeError, "got int 0", "a string", "Write 'cpu:0'"),
+        ("the number of devices", 2, WrongTypeError, "int 2", "a list", r"devices=\['cpu:0', 'cpu:1'"),
+        ("no devices", [], DeviceError, "is empty", "at least one", "None for all local ones"),
+    )
+    def devices(self, devices: Any) -> None:
+        ts.MirroredStrategy(devices)
 
+    @raises(TypeError, "Strategy is an", "implementations", "Mirrored")
+    def the_interface_itself(self) -> None:
+        ts.Strategy()
 
-@area.raises("an absent device", DeviceError, given="'cuda:77'", needed="on this machine", change="choose one")
-def _(place: Place) -> None:
-    ts.MirroredStrategy(["cuda:77"])
+    @raises(InvalidArgumentError, "'miror'", "there are", "mirrored")
+    def the_name_of_a_strategy_with_a_typo(self) -> None:
+        ts.registry.create("miror")
 
+    @raises(WrongTypeError, "was given replicas", "it takes", "devices")
+    def an_option_of_another_strategy(self) -> None:
+        ts.registry.create("mirrored", replicas=2)
 
-@area.raises("a string of devices", DeviceError, given="one string", needed="a list", change=r"devices=\['cpu:0'\]")
-def _(place: Place) -> None:
-    ts.MirroredStrategy("cpu:0")
+    @raises(InvalidArgumentError, "logical_devices_per_replica=2", "a process for each", "torchrun")
+    def several_logical_devices_in_one_process(self) -> None:
+        ts.MirroredStrategy(logical_devices_per_replica=2)
 
+    @raises(InvalidArgumentError, "'nccl'", "choose|one of", "'auto'")
+    def an_unknown_way_to_talk(self) -> None:
+        ts.MirroredStrategy(["cpu:0"], collectives="nccl")
 
-@area.raises(
-    "a device twice", DeviceError, given="cpu:0 more than once", needed="of its own", change="'cpu:0', 'cpu:1'"
-)
-def _(place: Place) -> None:
-    ts.MirroredStrategy(["cpu:0", "cpu:0"])
+    @raises(UnsupportedError, "cross_device_ops='nccl'", "takes None", "Leave it out")
+    def cross_device_ops(self) -> None:
+        ts.MirroredStrategy(["cpu:0"], cross_device_ops="nccl")  # type: ignore[arg-type]
 
+    @raises(AttributeError, "'NcclAllReduce'", "chooses how devices", "leave cross_device_ops out")
+    def a_class_of_tensorflow_that_is_not_there(self) -> None:
+        ts.NcclAllReduce()
 
-@area.raises("numbers of devices", WrongTypeError, given="got int 0", needed="a string", change="Write 'cpu:0'")
-def _(place: Place) -> None:
-    ts.MirroredStrategy([0, 1])
+    @raises(WrongTypeError, "CommunicationImpl", "a cluster resolver", "_options")
+    def how_to_talk_for_a_resolver(self) -> None:
+        ts.MultiWorkerMirroredStrategy(ts.experimental.CollectiveCommunication.AUTO)
 
+    @raises(ContextError, "is not a context manager", "with", r"\.scope\(\)")
+    def a_strategy_in_with(self) -> None:
+        with self.mirrored():
+            pass
 
-@area.raises(
-    "the number of devices", WrongTypeError, given="int 2", needed="a list", change=r"devices=\['cpu:0', 'cpu:1'"
-)
-def _(place: Place) -> None:
-    ts.MirroredStrategy(2)
+    @raises(ContextError, "copy.copy", "must not share", "copy.deepcopy")
+    def a_copied_strategy(self) -> None:
+        copy.copy(self.mirrored())
 
+    @raises(WrongTypeError, "MirroredStrategy", "this process", "in each process")
+    def a_pickled_strategy(self) -> None:
+        pickle.dumps(self.mirrored())
 
-@area.raises("no devices", DeviceError, given="is empty", needed="at least one", change="None for all local ones")
-def _(place: Place) -> None:
-    ts.MirroredStrategy([])
-
-
-@area.raises("the interface itself", TypeError, given="Strategy is an", needed="implementations", change="Mirrored")
-def _(place: Place) -> None:
-    ts.Strategy()
-
-
-@area.raises(
-    "a strategy's name with a typo", InvalidArgumentError, given="'miror'", needed="there are", change="mirrored"
-)
-def _(place: Place) -> None:
-    ts.registry.create("miror")
-
-
-@area.raises(
-    "an option of another strategy", WrongTypeError, given="was given replicas", needed="it takes", change="devices"
-)
-def _(place: Place) -> None:
-    ts.registry.create("mirrored", replicas=2)
-
-
-@area.raises(
-    "several logical devices in one process",
-    InvalidArgumentError,
-    given="logical_devices_per_replica=2",
-    needed="a process for each",
-    change="torchrun",
-)
-def _(place: Place) -> None:
-    ts.MirroredStrategy(logical_devices_per_replica=2)
-
-
-@area.raises("an unknown way to talk", InvalidArgumentError, given="'nccl'", needed="choose|one of", change="'auto'")
-def _(place: Place) -> None:
-    ts.MirroredStrategy(["cpu:0"], collectives="nccl")
-
-
-@area.raises(
-    "cross_device_ops", UnsupportedError, given="cross_device_ops='nccl'", needed="takes None", change="Leave it out"
-)
-def _(place: Place) -> None:
-    ts.MirroredStrategy(["cpu:0"], cross_device_ops="nccl")  # type: ignore[arg-type]
-
-
-@area.raises(
-    "a class of TensorFlow's that is not there",
-    AttributeError,
-    given="'NcclAllReduce'",
-    needed="chooses how devices",
-    change="leave cross_device_ops out",
-)
-def _(place: Place) -> None:
-    ts.NcclAllReduce()
-
-
-@area.raises(
-    "how to talk for a resolver",
-    WrongTypeError,
-    given="CommunicationImpl",
-    needed="a cluster resolver",
-    change="_options",
-)
-def _(place: Place) -> None:
-    ts.MultiWorkerMirroredStrategy(ts.experimental.CollectiveCommunication.AUTO)
-
-
-@area.raises(
-    "a strategy in `with`", ContextError, given="is not a context manager", needed="with", change=r"\.scope\(\)"
-)
-def _(place: Place) -> None:
-    with place.mirrored():
-        pass
-
-
-@area.raises("a copied strategy", ContextError, given="copy.copy", needed="must not share", change="copy.deepcopy")
-def _(place: Place) -> None:
-    copy.copy(place.mirrored())
-
-
-@area.raises(
-    "a pickled strategy", WrongTypeError, given="MirroredStrategy", needed="this process", change="in each process"
-)
-def _(place: Place) -> None:
-    pickle.dumps(place.mirrored())
-
-
-@area.right(
-    "a strategy used after close", "`Strategy.close`: one whose replicas are in this process may be used again."
-)
-def _(place: Place) -> None:
-    strategy = place.mirrored()
-    strategy.close()
-    assert strategy.run(lambda: 3) == 3
+    @right("`Strategy.close`: one whose replicas are in this process may be used again.")
+    def a_strategy_used_after_close(self) -> None:
+        strategy = self.mirrored()
+        strategy.close()
+        assert strategy.run(lambda: 3) == 3

@@ -1,13 +1,15 @@
 """Parameter servers."""
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.mistakes.table import Area, Place, loader, step_of
+from tests.mistakes.table import Area, loader, raises, right, step_of, warns
 from torchstrat.errors import (
     ClosureInputError,
     CommunicationTimeoutError,
@@ -20,325 +22,177 @@ from torchstrat.errors import (
 )
 from torchstrat.testing.fake_cluster import FakeCluster
 
-area = Area("Parameter servers")
 
+class Servers(Area):
+    title = "Parameter servers"
 
-@area.raises(
-    "a coordinator of another strategy",
-    WrongTypeError,
-    given="<MirroredStrategy",
-    needed="needs a Param",
-    change="strategy.run",
-)
-def _(place: Place) -> None:
-    ts.ClusterCoordinator(place.mirrored())  # type: ignore[arg-type]
+    def run(self, function: Callable[[], Any]) -> None:
+        """On a worker of a cluster."""
+        coordinator = self.cluster().coordinator
+        coordinator.schedule(function)
+        coordinator.join()
 
+    @raises(WrongTypeError, "<MirroredStrategy", "needs a Param", "strategy.run")
+    def a_coordinator_of_another_strategy(self) -> None:
+        ts.ClusterCoordinator(self.mirrored())  # type: ignore[arg-type]
 
-@area.raises(
-    "a server that is missing", CommunicationTimeoutError, given="ps 0", needed="join within 0.1 s", change="Start them"
-)
-def _(place: Place) -> None:
-    cluster = place.enter(FakeCluster(workers=1, ps=1))
-    cluster.kill_server(0)
-    ts.ClusterCoordinator(cluster.strategy(timeout=timedelta(seconds=0.1)))
+    @raises(CommunicationTimeoutError, "ps 0", "join within 0.1 s", "Start them")
+    def a_server_that_is_missing(self) -> None:
+        cluster = self.enter_context(FakeCluster(workers=1, ps=1))
+        cluster.kill_server(0)
+        ts.ClusterCoordinator(cluster.strategy(timeout=timedelta(seconds=0.1)))
 
+    @raises(WrongTypeError, "int 2", "one of ts.partitioners", r"FixedShards\w+\(2\)")
+    def a_number_for_a_partitioner(self) -> None:
+        self.cluster(variable_partitioner=2)
 
-@area.raises(
-    "a number for a partitioner",
-    WrongTypeError,
-    given="int 2",
-    needed="one of ts.partitioners",
-    change=r"FixedShards\w+\(2\)",
-)
-def _(place: Place) -> None:
-    place.cluster(variable_partitioner=2)
+    @raises(InvalidArgumentError, r"\[0, 1\]", "at least 1 shard", r"such as \[2, 1\]")
+    def a_partitioner_into_nothing(self) -> None:
+        self.cluster(variable_partitioner=ts.partitioners.FixedShardsPartitioner(0))
 
+    @raises(InvalidArgumentError, "'ignore'", "must be", '"raise" or "restore"')
+    def an_unknown_policy(self) -> None:
+        self.cluster(on_server_loss="ignore")
 
-@area.raises(
-    "a partitioner into nothing",
-    InvalidArgumentError,
-    given=r"\[0, 1\]",
-    needed="at least 1 shard",
-    change=r"such as \[2, 1\]",
-)
-def _(place: Place) -> None:
-    place.cluster(variable_partitioner=ts.partitioners.FixedShardsPartitioner(0))
+    @raises(NotSendableError, "variable 'lock'", "cannot travel", "need none")
+    def a_lock_in_a_closure(self) -> None:
+        lock = threading.Lock()
+        self.cluster().coordinator.schedule(lambda: lock.locked())
 
+    @raises(NotSendableError, "a generator", "cannot travel", "Create it inside")
+    def a_generator_as_a_result(self) -> None:
+        self.run(lambda: (number for number in range(3)))
 
-@area.raises(
-    "an unknown policy", InvalidArgumentError, given="'ignore'", needed="must be", change='"raise" or "restore"'
-)
-def _(place: Place) -> None:
-    place.cluster(on_server_loss="ignore")
+    @raises(InvalidArgumentError, "a RemoteValue", "cannot take", r"fetch\(value\)")
+    def a_remote_value_as_an_argument(self) -> None:
+        coordinator = self.cluster().coordinator
+        coordinator.schedule(lambda x: x, args=(coordinator.schedule(lambda: 1),))
 
+    @raises(WrongTypeError, "the result of function 0", "as a number", r"fetch\(\)")
+    def a_remote_value_as_a_number(self) -> None:
+        float(self.cluster().coordinator.schedule(lambda: 1.0))
 
-@area.raises(
-    "a lock in a closure", NotSendableError, given="variable 'lock'", needed="cannot travel", change="need none"
-)
-def _(place: Place) -> None:
-    lock = threading.Lock()
+    @raises(WrongTypeError, "the result of function 0", "as a number", r"fetch\(\)")
+    def a_sum_of_remote_values(self) -> None:
+        coordinator = self.cluster().coordinator
+        sum([coordinator.schedule(lambda: 1.0)])
 
-    def function() -> int:
-        with lock:
-            return 1
+    @raises(WrongTypeError, "got int", "needs a function", "function itself")
+    def a_called_function_scheduled(self) -> None:
+        self.cluster().coordinator.schedule(1)
 
-    place.cluster().coordinator.schedule(function)
+    @raises(WrongTypeError, "got Tensor", "a list or a tuple", r"args=\(value,\)")
+    def a_tensor_for_args(self) -> None:
+        self.cluster().coordinator.schedule(lambda x: x, args=torch.ones(1))
 
+    @raises(WrongTypeError, "needs some", "without arguments", "partial")
+    def a_dataset_function_with_arguments(self) -> None:
+        self.cluster().coordinator.create_per_worker_dataset(lambda context: loader())
 
-@area.raises(
-    "a generator as a result", NotSendableError, given="a generator", needed="cannot travel", change="Create it inside"
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    coordinator.schedule(lambda: (number for number in range(3)))
-    coordinator.join()
+    @raises(InvalidArgumentError, r"got list", "or a dataset", "DataLoader")
+    def a_list_for_a_per_worker_dataset(self) -> None:
+        self.cluster().coordinator.create_per_worker_dataset([torch.ones(2)])
 
-
-@area.raises(
-    "a RemoteValue as an argument",
-    InvalidArgumentError,
-    given="a RemoteValue",
-    needed="cannot take",
-    change=r"fetch\(value\)",
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    coordinator.schedule(lambda x: x, args=(coordinator.schedule(lambda: 1),))
-
-
-@area.raises(
-    "a RemoteValue as a number",
-    WrongTypeError,
-    given="the result of function 0",
-    needed="as a number",
-    change=r"fetch\(\)",
-)
-def _(place: Place) -> None:
-    float(place.cluster().coordinator.schedule(lambda: 1.0))
-
-
-@area.raises(
-    "a sum of RemoteValues", WrongTypeError, given="the result of function 0", needed="as a number", change=r"fetch\(\)"
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    sum([coordinator.schedule(lambda: 1.0)])
-
-
-@area.raises(
-    "a called function scheduled", WrongTypeError, given="got int", needed="needs a function", change="function itself"
-)
-def _(place: Place) -> None:
-    place.cluster().coordinator.schedule(1)
-
-
-@area.raises(
-    "a tensor for args", WrongTypeError, given="got Tensor", needed="a list or a tuple", change=r"args=\(value,\)"
-)
-def _(place: Place) -> None:
-    place.cluster().coordinator.schedule(lambda x: x, args=torch.ones(1))
-
-
-@area.raises(
-    "a dataset function with arguments",
-    WrongTypeError,
-    given="needs some",
-    needed="without arguments",
-    change="partial",
-)
-def _(place: Place) -> None:
-    place.cluster().coordinator.create_per_worker_dataset(lambda context: loader())
-
-
-@area.raises(
-    "a list for a per-worker dataset",
-    InvalidArgumentError,
-    given=r"got list",
-    needed="or a dataset",
-    change="DataLoader",
-)
-def _(place: Place) -> None:
-    place.cluster().coordinator.create_per_worker_dataset([torch.ones(2)])
-
-
-@area.raises(
-    "a dataset function that returns a list",
-    ClosureInputError,
-    given="a list",
-    needed="return a DataLoader",
-    change="batch_size=None",
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    iterator = iter(coordinator.create_per_worker_dataset(lambda: [torch.ones(2)]))
-    coordinator.schedule(lambda iterator: next(iterator), args=(iterator,))
-    coordinator.join()
-
-
-@area.raises(
-    "next on the coordinator", UnsupportedError, given="per-worker iterator", needed="on the workers", change="in fn"
-)
-def _(place: Place) -> None:
-    next(iter(place.cluster().coordinator.create_per_worker_dataset(loader)))
-
-
-@area.raises(
-    "a loop over distributed data on the coordinator",
-    InvalidArgumentError,
-    given="distributed by",
-    needed="on the workers",
-    change="create_per",
-)
-def _(place: Place) -> None:
-    next(iter(place.cluster().strategy.distribute_dataset(loader())))
-
-
-@area.raises(
-    "more functions than batches",
-    OutOfRangeError,
-    given="no more batches",
-    needed="for every pass",
-    change=r"iter\(per",
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    iterator = iter(coordinator.create_per_worker_dataset(lambda: loader(8)))
-    for _ in range(2):
+    @raises(ClosureInputError, "a list", "return a DataLoader", "batch_size=None")
+    def a_dataset_function_that_returns_a_list(self) -> None:
+        coordinator = self.cluster().coordinator
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: [torch.ones(2)]))
         coordinator.schedule(lambda iterator: next(iterator), args=(iterator,))
-    coordinator.join()
+        coordinator.join()
 
+    @raises(UnsupportedError, "per-worker iterator", "on the workers", "in fn")
+    def next_on_the_coordinator(self) -> None:
+        next(iter(self.cluster().coordinator.create_per_worker_dataset(loader)))
 
-@area.raises(
-    "a module outside of the scope", InvalidArgumentError, given="a Linear", needed="on the parameter", change="scope"
-)
-def _(place: Place) -> None:
-    model = nn.Linear(3, 1)
-    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    place.cluster().coordinator.schedule(step, args=((torch.ones(2, 3), torch.ones(2, 1)),))
+    @raises(InvalidArgumentError, "distributed by", "on the workers", "create_per")
+    def a_loop_over_distributed_data_on_the_coordinator(self) -> None:
+        next(iter(self.cluster().strategy.distribute_dataset(loader())))
 
+    @raises(OutOfRangeError, "no more batches", "for every pass", r"iter\(per")
+    def more_functions_than_batches(self) -> None:
+        coordinator = self.cluster().coordinator
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: loader(8)))
+        for _ in range(2):
+            coordinator.schedule(lambda iterator: next(iterator), args=(iterator,))
+        coordinator.join()
 
-@area.raises(
-    "a bug in a scheduled function", ZeroDivisionError, given="division", needed="earlier function", change="cancelled"
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    coordinator.schedule(lambda: 1 / 0)
-    coordinator.join()
+    @raises(InvalidArgumentError, "a Linear", "on the parameter", "scope")
+    def a_module_outside_of_the_scope(self) -> None:
+        model = nn.Linear(3, 1)
+        step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.cluster().coordinator.schedule(step, args=((torch.ones(2, 3), torch.ones(2, 1)),))
 
+    @raises(ZeroDivisionError, "division", "earlier function", "cancelled")
+    def a_bug_in_a_scheduled_function(self) -> None:
+        self.run(lambda: 1 / 0)
 
-@area.raises(
-    "a variable made in a scheduled function",
-    InvalidArgumentError,
-    given="Variable was",
-    needed="live on",
-    change="scope",
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    coordinator.schedule(lambda: ts.Variable(1.0))
-    coordinator.join()
+    @raises(InvalidArgumentError, "Variable was", "live on", "scope")
+    def a_variable_made_in_a_scheduled_function(self) -> None:
+        self.run(lambda: ts.Variable(1.0))
 
+    @raises(ContextError, r"scope\(\) was", "The coordinator", "functions use")
+    def a_scope_in_a_scheduled_function(self) -> None:
+        made = self.cluster()
+        strategy = made.strategy
 
-@area.raises(
-    "a scope in a scheduled function",
-    ContextError,
-    given=r"scope\(\) was",
-    needed="The coordinator",
-    change="functions use",
-)
-def _(place: Place) -> None:
-    made = place.cluster()
-    strategy = made.strategy
+        def function() -> None:
+            with strategy.scope():
+                pass
 
-    def function() -> None:
+        made.coordinator.schedule(function)
+        made.coordinator.join()
+
+    @raises(ContextError, "coordinator.schedule", "do not schedule", "return")
+    def a_function_that_schedules(self) -> None:
+        coordinator = self.cluster().coordinator
+        coordinator.schedule(lambda: coordinator.schedule(lambda: 1))
+        coordinator.join()
+
+    @raises(ContextError, "get_current_worker_index", "inside", "where")
+    def the_index_of_a_worker_on_the_coordinator(self) -> None:
+        self.cluster().coordinator.get_current_worker_index()
+
+    @raises(ContextError, "was closed", "its job is over", "Make a new strategy")
+    def schedule_after_close(self) -> None:
+        made = self.cluster()
+        made.strategy.close()
+        made.coordinator.schedule(lambda: 1)
+
+    @raises(ContextError, "was closed", "its job is over", "Make a new strategy")
+    def scope_after_close(self) -> None:
+        strategy = self.cluster().strategy
+        strategy.close()
         with strategy.scope():
             pass
 
-    made.coordinator.schedule(function)
-    made.coordinator.join()
+    @raises(ContextError, "was closed", "its job is over", "Make a new strategy")
+    def data_after_close(self) -> None:
+        strategy = self.cluster().strategy
+        strategy.close()
+        strategy.distribute_dataset(loader())
 
+    @raises(InvalidArgumentError, "on_server_loss='raise'", "leaves", "make it with")
+    def restoring_that_was_not_asked_for(self) -> None:
+        made = self.cluster()
+        with ts.CheckpointManager(self.folder) as manager:
+            made.coordinator.restore_on_server_loss(manager, ts.Checkpoint(model=made.model))
 
-@area.raises(
-    "a function that schedules", ContextError, given="coordinator.schedule", needed="do not schedule", change="return"
-)
-def _(place: Place) -> None:
-    coordinator = place.cluster().coordinator
-    coordinator.schedule(lambda: coordinator.schedule(lambda: 1))
-    coordinator.join()
+    @warns("on the coordinator", "changes no variable", r"coordinator\.schedule")
+    def run_on_the_coordinator(self) -> None:
+        made = self.cluster()
+        made.strategy.run(lambda: made.model(torch.ones(1, 3)))
 
+    @right("`ClusterCoordinator`: one per strategy; calling the class again returns the same.")
+    def a_second_coordinator(self) -> None:
+        made = self.cluster()
+        assert ts.ClusterCoordinator(made.strategy) is made.coordinator
 
-@area.raises(
-    "a worker's index on the coordinator",
-    ContextError,
-    given="get_current_worker_index",
-    needed="inside",
-    change="where",
-)
-def _(place: Place) -> None:
-    place.cluster().coordinator.get_current_worker_index()
-
-
-@area.raises(
-    "schedule after close", ContextError, given="was closed", needed="its job is over", change="Make a new strategy"
-)
-def _(place: Place) -> None:
-    made = place.cluster()
-    made.strategy.close()
-    made.coordinator.schedule(lambda: 1)
-
-
-@area.raises(
-    "scope after close", ContextError, given="was closed", needed="its job is over", change="Make a new strategy"
-)
-def _(place: Place) -> None:
-    strategy = place.cluster().strategy
-    strategy.close()
-    with strategy.scope():
-        pass
-
-
-@area.raises(
-    "data after close", ContextError, given="was closed", needed="its job is over", change="Make a new strategy"
-)
-def _(place: Place) -> None:
-    strategy = place.cluster().strategy
-    strategy.close()
-    strategy.distribute_dataset(loader())
-
-
-@area.raises(
-    "restoring that was not asked for",
-    InvalidArgumentError,
-    given="on_server_loss='raise'",
-    needed="leaves",
-    change="make it with",
-)
-def _(place: Place) -> None:
-    made = place.cluster()
-    with ts.CheckpointManager(place.folder) as manager:
-        made.coordinator.restore_on_server_loss(manager, ts.Checkpoint(model=made.model))
-
-
-@area.warns(
-    "run on the coordinator", given="on the coordinator", needed="changes no variable", change=r"coordinator\.schedule"
-)
-def _(place: Place) -> None:
-    made = place.cluster()
-    made.strategy.run(lambda: made.model(torch.ones(1, 3)))
-
-
-@area.right("a second coordinator", "`ClusterCoordinator`: one per strategy; calling the class again returns the same.")
-def _(place: Place) -> None:
-    made = place.cluster()
-    assert ts.ClusterCoordinator(made.strategy) is made.coordinator
-
-
-@area.right("state_dict after close", "`ParameterServerStrategy.close`: modules keep the values that were last read.")
-def _(place: Place) -> None:
-    made = place.cluster()
-    batch = (torch.ones(2, 3), torch.ones(2, 1))
-    made.coordinator.schedule(made.step, args=(batch,))
-    made.coordinator.join()
-    read = {name: value.clone() for name, value in made.model.state_dict().items()}
-    made.strategy.close()
-    assert all(torch.equal(value, read[name]) for name, value in made.model.state_dict().items())
+    @right("`ParameterServerStrategy.close`: modules keep the values that were last read.")
+    def state_dict_after_close(self) -> None:
+        made = self.cluster()
+        batch = (torch.ones(2, 3), torch.ones(2, 1))
+        made.coordinator.schedule(made.step, args=(batch,))
+        made.coordinator.join()
+        read = {name: value.clone() for name, value in made.model.state_dict().items()}
+        made.strategy.close()
+        assert all(torch.equal(value, read[name]) for name, value in made.model.state_dict().items())

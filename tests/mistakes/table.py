@@ -10,17 +10,17 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrat as ts
-from torchstrat import context
 from torchstrat.testing.fake_cluster import FakeCluster
 
 PACKAGE = str(Path(ts.__file__).parent)
@@ -33,7 +33,7 @@ class Mistake:
 
     Args:
         name: in a user's words.
-        make: makes it, in a `Place`.
+        make: makes it, given its area.
         error: the class that is raised; None: nothing is.
         parts: what is given, what is needed, what is to be changed: a pattern for each, found in the message, or in the
             warnings where nothing is raised.
@@ -41,49 +41,61 @@ class Mistake:
     """
 
     name: str
-    make: Callable[[Place], Any]
+    make: Callable[[Any], Any]
     error: type[BaseException] | None
-    parts: dict[str, str]
+    parts: tuple[str, ...] = ()
     because: str = ""
 
 
-class Area(list[Mistake]):
-    """The mistakes of one part of the library, in the order of their definition."""
+def raises(error: type[BaseException], given: str, needed: str, change: str) -> Any:
+    """Decorates a method of an area, whose name is the mistake's."""
+    return lambda make: [Mistake(_words(make), make, error, (given, needed, change))]
 
-    def __init__(self, title: str) -> None:
+
+def each(*rows: tuple[str, Any, type[BaseException], str, str, str]) -> Any:
+    """Decorates a method that makes several, with a value each: name, value, and as of `raises`."""
+    return lambda make: [
+        Mistake(name, lambda area, value=value: make(area, value), error, tuple(parts))
+        for name, value, error, *parts in rows
+    ]
+
+
+def warns(given: str, needed: str, change: str) -> Any:
+    return lambda make: [Mistake(_words(make), make, None, (given, needed, change))]
+
+
+def right(because: str) -> Any:
+    return lambda make: [Mistake(_words(make), make, None, because=because)]
+
+
+def _words(make: Callable[..., Any]) -> str:
+    return make.__name__.replace("_", " ")
+
+
+class Area(contextlib.ExitStack):
+    """The mistakes of one part of the library, made by its methods; and where one is made: in a folder, in an
+    environment of its own. What is entered is left afterwards."""
+
+    title: str
+
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.title = title
+        self.folder = folder
 
-    def raises(self, name: str, error: type[BaseException], *, given: str, needed: str, change: str) -> Any:
-        return self._row(name, error, {"given": given, "needed": needed, "change": change})
-
-    def warns(self, name: str, *, given: str, needed: str, change: str) -> Any:
-        return self._row(name, None, {"given": given, "needed": needed, "change": change})
-
-    def right(self, name: str, because: str) -> Any:
-        return self._row(name, None, {}, because)
-
-    def _row(self, name: str, error: type[BaseException] | None, parts: dict[str, str], because: str = "") -> Any:
-        def add(make: Callable[[Place], Any]) -> Callable[[Place], Any]:
-            self.append(Mistake(name, make, error, parts, because))
-            return make
-
-        return add
-
-
-@dataclass
-class Place:
-    """Where a mistake is made: a folder, an environment, and what is closed afterwards."""
-
-    folder: Path
-    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    @classmethod
+    def mistakes(cls) -> list[Mistake]:
+        found = [row for rows in vars(cls).values() if isinstance(rows, list) for row in rows]
+        assert len({row.name for row in found}) == len(found), "a name is there twice"
+        return found
 
     def set(self, name: str, value: Any) -> None:
         """A variable of the environment; what is not a string, as JSON."""
         os.environ[name] = value if isinstance(value, str) else json.dumps(value)
 
     def mirrored(self, replicas: int = 2) -> ts.MirroredStrategy:
-        return ts.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
+        strategy = ts.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
+        self.callback(strategy.close)
+        return strategy
 
     def trained(self, strategy: ts.Strategy) -> SimpleNamespace:
         """``model``, ``optimizer`` and ``step``, as a program has them."""
@@ -94,19 +106,11 @@ class Place:
 
     def cluster(self, workers: int = 1, **options: Any) -> SimpleNamespace:
         """A parameter-server cluster of threads, with a model and an optimizer in its scope."""
-        cluster = self._stack.enter_context(FakeCluster(workers=workers, ps=1))
+        cluster = self.enter_context(FakeCluster(workers=workers, ps=1))
         strategy = cluster.strategy(**options)
         coordinator = ts.ClusterCoordinator(strategy)
         made = self.trained(strategy)
         return SimpleNamespace(cluster=cluster, strategy=strategy, coordinator=coordinator, **vars(made))
-
-    def callback(self, function: Callable[[], Any]) -> None:
-        """Called afterwards."""
-        self._stack.callback(function)
-
-    def enter(self, manager: Any) -> Any:
-        """Left afterwards."""
-        return self._stack.enter_context(manager)
 
 
 @dataclass(frozen=True)
@@ -137,29 +141,24 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...,
     return step
 
 
-def look(mistake: Mistake, folder: Path) -> Seen:
+def look(area: type[Area], mistake: Mistake, folder: Path) -> Seen:
     """Make the mistake, and collect what the user sees."""
     said = io.StringIO()
     logger, handler = logging.getLogger("torchstrat"), logging.StreamHandler(said)
-    before = dict(os.environ)
-    for name in LAUNCHERS:
-        os.environ.pop(name, None)
     logger.addHandler(handler)
-    place = Place(folder)
     error: BaseException | None = None
-    with warnings.catch_warnings(record=True) as caught:
+    with mock.patch.dict(os.environ), warnings.catch_warnings(record=True) as caught:
+        for name in LAUNCHERS:
+            os.environ.pop(name, None)
         warnings.simplefilter("always")
+        place = area(folder)
         try:
             mistake.make(place)
         except Exception as raised:
             error = raised
         finally:
-            place._stack.close()
-            with contextlib.suppress(Exception):
-                _close_strategies()
+            place.close()
             logger.removeHandler(handler)
-            os.environ.clear()
-            os.environ.update(before)
     if error is None:
         return Seen(None, "\n".join([*(str(one.message) for one in caught), said.getvalue()]).strip(), 0)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -168,14 +167,9 @@ def look(mistake: Mistake, folder: Path) -> Seen:
     return Seen(error, text, sum(file.startswith(PACKAGE) for file in files))
 
 
-def _close_strategies() -> None:
-    for strategy in list(context.strategies):
-        strategy.close()
-
-
-def all_areas() -> Iterator[Area]:
+def all_areas() -> Iterator[type[Area]]:
     """Every part of the table. Commands and configurations, which need processes of their own, add theirs here."""
     from tests.mistakes import checkpoints, clusters, data, devices, servers, steps, values
 
-    for module in (devices, steps, values, data, checkpoints, clusters, servers):
-        yield module.area
+    yield from (devices.Devices, steps.Steps, values.Results, data.Data)
+    yield from (checkpoints.Checkpoints, clusters.Clusters, servers.Servers)

@@ -1,232 +1,105 @@
 """What run returns, and how it is combined."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
 import torchstrat as ts
-from tests.mistakes.table import Area, Place, loader
+from tests.mistakes.table import Area, each, loader, raises, right
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
-area = Area("Results")
+A_VALUE = ("per replica", "strategy.reduce")
+ONE_VALUE = ("one value per replica", "strategy.reduce")
 
 
-def per_replica(place: Place, *shape: int) -> tuple[ts.Strategy, ts.PerReplica]:
-    strategy = place.mirrored()
-    return strategy, strategy.run(lambda: torch.rand(shape))
+class Results(Area):
+    title = "Results"
 
+    def result(self, *shape: int) -> tuple[ts.Strategy, ts.PerReplica]:
+        strategy = self.mirrored()
+        return strategy, strategy.run(lambda: torch.rand(shape))
 
-@area.raises(
-    "an unknown operation", InvalidArgumentError, given="'max'", needed="unknown reduce_op", change="'sum' or 'mean'"
-)
-def _(place: Place) -> None:
-    strategy, value = per_replica(place, 1)
-    strategy.reduce("max", value)
+    @each(
+        ("an unknown operation", {"reduce_op": "max"}, InvalidArgumentError, "'max'", "unknown reduce_op", "'sum' or"),
+        ("no operation", {"reduce_op": None}, WrongTypeError, "NoneType", "'sum', 'mean'", r"reduce\('mean', value\)"),
+        ("a list of axes", {"axis": [0]}, WrongTypeError, r"list \[0\]", "a tuple of ints", "None combines"),
+        ("an axis of scalars", {"shape": (), "axis": 0}, InvalidArgumentError, "axis=0", "have no axis", "axis=None"),
+        (
+            "weights and an axis",
+            {"axis": 0, "weighted": True},
+            InvalidArgumentError,
+            "weighted",
+            "mean",
+            "weighted out",
+        ),
+    )
+    def reduced(self, options: dict[str, Any]) -> None:
+        strategy, value = self.result(*options.get("shape", (1,)))
+        given = {name: given for name, given in options.items() if name != "shape"}
+        strategy.reduce(**{"reduce_op": "mean", "value": value, **given})
 
+    @raises(WrongTypeError, "got PerReplica", "'sum', 'mean'", "first argument")
+    def arguments_of_reduce_exchanged(self) -> None:
+        strategy, value = self.result(1)
+        strategy.reduce(value, "mean")
 
-@area.raises(
-    "reduce's arguments exchanged",
-    WrongTypeError,
-    given="got PerReplica",
-    needed="'sum', 'mean'",
-    change="first argument",
-)
-def _(place: Place) -> None:
-    strategy, value = per_replica(place, 1)
-    strategy.reduce(value, "mean")
+    @raises(InvalidArgumentError, r"\(2, 3\)", "equal", "gather")
+    def reduce_without_axis_over_uneven_batches(self) -> None:
+        strategy = self.mirrored()
+        batch = next(iter(strategy.distribute_dataset(loader(3))))
+        strategy.reduce("mean", strategy.run(lambda batch: batch[0], args=(batch,)))
 
+    @raises(InvalidArgumentError, "a Tensor", "value per replica", "run returned")
+    def the_sum_of_what_is_no_result(self) -> None:
+        self.mirrored().reduce("sum", torch.ones(1))
 
-@area.raises(
-    "no operation", WrongTypeError, given="NoneType", needed="'sum', 'mean'", change=r"reduce\('mean', value\)"
-)
-def _(place: Place) -> None:
-    strategy, value = per_replica(place, 1)
-    strategy.reduce(None, value)
+    @raises(InvalidArgumentError, "a str", "value per replica", "run returned")
+    def a_string_reduced(self) -> None:
+        self.mirrored().reduce("sum", "loss")
 
+    @raises(InvalidArgumentError, "scalars", "axis", r"reshape them to \(1,\)")
+    def gather_of_scalars(self) -> None:
+        strategy, value = self.result()
+        strategy.gather(value, axis=0)
 
-@area.raises("a list of axes", WrongTypeError, given=r"list \[0\]", needed="a tuple of ints", change="None combines")
-def _(place: Place) -> None:
-    strategy, value = per_replica(place, 1)
-    strategy.reduce("mean", value, axis=[0])
+    @raises(InvalidArgumentError, "Got None", "the dimension", "write gather")
+    def gather_along_no_axis(self) -> None:
+        strategy, value = self.result(2)
+        strategy.gather(value, axis=None)
 
+    @raises(InvalidArgumentError, r"\(2, 1\)", "all dimensions", "pad them")
+    def gather_of_shapes_that_do_not_fit(self) -> None:
+        strategy = self.mirrored()
+        value = strategy.run(lambda: torch.rand(2, 1 + ts.get_replica_context().replica_id_in_sync_group))
+        strategy.gather(value, axis=0)
 
-@area.raises("an axis of scalars", InvalidArgumentError, given="axis=0", needed="have no axis", change="axis=None")
-def _(place: Place) -> None:
-    strategy, value = per_replica(place)
-    strategy.reduce("mean", value, axis=0)
+    @each(
+        ("a PerReplica in torch", torch.mean, InvalidArgumentError, "a PerReplica", *A_VALUE),
+        ("a PerReplica in NumPy", np.asarray, InvalidArgumentError, "a PerReplica", *A_VALUE),
+        ("float of a PerReplica", float, WrongTypeError, r"float\(\)", *ONE_VALUE),
+        ("arithmetic with a PerReplica", lambda value: 0.0 + value, WrongTypeError, r"\+ was given", *ONE_VALUE),
+        ("a PerReplica compared", lambda value: value < 1, WrongTypeError, "< was given", *ONE_VALUE),
+        ("a PerReplica in an f-string", "{:.3f}".format, WrongTypeError, "format '.3f'", *ONE_VALUE),
+        ("item of a PerReplica", lambda value: value.item(), AttributeError, r"\.item was asked", *ONE_VALUE),
+        ("backward of a PerReplica", lambda value: value.backward(), AttributeError, r"\.backward was", *ONE_VALUE),
+        ("the shape of a PerReplica", lambda value: value.shape, AttributeError, r"\.shape was asked", *ONE_VALUE),
+    )
+    def used(self, use: Callable[[ts.PerReplica], Any]) -> None:
+        use(self.result(1)[1])
 
+    @raises(InvalidArgumentError, "PerReplica", "per replica", "inside strategy.run")
+    def the_model_called_without_run(self) -> None:
+        strategy = self.mirrored()
+        made = self.trained(strategy)
+        x, _y = next(iter(strategy.distribute_dataset(loader())))
+        made.model(x)
 
-@area.raises(
-    "reduce without axis over uneven batches", InvalidArgumentError, given=r"\(2, 3\)", needed="equal", change="gather"
-)
-def _(place: Place) -> None:
-    strategy = place.mirrored()
-    batch = next(iter(strategy.distribute_dataset(loader(3))))
-    strategy.reduce("mean", strategy.run(lambda batch: batch[0], args=(batch,)))
+    @right("As in TensorFlow: the mean of equal values is that value.")
+    def mean_of_what_is_no_result(self) -> None:
+        assert self.mirrored().reduce("mean", torch.ones(1)) == 1
 
-
-@area.raises(
-    "the sum of what is no result",
-    InvalidArgumentError,
-    given="a Tensor",
-    needed="value per replica",
-    change="run returned",
-)
-def _(place: Place) -> None:
-    place.mirrored().reduce("sum", torch.ones(1))
-
-
-@area.raises("a string reduced", InvalidArgumentError, given="a str", needed="value per replica", change="run returned")
-def _(place: Place) -> None:
-    place.mirrored().reduce("sum", "loss")
-
-
-@area.raises(
-    "weighted with an axis", InvalidArgumentError, given="weighted", needed="mean", change="leave weighted out"
-)
-def _(place: Place) -> None:
-    strategy, value = per_replica(place, 2)
-    strategy.reduce("mean", value, axis=0, weighted=True)
-
-
-@area.raises(
-    "gather of scalars", InvalidArgumentError, given="scalars", needed="axis", change=r"reshape them to \(1,\)"
-)
-def _(place: Place) -> None:
-    strategy, value = per_replica(place)
-    strategy.gather(value, axis=0)
-
-
-@area.raises(
-    "gather along no axis", InvalidArgumentError, given="Got None", needed="the dimension", change="write gather"
-)
-def _(place: Place) -> None:
-    strategy, value = per_replica(place, 2)
-    strategy.gather(value, axis=None)
-
-
-@area.raises(
-    "gather of shapes that do not fit",
-    InvalidArgumentError,
-    given=r"\(2, 1\)",
-    needed="all dimensions",
-    change="pad them",
-)
-def _(place: Place) -> None:
-    strategy = place.mirrored()
-    value = strategy.run(lambda: torch.rand(2, 1 + ts.get_replica_context().replica_id_in_sync_group))
-    strategy.gather(value, axis=0)
-
-
-@area.raises(
-    "a PerReplica in torch", InvalidArgumentError, given="a PerReplica", needed="per replica", change="strategy.reduce"
-)
-def _(place: Place) -> None:
-    torch.mean(per_replica(place, 1)[1])
-
-
-@area.raises(
-    "a PerReplica in NumPy", InvalidArgumentError, given="a PerReplica", needed="per replica", change="strategy.reduce"
-)
-def _(place: Place) -> None:
-    np.asarray(per_replica(place, 1)[1])
-
-
-@area.raises(
-    "the model called without run",
-    InvalidArgumentError,
-    given="PerReplica",
-    needed="per replica",
-    change="inside strategy.run",
-)
-def _(place: Place) -> None:
-    strategy = place.mirrored()
-    made = place.trained(strategy)
-    x, _y = next(iter(strategy.distribute_dataset(loader())))
-    made.model(x)
-
-
-@area.raises(
-    "float of a PerReplica",
-    WrongTypeError,
-    given=r"float\(\)",
-    needed="one value per replica",
-    change="strategy.reduce",
-)
-def _(place: Place) -> None:
-    float(per_replica(place, 1)[1])
-
-
-@area.raises(
-    "arithmetic with a PerReplica",
-    WrongTypeError,
-    given=r"\+ was given",
-    needed="one value per replica",
-    change="strategy.reduce",
-)
-def _(place: Place) -> None:
-    0.0 + per_replica(place, 1)[1]
-
-
-@area.raises(
-    "a PerReplica compared",
-    WrongTypeError,
-    given=r"< was given",
-    needed="one value per replica",
-    change="strategy.reduce",
-)
-def _(place: Place) -> None:
-    bool(per_replica(place, 1)[1] < 1)
-
-
-@area.raises(
-    "a PerReplica in an f-string",
-    WrongTypeError,
-    given=r"format '.3f'",
-    needed="one value per replica",
-    change="strategy.reduce",
-)
-def _(place: Place) -> None:
-    str.format("{:.3f}", per_replica(place, 1)[1])
-
-
-@area.raises(
-    "item of a PerReplica",
-    AttributeError,
-    given=r"\.item was asked",
-    needed="one value per replica",
-    change="strategy.reduce",
-)
-def _(place: Place) -> None:
-    per_replica(place, 1)[1].item()
-
-
-@area.raises(
-    "backward of a PerReplica",
-    AttributeError,
-    given=r"\.backward was asked",
-    needed="one value per replica",
-    change="strategy.reduce",
-)
-def _(place: Place) -> None:
-    per_replica(place, 1)[1].backward()
-
-
-@area.raises(
-    "the shape of a PerReplica",
-    AttributeError,
-    given=r"\.shape was asked",
-    needed="one value per replica",
-    change="strategy.reduce",
-)
-def _(place: Place) -> None:
-    per_replica(place, 1)[1].shape
-
-
-@area.right("mean of what is no result", "As in TensorFlow: the mean of equal values is that value.")
-def _(place: Place) -> None:
-    assert place.mirrored().reduce("mean", torch.ones(1)) == 1
-
-
-@area.right("local_results of a tensor", "As in TensorFlow: a tuple of that one value.")
-def _(place: Place) -> None:
-    assert place.mirrored().local_results(3) == (3,)
+    @right("As in TensorFlow: a tuple of that one value.")
+    def local_results_of_a_tensor(self) -> None:
+        assert self.mirrored().local_results(3) == (3,)
