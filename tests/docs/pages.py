@@ -10,11 +10,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +19,15 @@ from pathlib import Path
 from sybil import Example, Sybil
 from sybil.parsers.myst import CodeBlockParser
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-SECONDS = 300
+from tests.support import programs
 
+DOCS = programs.ROOT / "docs"
 PROGRAMS = {
     # what a reader types → the same in this environment, which need not be activated
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "torchstrat": [sys.executable, "-c", "import sys; from torchstrat.cli import main; sys.exit(main())"],
-    "pytest": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+    "python": programs.PYTHON,
+    "torchrun": (*programs.PYTHON, "-m", "torch.distributed.run"),
+    "torchstrat": programs.COMMAND,
+    "pytest": (*programs.PYTHON, "-m", "pytest", "-p", "no:cacheprovider"),
 }
 _NUMBER = re.compile(r"\d+\.\d+")
 
@@ -86,9 +82,7 @@ def read_page(path: Path) -> Page:
 
 def compile_all(page: Page) -> None:
     """Raises `SyntaxError`, with the line of the page, for a block that is no Python."""
-    for line, _, text in page.files:
-        compile(at_line(line, text), page.name, "exec")
-    for line, text in [*page.blocks, *page.not_run]:
+    for line, text in [*((line, text) for line, _, text in page.files), *page.blocks, *page.not_run]:
         compile(at_line(line, text), page.name, "exec")
 
 
@@ -131,18 +125,10 @@ def call(command: str, folder: Path, where: str) -> str:
     """What a command printed, on both streams."""
     words = shlex.split(command, comments=True)
     assert words[0] in PROGRAMS, f"{where}: {words[0]} is none of {', '.join(PROGRAMS)}; use a `shell` block"
-    finished = subprocess.run(
-        [*PROGRAMS[words[0]], *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert finished.returncode == 0, f"{where}: {command} ended with {finished.returncode}:\n{finished.stdout}"
-    return finished.stdout
+    with programs.started(*PROGRAMS[words[0]], *words[1:], cwd=folder) as process:
+        said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{where}: {command} ended with {process.returncode}:\n{said}"
+    return said
 
 
 def require(expected: list[str], printed: str, where: str) -> None:
@@ -156,17 +142,12 @@ def require(expected: list[str], printed: str, where: str) -> None:
 
 def is_alike(expected: str, printed: str) -> bool:
     """The same text; ``…`` stands for any, and a number with a point for those that are close to it."""
-    pattern = "".join(_pattern(part) for part in re.split(r"(\d+\.\d+|…)", expected.rstrip()))
-    found = re.fullmatch(pattern, printed.rstrip())
-    if found is None:
-        return False
+    parts = re.split(r"(\d+\.\d+|…)", expected.rstrip())
+    patterns = (
+        ".*" if part == "…" else r"(\d+\.\d+)" if _NUMBER.fullmatch(part) else re.escape(part) for part in parts
+    )
+    found = re.fullmatch("".join(patterns), printed.rstrip())
     wanted = [float(number) for number in _NUMBER.findall(expected)]
-    return all(
+    return found is not None and all(
         abs(float(got) - want) <= max(0.05 * want, 0.01) for got, want in zip(found.groups(), wanted, strict=True)
     )
-
-
-def _pattern(part: str) -> str:
-    if part == "…":
-        return ".*"
-    return r"(\d+\.\d+)" if _NUMBER.fullmatch(part) else re.escape(part)

@@ -2,75 +2,44 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import socket
-import subprocess
-import sys
 
 import pytest
 
+from tests.support.programs import PYTHON, started
+
 PROGRAM = """
 import torch, torchstrat as ts
-strategy = ts.{strategy}
-total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0)))
-print(strategy.num_replicas_in_sync, strategy.is_chief, float(total))
-strategy.close()
+for make in (ts.MultiWorkerMirroredStrategy, ts.MirroredStrategy, ts.CentralStorageStrategy):
+    strategy = make()
+    total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0)))
+    print(strategy.num_replicas_in_sync, strategy.is_chief, float(total))
+    strategy.close()
 """
+SLURM = {
+    "SLURM_JOB_ID": "{port}",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "{rank}",
+    "SLURM_LOCALID": "{rank}",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
+PMI = {"PMI_RANK": "{rank}", "PMI_SIZE": "2", "MPI_LOCALRANKID": "{rank}", "MPI_LOCALNRANKS": "2"}
+MPI = {**PMI, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}
 
 
-def free_port() -> int:
+@pytest.mark.parametrize("launcher", [SLURM, MPI], ids=["slurm", "mpi"])
+def test_processes_of_a_launcher_are_one_job(launcher: dict[str, str]) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def slurm(rank: int, port: int) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": str(port),
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-    }
-
-
-def mpi(rank: int, port: int) -> dict[str, str]:
-    return {
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": "2",
-        "MPI_LOCALRANKID": str(rank),
-        "MPI_LOCALNRANKS": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-@pytest.mark.parametrize(
-    "strategy", ["MultiWorkerMirroredStrategy()", "MirroredStrategy()", "CentralStorageStrategy()"]
-)
-@pytest.mark.parametrize("launcher", [slurm, mpi])
-def test_processes_of_a_launcher_are_one_job(launcher, strategy):
-    port = free_port()
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(strategy=strategy)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **launcher(rank, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        answers = [task.communicate(timeout=120) for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-            task.wait()
-    assert [(answer.split(), errors) for answer, errors in answers] == [
-        (["2", "True", "2.0"], ""),
-        (["2", "False", "2.0"], ""),
-    ]
+        port = listener.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        tasks = []
+        for rank in range(2):
+            variables = {name: value.format(rank=rank, port=port) for name, value in launcher.items()}
+            tasks.append(stack.enter_context(started(*PYTHON, "-c", PROGRAM, **variables)))
+        answers = [task.communicate(timeout=120)[0] for task in tasks]
+    assert answers == ["2 True 2.0\n" * 3, "2 False 2.0\n" * 3]

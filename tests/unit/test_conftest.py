@@ -1,10 +1,8 @@
 """The fixtures that watch over all other tests: each kind of leak fails its test and no other."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.programs import PYTHON, ROOT, run
 
 LEAKS = """
 import multiprocessing, os, subprocess, sys, threading, time
@@ -38,13 +36,12 @@ def test_environment_is_as_before():
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
-    conftest = (Path(__file__).parents[1] / "conftest.py").read_text()
+    conftest = (ROOT / "tests" / "conftest.py").read_text()
     (folder / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 10.0", "GRACE_SECONDS = 1.0"))
     (folder / "test_leaks.py").write_text(LEAKS)
-    root = Path(__file__).parents[2]
-    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {root}\nmarkers = deadline(seconds): of one test\n")
-    command = [sys.executable, "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False).stdout
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = deadline(seconds): of one test\n")
+    words = ["-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", folder]
+    return run(*PYTHON, *words, cwd=folder, seconds=50).stdout
 
 
 @pytest.mark.parametrize(
@@ -63,11 +60,8 @@ def test_a_leak_is_reported(report, test, reason):
     assert reason in report
 
 
-def test_a_slow_test_is_ended(report):
+def test_a_slow_test_is_ended_and_clean_tests_pass(report):
     assert "FAILED test_leaks.py::test_slow - Failed: over its deadline of 0.2 s" in report
-
-
-def test_clean_tests_pass(report):
     assert "2 errors" not in report
     for test in ("test_clean", "test_thread_that_ends", "test_environment_is_as_before"):
         assert f"PASSED test_leaks.py::{test}" in report

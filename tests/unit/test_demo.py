@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -19,13 +19,9 @@ DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
 @pytest.fixture
 def demo(monkeypatch):
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "demo", module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(str(DEMO.parent))
+    monkeypatch.delitem(sys.modules, "demo", raising=False)
+    return importlib.import_module("demo")
 
 
 @pytest.fixture
@@ -41,15 +37,17 @@ def outcome(demo):
     return make
 
 
-def rows_of(printed):
-    return {line.split()[0]: line for line in printed.splitlines() if line}
+def table(demo, capsys, outcomes, baseline, left_out=""):
+    """Of the runs: name → line, and all that is printed."""
+    demo.print_table(outcomes, baseline, left_out)
+    printed = capsys.readouterr().out
+    return {line.split()[0]: line for line in printed.splitlines() if line}, printed
 
 
 def test_what_the_tpu_was_left_out_for_stands_in_the_table(demo, outcome, capsys):
     baseline = outcome(demo.BASELINE)
-    demo.print_table([baseline], baseline, "torch_xla does not exist for this machine")
-    printed = capsys.readouterr().out
-    assert rows_of(printed)["tpu"].split() == ["tpu", "left", "out", *["–"] * 6]
+    rows, printed = table(demo, capsys, [baseline], baseline, "torch_xla does not exist for this machine")
+    assert rows["tpu"].split() == ["tpu", "left", "out", *["–"] * 6]
     assert "tpu: left out: torch_xla does not exist for this machine" in printed
     assert demo.judge([baseline], baseline) == []
 
@@ -84,11 +82,8 @@ def test_the_time_left_goes_by_how_long_the_set_ups_before_have_taken(demo, monk
 
 
 def test_the_tpus_run_is_started_in_its_own_environment(demo, outcome, tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_text(
-        json.dumps(
-            {"event": "programs", "devices": 8, "replicas": 4, "logical_devices": 2, "compilations": ["run 0", "run 1"]}
-        )
-    )
+    programs = {"devices": 8, "replicas": 4, "logical_devices": 2, "compilations": ["run 0", "run 1"]}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "programs", **programs}))
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     started = []
     monkeypatch.setattr(demo, "run", lambda *arguments: started.append(arguments) or outcome(demo.TPU))
@@ -98,17 +93,17 @@ def test_the_tpus_run_is_started_in_its_own_environment(demo, outcome, tmp_path,
     assert found.note.startswith("4 replicas × 2 logical devices on 8 virtual devices; 2 compilations")
     command = setup.command(tmp_path)
     assert command[0] == str(DEMO.parents[1] / ".venv-tpu" / "bin" / "python")
-    assert {"strategy=tpu", "strategy.replicas=4", "strategy.logical_devices=2", "strategy.virtual_devices=8"} <= set(
-        command
-    )
+    assert {
+        "strategy=tpu",
+        *(f"strategy.{name}" for name in ("replicas=4", "logical_devices=2", "virtual_devices=8")),
+    } <= {*command}
 
 
 def test_logical_devices_are_in_the_table_and_numbers_are_judged(demo, outcome, capsys):
     baseline = outcome(demo.BASELINE)
     near = outcome(demo.TPU, apart=1e-6, replicas=4, logical_devices=2)
-    demo.print_table([baseline, near], baseline, "")
-    printed = capsys.readouterr().out
-    assert "4×2" in rows_of(printed)["tpu"]
+    rows, printed = table(demo, capsys, [baseline, near], baseline)
+    assert "4×2" in rows["tpu"]
     assert "left out" not in printed
     assert demo.judge([baseline, near], baseline) == []
     far = outcome(demo.TPU, apart=1e-3, accuracy=0.5)
@@ -126,10 +121,6 @@ FALLING = [2.0 * 0.9**step for step in range(100)]
 FULL = [{"rows": 9, "finished": 9}] * 2
 
 
-def test_a_run_that_went_on_kept_its_promises(demo):
-    assert list(demo.broken_promises(steps_with(FALLING), FULL, seam=50, epochs=2)) == []
-
-
 @pytest.mark.parametrize(
     ("steps", "ledgers", "says"),
     [
@@ -142,6 +133,7 @@ def test_a_run_that_went_on_kept_its_promises(demo):
     ],
 )
 def test_what_a_run_that_went_on_can_miss(demo, outcome, steps, ledgers, says):
+    assert list(demo.broken_promises(steps_with(FALLING), FULL, seam=50, epochs=2)) == []
     (miss,) = demo.broken_promises(steps, ledgers, seam=50, epochs=2)
     assert says in miss
     baseline = outcome(demo.BASELINE)

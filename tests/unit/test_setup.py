@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import torchstrat as ts
+from tests.support.programs import ROOT
 from torchstrat import cli
 
-SETUP = Path(__file__).resolve().parents[2] / "setup.py"
+SETUP = ROOT / "setup.py"
 ADDRESSES = {
     "SOURCE": "https://example.org/torchstrat",
     "SOURCE_FILES": "https://example.org/torchstrat/blob/main",
@@ -33,31 +34,16 @@ def metadata(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> dict[str, Any
     return given
 
 
-@pytest.fixture
-def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return metadata(monkeypatch)
-
-
-def test_the_version_stands_in_two_places_and_is_one(setup: dict[str, Any]) -> None:
+def test_without_addresses_none_is_claimed_and_the_base_install_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = metadata(monkeypatch)
     assert setup["version"] == ts.__version__
-
-
-def test_the_base_install_is_small(setup: dict[str, Any]) -> None:
     assert [re.split("[>=]", one)[0] for one in setup["install_requires"]] == ["torch", "numpy", "cloudpickle"]
-
-
-def test_commands_name_extras_that_there_are(setup: dict[str, Any]) -> None:
     for module, extra in cli.EXTRA_OF.items():
         brings = [one.replace("-", "_") for one in setup["extras_require"][extra]]
         names = {"hydra": "hydra_core", "sklearn": "scikit_learn"}
         assert any(one.startswith(names.get(module, module)) for one in brings), (module, brings)
-
-
-def test_without_addresses_none_is_claimed(setup: dict[str, Any]) -> None:
-    assert not setup["project_urls"]
-    assert setup["url"] is None
-    assert setup["author_email"] is None
-    assert setup["long_description"] == (SETUP.parent / "README.md").read_text(encoding="utf-8")
+    assert (bool(setup["project_urls"]), setup["url"], setup["author_email"]) == (False, None, None)
+    assert setup["long_description"] == (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_with_addresses_the_readme_leads_into_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parents[2] / "scripts" / "soak.py"
+from tests.support.programs import PYTHON, ROOT, run
+
 TESTS = """
 from pathlib import Path
 import pytest
@@ -26,35 +24,25 @@ def test_that_takes_minutes():
 """
 
 
-@pytest.fixture
-def soak(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "rounds", "soaked", "says"),
+    [
+        (
+            ["--repeat", "3", "-m", "not soak"],  # as ./scripts/test calls it: a failure ends the rounds
+            2,
+            False,
+            ["round 1/3: 1 passed in", "ended by a failure in round 2 of 3: 1 passed, 1 failed", "assert 2 != 2"],
+        ),
+        (["--repeat=3", "--count"], 3, True, ["3 rounds: 5 passed, 1 failed"]),
+    ],
+)
+def test_rounds(tmp_path: Path, arguments: list[str], rounds: int, soaked: bool, says: list[str]) -> None:
     (tmp_path / "test_toy.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = soak\naddopts = -m 'not soak' -p no:cacheprovider\n")
-    environment = {**os.environ, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # seconds of imports
-
-    def run(*arguments):
-        command = [sys.executable, str(SOAK), *arguments, "test_toy.py"]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=False
-        )
-        return done.returncode, done.stdout + done.stderr, len((tmp_path / "rounds").read_text())
-
-    return run
-
-
-def test_a_failure_ends_the_rounds(soak, tmp_path):
-    status, said, rounds = soak("--repeat", "3", "-m", "not soak")  # as ./scripts/test calls it
-    assert (status, rounds) == (1, 2)
-    assert "round 1/3: 1 passed in" in said
-    assert "assert 2 != 2" in said
-    assert "ended by a failure in round 2 of 3: 1 passed, 1 failed" in said
-    assert "1/2  test_toy::test_that_fails_in_the_second_round" in said
-    assert not (tmp_path / "soaked").exists()
-
-
-def test_to_the_end_where_failures_are_counted(soak, tmp_path):
-    status, said, rounds = soak("--repeat=3", "--count")
-    assert (status, rounds) == (1, 3)
-    assert "3 rounds: 5 passed, 1 failed" in said
-    assert "1/3  test_toy::test_that_fails_in_the_second_round" in said
-    assert (tmp_path / "soaked").exists()
+    quick = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # seconds of imports
+    done = run(*PYTHON, ROOT / "scripts" / "soak.py", *arguments, "test_toy.py", cwd=tmp_path, seconds=50, **quick)
+    assert done.returncode == 1
+    assert len((tmp_path / "rounds").read_text()) == rounds
+    assert (tmp_path / "soaked").exists() == soaked
+    for text in [*says, f"1/{rounds}  test_toy::test_that_fails_in_the_second_round"]:
+        assert text in done.stdout + done.stderr
