@@ -45,23 +45,24 @@ def _chosen(root, *changed, limit=10):
     return [file.rpartition("/")[2] for file in choose(Tree(root), changed, limit).files]
 
 
-def test_nearest_first(root):
-    assert _chosen(root, "torchstrat/data/pipeline.py") == [
-        "test_pipeline.py",  # of this name, before the others that import it
-        "test_a_inside.py",
-        "test_c_list.py",  # by a list of names, through another; with one import less than the next
-        "test_b_alias.py",
-        "test_d_helper.py",
-    ]
-
-
-def test_a_module_between_is_near_and_a_list_of_names_is_not(root):
-    assert _chosen(root, "torchstrat/engine.py") == ["test_engine_by_mirrored.py"]
-
-
-def test_what_changed_itself_comes_first_wherever_it_is(root):
-    changed = ("torchstrat/data/pipeline.py", "tests/launch/test_programs.py", "tests/unit/test_d_helper.py")
-    assert _chosen(root, *changed, limit=3) == ["test_programs.py", "test_d_helper.py", "test_pipeline.py"]
+@pytest.mark.parametrize(
+    ("changed", "limit", "chosen"),
+    [
+        # One of this name comes before the others that import it. A list of names goes through another module, with
+        # one import less than an alias.
+        ("torchstrat/data/pipeline.py", 10, "test_pipeline test_a_inside test_c_list test_b_alias test_d_helper"),
+        # A module between is near, and a list of names is not.
+        ("torchstrat/engine.py", 10, "test_engine_by_mirrored"),
+        # What changed itself comes first, wherever it is.
+        (
+            "torchstrat/data/pipeline.py tests/launch/test_programs.py tests/unit/test_d_helper.py",
+            3,
+            "test_programs test_d_helper test_pipeline",
+        ),
+    ],
+)
+def test_nearest_first(root, changed, limit, chosen):
+    assert _chosen(root, *changed.split(), limit=limit) == [f"{name}.py" for name in chosen.split()]
 
 
 def test_tests_that_are_gone_are_not_chosen_and_those_of_modules_that_are_gone_are(root):
@@ -119,10 +120,7 @@ def test_what_has_changed(root, monkeypatch):
     assert changed_files(root) == ["torchstrat/mirrored.py", "torchstrat/new.py"]  # of the branch
     (root / "torchstrat/engine.py").write_text("")
     (root / "torchstrat/untracked.py").write_text("")
-    assert changed_files(root) == [
-        *(f"torchstrat/{name}.py" for name in ("engine", "mirrored", "new")),
-        "torchstrat/untracked.py",
-    ]
+    assert changed_files(root) == [f"torchstrat/{name}.py" for name in ("engine", "mirrored", "new", "untracked")]
     git("checkout", "--force", "main")
     assert changed_files(root) == ["torchstrat/untracked.py"]  # nothing of the last commit: there is something newer
 

@@ -15,7 +15,6 @@ from torchstrat.errors import InvalidArgumentError
 hydra = pytest.importorskip("hydra")
 
 from torchstrat.experiments import build, data, launch, loop, targets  # noqa: E402
-from torchstrat.experiments.loop import measure, scores_of  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
@@ -106,98 +105,73 @@ def test_debug_runs_are_short_and_on_the_cpu(name):
     assert config.cluster.accelerator == "cpu"
 
 
-class TestCallsOfOnesOwn:
-    """``mine`` is a module beside the command."""
-
-    @pytest.fixture(autouse=True)
-    def mine(self, tmp_path, monkeypatch):
-        (tmp_path / "mine.py").write_text(
-            "import torch\n"
-            "class MyNet(torch.nn.Module):\n"
-            "    def __init__(self, classes: int, width: int, depth: int = 1, name: str = 'x', inner=None):\n"
-            "        super().__init__()\n"
-            "        self.said = (classes, width, depth, name, inner)\n"
-            "def rows(count: int = 10):\n"
-            "    data = torch.utils.data.TensorDataset(torch.zeros(count, 3), torch.arange(count) % 4)\n"
-            "    return data, data\n"
-            "def one_set(): return torch.utils.data.TensorDataset(torch.zeros(5))\n"
-            "number = 3\n"
-            "def step(model, loss, clip: float = 1.0): return lambda batch: (model, loss, clip, batch)\n"
-        )
-        monkeypatch.syspath_prepend(str(tmp_path))
-
-    def test_the_arguments_of_the_call_in_the_file_are_not_for_another(self):
-        config = compose("model._target_=mine.MyNet", "+model.width=64", "optimizer._target_=torch.optim.NAdam")
-        assert config.model == {"_target_": "mine.MyNet", "width": 64}
-        assert config.optimizer == {"_target_": "torch.optim.NAdam"}
-        assert config.name_of("model") == "MyNet"
-        config = compose(
-            "model._target_=mine.MyNet", "model.width=64", "data._target_=mine.rows", "data.global_batch=5"
-        )
-        assert config.data == {"_target_": "mine.rows", "global_batch": 5, "workers": 0}
-
-    def test_what_the_data_says_fills_arguments_that_are_left(self):
-        config = compose("model._target_=mine.MyNet", "model.width=64", "model.name=n", "data._target_=mine.rows")
-        examples = data.load(config.data)
-        assert examples.facts == {"input_shape": (3,), "classes": 4}
-        assert build.model(config, examples).said == (4, 64, 1, "n", None)
-
-    def test_calls_among_the_arguments(self):
-        config = compose(
-            "model._target_=mine.MyNet", "model.width=1", "model.classes=2", "+model.inner._target_=torch.nn.Tanh"
-        )
-        assert repr(build.model(config, data.Examples([], [])).said) == "(2, 1, 1, 'x', Tanh())"
-
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
-            (["model._target_=mine.MyNet"], r"model\.width has no default, and mine\.MyNet needs it; set model\.width"),
-            (
-                ["model._target_=mine.MyNet", "model.widht=1"],
-                r"MyNet has width, depth, name, inner\. Did you mean model\.w",
-            ),
-            (["model._target_=mine.Net"], r"cannot be imported: .*mine.* Python looks in the folder"),
-            (["model._target_=mein.Net"], r"cannot be imported: ModuleNotFoundError: No module named 'mein'"),
-            (["model._target_=mine.number"], r"mine\.number is 3; a function or a class is needed"),
-            (
-                ["model.hiden=[3]", "model=mlp"],
-                r"model\.hiden is not a setting: .*Mlp has hidden.* mean model\.hidden\?",
-            ),
-            (["optimizer.momentun=0.9"], r"optimizer\.momentun is not a setting.* Did you mean optimizer\.momentum"),
-            (["loss._target_=torch.nn.CrossEntropyLoss", "loss.smoothing=1"], r"Did you mean loss\.label_smoothing\?"),
-        ],
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module beside the command."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class MyNet(torch.nn.Module):\n"
+        "    def __init__(self, classes: int, width: int, depth: int = 1, name: str = 'x', inner=None):\n"
+        "        super().__init__()\n"
+        "        self.said = (classes, width, depth, name, inner)\n"
+        "def rows(count: int = 10):\n"
+        "    data = torch.utils.data.TensorDataset(torch.zeros(count, 3), torch.arange(count) % 4)\n"
+        "    return data, data\n"
+        "def one_set(): return torch.utils.data.TensorDataset(torch.zeros(5))\n"
+        "number = 3\n"
+        "def step(model, loss, clip: float = 1.0): return lambda batch: (model, loss, clip, batch)\n"
     )
-    def test_mistakes_are_named_before_anything_is_started(self, overrides, message):
-        with pytest.raises(InvalidArgumentError, match=message):
-            compose(*overrides)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "wide.yaml").write_text("_target_: mine.MyNet\nwidth: 512\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
 
-    @pytest.mark.parametrize("loss", ["torch.nn.MSELoss", "torch.nn.functional.mse_loss"])
-    def test_losses_and_steps(self, loss):
-        config = compose(f"loss._target_={loss}", "step._target_=mine.step", "step.clip=0.5")
-        given = loop.loss_of(config, data.Examples([], []))
-        outputs, targets_ = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [1.0]])
-        model, said_loss, clip, batch = loop.step_of(config, "model", "optimizer", given)("batch")
-        assert (model, clip, batch) == ("model", 0.5, "batch")
-        assert float(said_loss(outputs, targets_)) == 2.0
-        found = scores_of(measure(given, outputs, targets_))
-        assert found == {"loss": 2.0, "accuracy": None, "rows": 2}
 
-    def test_arguments_that_the_call_refuses(self):
-        config = compose("optimizer.lr=-1")
-        with pytest.raises(
-            InvalidArgumentError, match=r"torch\.optim\.SGD refused its arguments lr=-1.*: Invalid learning rate"
-        ):
-            build.optimizer(config, [])
+NET = "model._target_=mine.MyNet"
 
-    def test_data_of_another_kind(self):
-        with pytest.raises(InvalidArgumentError, match=r"mine\.one_set returned TensorDataset; return a pair of"):
-            data.load({"_target_": "mine.one_set"})
 
-    def test_groups_of_ones_own(self, tmp_path):
-        (tmp_path / "conf" / "model").mkdir(parents=True)
-        (tmp_path / "conf" / "model" / "wide.yaml").write_text("_target_: mine.MyNet\nwidth: 512\n")
-        config = compose(f"hydra.searchpath=[file://{tmp_path}/conf]", "model=wide", "model.depth=3")
-        assert config.model == {"_target_": "mine.MyNet", "width": 512, "depth": 3}
+@pytest.mark.parametrize(
+    ("overrides", "group", "expected"),
+    [
+        # The arguments of the call in the file are not for another.
+        ([NET, "+model.width=64"], "model", {"_target_": "mine.MyNet", "width": 64}),
+        (["optimizer._target_=torch.optim.NAdam"], "optimizer", {"_target_": "torch.optim.NAdam"}),
+        (
+            [NET, "model.width=64", "data._target_=mine.rows", "data.global_batch=5"],
+            "data",
+            {"_target_": "mine.rows", "global_batch": 5, "workers": 0},
+        ),
+        (
+            ["hydra.searchpath=[file://{folder}/conf]", "model=wide", "model.depth=3"],
+            "model",
+            {"_target_": "mine.MyNet", "width": 512, "depth": 3},
+        ),
+    ],
+)
+def test_calls_and_groups_of_ones_own(mine, overrides, group, expected):
+    config = compose(*(word.format(folder=mine) for word in overrides))
+    assert getattr(config, group) == expected
+    assert config.name_of(group) == (expected["_target_"].rpartition(".")[2] if group != "data" else "rows")
+
+
+def test_what_the_data_says_fills_arguments_that_are_left_and_calls_may_be_arguments(mine):
+    config = compose(NET, "model.width=64", "model.name=n", "data._target_=mine.rows")
+    examples = data.load(config.data)
+    assert examples.facts == {"input_shape": (3,), "classes": 4}
+    assert build.model(config, examples).said == (4, 64, 1, "n", None)
+    config = compose(NET, "model.width=1", "model.classes=2", "+model.inner._target_=torch.nn.Tanh")
+    assert repr(build.model(config, data.Examples([], [])).said) == "(2, 1, 1, 'x', Tanh())"
+
+
+@pytest.mark.parametrize("loss", ["torch.nn.MSELoss", "torch.nn.functional.mse_loss"])
+def test_losses_and_steps_of_ones_own(mine, loss):
+    config = compose(f"loss._target_={loss}", "step._target_=mine.step", "step.clip=0.5")
+    given = loop.loss_of(config, data.Examples([], []))
+    outputs, targets_ = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [1.0]])
+    model, said_loss, clip, batch = loop.step_of(config, "model", "optimizer", given)("batch")
+    assert (model, clip, batch) == ("model", 0.5, "batch")
+    assert float(said_loss(outputs, targets_)) == 2.0
+    assert loop.scores_of(loop.measure(given, outputs, targets_)) == {"loss": 2.0, "accuracy": None, "rows": 2}
 
 
 @pytest.mark.parametrize("strategy", ["one_device", "multi_worker_mirrored", "parameter_server"])
@@ -208,7 +182,31 @@ def test_replicas_are_ignored_aloud_by_strategies_without(strategy, capsys, monk
     assert f"strategy={strategy}: strategy.replicas=2 is ignored, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([NET], r"model\.width has no default, and mine\.MyNet needs it; set model\.width"),
+        ([NET, "model.widht=1"], r"MyNet has width, depth, name, inner\. Did you mean model\.w"),
+        (["model._target_=mine.Net"], r"cannot be imported: .*mine.* Python looks in the folder"),
+        (["model._target_=mein.Net"], r"cannot be imported: ModuleNotFoundError: No module named 'mein'"),
+        (["model._target_=mine.number"], r"mine\.number is 3; a function or a class is needed"),
+        (["model.hiden=[3]", "model=mlp"], r"model\.hiden is not a setting: .*Mlp has hidden.* mean model\.hidden\?"),
+        (["model.norn=batch"], r"Did you mean model\.norm\?"),
+        (["optimizer.momentun=0.9"], r"optimizer\.momentun is not a setting.* Did you mean optimizer\.momentum"),
+        (["loss._target_=torch.nn.CrossEntropyLoss", "loss.smoothing=1"], r"Did you mean loss\.label_smoothing\?"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_started(mine, overrides, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        compose(*overrides)
+
+
 DEFAULTS = {"strategy": "one_device", "model": "mlp", "data": "digits", "optimizer": "sgd"}
+
+
+def of(choice, **settings):
+    """Of a group's file, with these settings."""
+    return {choice.partition("=")[0]: chosen(choice, **settings)}
 
 
 @pytest.mark.parametrize(
@@ -216,52 +214,44 @@ DEFAULTS = {"strategy": "one_device", "model": "mlp", "data": "digits", "optimiz
     [
         ({"strategy": {"name": "mirored"}}, r"strategy says .*mirored.* and no _target_.* Choose strategy=…"),
         ({"strategy": {}}, r"strategy says \{\}, and no _target_"),
-        ({"strategy": chosen("strategy=mirrored", replicas=0)}, r"strategy\.replicas=0 must be greater than 0"),
+        (of("strategy=mirrored", replicas=0), r"strategy\.replicas=0 must be greater than 0"),
         (
-            {"strategy": chosen("strategy=mirrored", replicas=2, devices=["cpu:0", "cpu:1"])},
-            r"strategy\.replicas=2 and strategy\.devices=.* were both given",
+            of("strategy=mirrored", replicas=2, devices=["cpu:0"]),
+            r"replicas=2 and .*devices=.* were both given",
         ),
-        ({"strategy": chosen("strategy=one_device", gradient_reduce_op="sum")}, r"belongs to losses that are sums"),
-        ({"strategy": chosen("strategy=one_device", gradient_reduce_op="max")}, r"choose one of mean, sum"),
-        ({"data": chosen("data=csv")}, r"data\.path has no default; set data\.path=…"),
-        ({"data": chosen("data=digits", global_batch="64")}, r"data\.global_batch='64' is not of type int"),
-        ({"data": chosen("data=digits", global_batch=True)}, r"data\.global_batch=True is not of type int"),
-        ({"data": chosen("data=digits", test_fraction=1)}, r"must lie strictly between 0 and 1"),
-        ({"model": chosen("model=mlp", hidden=[8, "x"])}, r"models\.Mlp refused its arguments hidden=\[8, 'x'\]"),
-        (
-            {"model": chosen("model=convnet", channels=[6])},
-            r"refused its arguments .*: num_channels .*divisible by num_groups",
-        ),
-        ({"model": chosen("model=convnet", norm="layer")}, r"choose one of group, batch, sync_batch"),
-        (
-            {"optimizer": chosen("optimizer=adagrad", initial_accumulator_value=-1.0)},
-            r"Invalid initial_accumulator_value",
-        ),
-        ({"strategy": chosen("strategy=parameter_server", workers=0)}, r"strategy\.workers=0 must be greater than 0"),
-        ({"strategy": chosen("strategy=parameter_server", servers=0)}, r"strategy\.servers=0 must be greater than 0"),
-        (
-            {"strategy": chosen("strategy=tpu", virtual_devices=-8)},
-            r"strategy\.virtual_devices=-8 must be greater than 0",
-        ),
+        (of("strategy=one_device", gradient_reduce_op="sum"), r"belongs to losses that are sums"),
+        (of("strategy=one_device", gradient_reduce_op="max"), r"choose one of mean, sum"),
+        (of("strategy=parameter_server", workers=0), r"strategy\.workers=0 must be greater than 0"),
+        (of("strategy=parameter_server", servers=0), r"strategy\.servers=0 must be greater than 0"),
+        (of("strategy=tpu", virtual_devices=-8), r"strategy\.virtual_devices=-8 must be greater than 0"),
+        (of("data=csv"), r"data\.path has no default; set data\.path=…"),
+        (of("data=digits", global_batch="64"), r"data\.global_batch='64' is not of type int"),
+        (of("data=digits", global_batch=True), r"data\.global_batch=True is not of type int"),
+        (of("data=digits", test_fraction=1), r"must lie strictly between 0 and 1"),
+        ({"data": {"_target_": "mine.one_set"}}, r"mine\.one_set returned TensorDataset; return a pair of"),
+        (of("model=mlp", hidden=[8, "x"]), r"models\.Mlp refused its arguments hidden=\[8, 'x'\]"),
+        (of("model=convnet", channels=[6]), r"refused its arguments .*: num_channels .*divisible by num_groups"),
+        (of("model=convnet", norm="layer"), r"choose one of group, batch, sync_batch"),
+        (of("optimizer=sgd", lr=-1), r"torch\.optim\.SGD refused its arguments lr=-1.*: Invalid learning rate"),
+        (of("optimizer=adagrad", initial_accumulator_value=-1.0), r"Invalid initial_accumulator_value"),
         ({"epoch": 3}, r"epoch: Key 'epoch' not in 'ExperimentConfig'"),
         ({"epochs": 0}, r"epochs=0 must be greater than 0"),
         ({"progress": "loud"}, r"choose one of auto, bar, lines, off"),
     ],
 )
-def test_mistakes_are_named(values, message, monkeypatch):
+def test_mistakes_are_named(mine, values, message, monkeypatch):
+    """By the checks that a run makes, in their order, without what it starts in between."""
     monkeypatch.setattr(build.registry, "create", lambda name, **options: None)
     choices = {group: chosen(f"{group}={name}") for group, name in DEFAULTS.items()}
     with pytest.raises(InvalidArgumentError, match=message):
-        all_checks({**choices, **values}, makes_strategy=not {"model", "strategy"} <= values.keys())
+        all_checks({**choices, **values})
 
 
-def all_checks(values, makes_strategy):
-    """Those that a run makes, in their order, without what it starts in between."""
+def all_checks(values):
     config = schema.experiment_from_mapping(values)
     targets.check(config)
     data.load(config.data)
-    if makes_strategy:
-        targets.make("strategy", config.strategy, config=config, plan=None)
+    targets.make("strategy", config.strategy, config=config, plan=None)
     facts = {"input_shape": (1, 8, 8), "classes": 10}
     build.optimizer(config, build.model(config, data.Examples([], [], facts)).parameters())
 

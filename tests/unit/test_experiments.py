@@ -1,7 +1,6 @@
 """From settings to devices and models, and what a run writes down. Whole runs are in tests/launch/test_train.py."""
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,34 +8,34 @@ import torch
 
 import torchstrat as ts
 from tests.choices import chosen
+from tests.support.programs import read_metrics
 from torchstrat import config as schema
 from torchstrat.cluster import ProcessPlan
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.experiments import build, targets
-from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.experiments.report import FolderReport, Progress, programs_of, told
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
 
 ALONE = None
 LAUNCHED = ProcessPlan(0, 2, 0, 2, "env://", False, "rank 0 of 2")
+CPU = {"accelerator": "cpu"}
 
 
 @pytest.fixture
-def created(monkeypatch):
-    """What the registry would have been asked for."""
-    calls = []
-    monkeypatch.setattr(build.registry, "create", lambda name, **options: calls.append((name, options)))
-    return calls
+def options_of(monkeypatch):
+    """What the registry is asked for, for a strategy's settings."""
+    created = []
+    monkeypatch.setattr(build.registry, "create", lambda name, **options: created.append((name, options)))
 
+    def options_of(strategy, plan=ALONE, model=None, **cluster):
+        model, cluster = model or chosen("model=convnet"), schema.ClusterConfig(**cluster)
+        build.strategy(schema.ExperimentConfig(strategy=strategy, model=model, cluster=cluster), plan)
+        ((name, options),) = created
+        assert name == strategy["name"]
+        created.clear()
+        return options
 
-def options_of(created, strategy, plan=ALONE, **cluster):
-    config = schema.ExperimentConfig(
-        strategy=strategy, model=chosen("model=convnet"), cluster=schema.ClusterConfig(**cluster)
-    )
-    build.strategy(config, plan)
-    name, options = created.pop()
-    assert name == strategy["name"]
-    return options
+    return options_of
 
 
 def build_model(call, input_shape, classes=10):
@@ -50,52 +49,42 @@ def gpus(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "key"), [("strategy=mirrored", "devices"), ("strategy=central_storage", "compute_devices")]
+    ("settings", "plan", "cluster", "on_cpus", "on_gpus"),
+    [
+        # By default all GPUs, or two virtual replicas.
+        ({}, ALONE, {}, ["cpu:0", "cpu:1"], None),
+        ({"replicas": 3}, ALONE, {}, ["cpu:0", "cpu:1", "cpu:2"], ["cuda:0", "cuda:1", "cuda:2"]),
+        ({}, ALONE, CPU, ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1"]),
+        ({}, LAUNCHED, CPU, ["cpu:0"], ["cpu:0"]),
+        ({"devices": ["cpu:3"]}, ALONE, {}, ["cpu:3"], ["cpu:3"]),
+        # Under a launcher a process is a replica.
+        ({}, LAUNCHED, {}, None, None),
+        ({"replicas": 1}, LAUNCHED, {}, None, None),
+    ],
 )
-class TestDevices:
-    def test_by_default_all_gpus_or_two_virtual_replicas(self, created, gpus, kind, key):
-        assert options_of(created, chosen(kind))[key] == (None if gpus else ["cpu:0", "cpu:1"])
-
-    def test_so_many_replicas(self, created, gpus, kind, key):
-        kind_of_device = "cuda" if gpus else "cpu"
-        assert options_of(created, chosen(kind, replicas=3))[key] == [f"{kind_of_device}:{index}" for index in range(3)]
-
-    def test_cpu_only(self, created, gpus, kind, key):
-        assert options_of(created, chosen(kind), accelerator="cpu")[key] == ["cpu:0", "cpu:1"]
-        assert options_of(created, chosen(kind), LAUNCHED, accelerator="cpu")[key] == ["cpu:0"]
-
-    def test_named_devices_win(self, created, gpus, kind, key):
-        assert options_of(created, chosen(kind, **{key: ["cpu:3"]}))[key] == ["cpu:3"]
-
-    def test_under_a_launcher_a_process_is_a_replica(self, created, gpus, kind, key):
-        assert options_of(created, chosen(kind), LAUNCHED)[key] is None
-        assert options_of(created, chosen(kind, replicas=1), LAUNCHED)[key] is None
-        with pytest.raises(InvalidArgumentError, match=r"strategy\.replicas=2, but under a launcher"):
-            options_of(created, chosen(kind, replicas=2), LAUNCHED)
+@pytest.mark.parametrize(("kind", "key"), [("mirrored", "devices"), ("central_storage", "compute_devices")])
+def test_devices(options_of, gpus, kind, key, settings, plan, cluster, on_cpus, on_gpus):
+    settings = {key if name == "devices" else name: value for name, value in settings.items()}
+    options = options_of(chosen(f"strategy={kind}", **settings), plan, **cluster)
+    assert options[key] == (on_gpus if gpus else on_cpus)
 
 
-def test_one_device_and_timeout(created, gpus):
-    assert "device" not in options_of(created, chosen("strategy=one_device"))
-    assert options_of(created, chosen("strategy=one_device"), accelerator="cpu")["device"] == "cpu:0"
-    assert options_of(created, chosen("strategy=one_device"), timeout_seconds=1.5)["timeout"].total_seconds() == 1.5
+def test_one_device_timeout_and_how_processes_talk(options_of, gpus):
+    one, central = chosen("strategy=one_device"), "strategy=central_storage"
+    assert "device" not in options_of(one)
+    assert options_of(one, accelerator="cpu")["device"] == "cpu:0"
+    assert options_of(one, timeout_seconds=1.5)["timeout"].total_seconds() == 1.5
+    assert options_of(chosen(central, collectives="process_group"))["collectives"] == "process_group"
+    assert options_of(chosen(central, gradients="owner"))["gradients"] == "owner"
 
 
-def test_a_strategy_that_picks_its_device_cannot_be_kept_off_gpus(created, gpus):
+def test_a_strategy_that_picks_its_device_cannot_be_kept_off_gpus(options_of, gpus):
+    multi_worker = chosen("strategy=multi_worker_mirrored")
     if gpus:
         with pytest.raises(InvalidArgumentError, match="CUDA_VISIBLE_DEVICES="):
-            options_of(created, chosen("strategy=multi_worker_mirrored"), accelerator="cpu")
+            options_of(multi_worker, accelerator="cpu")
     else:
-        assert set(options_of(created, chosen("strategy=multi_worker_mirrored"), accelerator="cpu")) == {
-            "gradient_reduce_op",
-            "timeout",
-            "collectives",
-        }
-
-
-def test_how_processes_talk(created):
-    central = chosen("strategy=central_storage", collectives="process_group")
-    assert options_of(created, central)["collectives"] == "process_group"
-    assert options_of(created, chosen("strategy=central_storage", gradients="owner"))["gradients"] == "owner"
+        assert set(options_of(multi_worker, accelerator="cpu")) == {"gradient_reduce_op", "timeout", "collectives"}
 
 
 @pytest.mark.parametrize(
@@ -115,12 +104,26 @@ def test_what_the_strategy_itself_refuses(settings, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "plan", "message"),
-    [("torchrun", ALONE, "was started without it"), ("local", LAUNCHED, "as one of a group")],
+    ("choice", "settings", "plan", "cluster", "message"),
+    [
+        ("mirrored", {}, ALONE, {"name": "torchrun"}, "was started without it"),
+        ("mirrored", {}, LAUNCHED, {"name": "local"}, "as one of a group"),
+        ("mirrored", {"replicas": 2}, LAUNCHED, {}, r"strategy\.replicas=2, but under a launcher"),
+        ("central_storage", {"replicas": 2}, LAUNCHED, {}, r"strategy\.replicas=2, but under a launcher"),
+        (
+            "tpu",
+            {"replicas": 5, "logical_devices": 2},
+            ALONE,
+            {},
+            r"replicas=5 with 2 .* do not fit on 8 devices; use at most 4",
+        ),
+        ("tpu", {}, LAUNCHED, {}, "from one process, and a launcher started 2;"),
+    ],
 )
-def test_the_launcher_that_was_insisted_on(created, name, plan, message):
+def test_what_does_not_go_together(options_of, tpu, choice, settings, plan, cluster, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        options_of(created, chosen("strategy=mirrored"), plan, name=name)
+        options_of(chosen(f"strategy={choice}", **settings), plan, **cluster)
+    assert plan is ALONE or not tpu, "two processes must not fight for the devices"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +137,7 @@ def test_the_launcher_that_was_insisted_on(created, name, plan, message):
     ],
 )
 def test_models_map_inputs_to_logits(config, shape):
-    model = build_model(config, shape, classes=5)
-    assert model(torch.zeros(2, *shape)).shape == (2, 5)
+    assert build_model(config, shape, classes=5)(torch.zeros(2, *shape)).shape == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +150,7 @@ def test_a_convnet_needs_images_that_are_large_enough(shape, message):
 
 
 def test_group_norm_does_not_look_at_other_rows():
-    model = build_model(chosen("model=convnet", norm="group"), (1, 8, 8), classes=3)
-    rows = torch.rand(4, 1, 8, 8)
+    model, rows = build_model(chosen("model=convnet", norm="group"), (1, 8, 8), classes=3), torch.rand(4, 1, 8, 8)
     torch.testing.assert_close(model(rows)[:2], model(rows[:2]))
 
 
@@ -163,26 +164,18 @@ def test_a_folder_holds_what_was_reported_until_then(tmp_path, finished):
     config = schema.ExperimentConfig(progress="off", tensorboard=False)
     report = FolderReport(tmp_path, config, {"epochs": 1}, total_steps=1, title="a run")
     report.tell("step", **STEP)
+    assert read_metrics(tmp_path, "step") == [STEP], "while the run goes on"
     report.tell("evaluation", **EVALUATION)
     if finished:
         report.parameters("parameters", {"weight": torch.ones(2)})
         report.tell("result", **RESULT)
     report.close()
     assert (tmp_path / "config.yaml").read_text() == "epochs: 1\n"
-    assert read_metrics(tmp_path, "step") == [STEP]
     assert read_metrics(tmp_path, "evaluation") == [EVALUATION]
     assert len(read_metrics(tmp_path, "result")) == finished
     assert (tmp_path / "curves.png").exists() == finished
     if finished:
         assert torch.equal(torch.load(tmp_path / "parameters.pt", weights_only=True)["weight"], torch.ones(2))
-
-
-def test_metrics_can_be_read_while_the_run_goes_on(tmp_path):
-    report = FolderReport(tmp_path, schema.ExperimentConfig(progress="off", tensorboard=False), {}, 1, "a run")
-    report.tell("step", **STEP)
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    report.close()
-    assert json.loads(line) == {"event": "step", **STEP}
 
 
 class Terminal(io.StringIO):
@@ -243,67 +236,52 @@ def test_a_replica_that_does_not_fill_the_mesh(logical_devices):
         build.computation_shape([2, 2, 1, 2], logical_devices)
 
 
-class TestTpuOptions:
-    @pytest.fixture(autouse=True)
-    def system(self, monkeypatch):
-        """The runtime would be started for the rest of the process."""
-        asked = []
-
-        def initialize(*, virtual_devices):
-            asked.append(virtual_devices)
-            return ts.tpu.Topology(mesh_shape=[2, 2, 1, 2], device_coordinates=places([2, 2, 1, 2]))
-
-        monkeypatch.setattr(build, "initialize_tpu_system", initialize)
-        return asked
-
-    @staticmethod
-    def size(options):
-        assignment = options["device_assignment"]
-        return assignment.num_replicas, assignment.num_cores_per_replica
-
-    def test_by_default_every_device_is_a_replica(self, created, gpus, system):
-        options = options_of(created, chosen("strategy=tpu"), accelerator="cpu")
-        assert self.size(options) == (8, 1)
-        assert options["logical_mesh_shape"] == [1]
-        assert not options["sharding_rules"]
-        assert system == [None]
-
-    @pytest.mark.parametrize(
-        ("settings", "size", "mesh"),
-        [
-            ({"logical_devices": 2}, (4, 2), [2]),
-            ({"replicas": 3, "logical_devices": 2}, (3, 2), [2]),
-            ({"replicas": 1}, (1, 1), [1]),
-            ({"logical_mesh_shape": [2, 2]}, (2, 4), [2, 2]),
-            ({"logical_mesh_shape": [4], "logical_devices": 4, "replicas": 1}, (1, 4), [4]),
-        ],
+@pytest.fixture
+def tpu(monkeypatch):
+    """Eight devices, and how many were asked for; the runtime would be started for the rest of the process."""
+    asked = []
+    topology = ts.tpu.Topology(mesh_shape=[2, 2, 1, 2], device_coordinates=places([2, 2, 1, 2]))
+    monkeypatch.setattr(
+        build, "initialize_tpu_system", lambda *, virtual_devices: asked.append(virtual_devices) or topology
     )
-    def test_replicas_and_logical_devices(self, created, system, settings, size, mesh):
-        options = options_of(created, chosen("strategy=tpu", virtual_devices=8, **settings))
-        assert self.size(options) == size
-        assert options["logical_mesh_shape"] == mesh
-        assert system == [8]
+    return asked
 
-    def test_too_many_replicas(self, created):
-        with pytest.raises(InvalidArgumentError, match=r"replicas=5 with 2 .* do not fit on 8 devices; use at most 4"):
-            options_of(created, chosen("strategy=tpu", replicas=5, logical_devices=2))
 
-    def test_processes_that_a_launcher_started(self, created, system):
-        options_of(created, chosen("strategy=tpu"), replace(LAUNCHED, size=1))
-        with pytest.raises(InvalidArgumentError, match="from one process, and a launcher started 2;"):
-            options_of(created, chosen("strategy=tpu"), LAUNCHED)
-        assert len(system) == 1, "two processes must not fight for the devices"
+@pytest.mark.parametrize(
+    ("settings", "size", "mesh"),
+    [
+        ({}, (8, 1), [1]),  # by default every device is a replica
+        ({"logical_devices": 2}, (4, 2), [2]),
+        ({"replicas": 3, "logical_devices": 2}, (3, 2), [2]),
+        ({"replicas": 1}, (1, 1), [1]),
+        ({"logical_mesh_shape": [2, 2]}, (2, 4), [2, 2]),
+        ({"logical_mesh_shape": [4], "logical_devices": 4, "replicas": 1}, (1, 4), [4]),
+    ],
+)
+@pytest.mark.parametrize("virtual", [None, 8])
+@pytest.mark.parametrize("plan", [ALONE, replace(LAUNCHED, size=1)])
+def test_replicas_and_logical_devices_of_a_tpu(options_of, tpu, settings, size, mesh, virtual, plan):
+    options = options_of(chosen("strategy=tpu", virtual_devices=virtual, **settings), plan, accelerator="cpu")
+    assignment = options["device_assignment"]
+    assert (assignment.num_replicas, assignment.num_cores_per_replica) == size
+    assert options["logical_mesh_shape"] == mesh
+    assert not options["sharding_rules"]
+    assert tpu == [virtual]
 
-    def test_the_models_rules_hold_unless_others_are_given(self, created):
-        model = chosen("model=mlp", hidden=[8], tensor_parallel=True)
 
-        def rules(**settings):
-            build.strategy(schema.ExperimentConfig(strategy=chosen("strategy=tpu", **settings), model=model), ALONE)
-            return created.pop()[1]["sharding_rules"]
-
-        assert rules(logical_devices=2) == {"1.weight": [["d0"], None], "1.bias": [["d0"]], "3.weight": [None, ["d0"]]}
-        assert rules(logical_mesh_shape=[2, 2])["3.weight"] == [None, ["d0", "d1"]]
-        assert rules(logical_devices=2, sharding_rules={"*": None}) == {"*": None}
+@pytest.mark.parametrize(
+    ("settings", "second", "rules"),
+    [
+        ({"logical_devices": 2}, ["d0"], {"1.weight": [["d0"], None], "1.bias": [["d0"]], "3.weight": [None, ["d0"]]}),
+        ({"logical_mesh_shape": [2, 2]}, ["d0", "d1"], None),
+        ({"logical_devices": 2, "sharding_rules": {"*": None}}, None, {"*": None}),
+    ],
+)
+def test_the_models_rules_hold_unless_others_are_given(options_of, tpu, settings, second, rules):
+    model = chosen("model=mlp", hidden=[8], tensor_parallel=True)
+    found = options_of(chosen("strategy=tpu", **settings), model=model)["sharding_rules"]
+    assert rules in (None, found)
+    assert second is None or found["3.weight"] == [None, second]
 
 
 SPATIAL = chosen("model=convnet", channels=[4, 8, 8], norm="batch", spatially_parallel=True)
@@ -322,32 +300,31 @@ def annotated(config, strategy, rows):
         return model(rows), cuts
 
 
+def bands(*shapes):
+    """Images are cut into bands, as long as they divide."""
+    return [((3, *shape), parts and [1, 1, parts, 1]) for *shape, parts in shapes]
+
+
+def outputs(parts):
+    """Every second layer has its outputs cut."""
+    return [((3, 12), [1, parts]), ((3, 16), None), ((3, 8), [1, parts]), ((3, 10), None)]
+
+
 @pytest.mark.parametrize(
-    ("logical_devices", "cuts"),
+    ("config", "logical_devices", "cuts"),
     [
-        (1, [((3, 1, 8, 8), 1), ((3, 4, 8, 8), 1), ((3, 8, 4, 4), 1), ((3, 8, 2, 2), None)]),
-        (2, [((3, 1, 8, 8), 2), ((3, 4, 8, 8), 2), ((3, 8, 4, 4), 2), ((3, 8, 2, 2), None)]),
-        (8, [((3, 1, 8, 8), 8), ((3, 4, 8, 8), 8), ((3, 8, 8, 8), None), ((3, 8, 4, 4), None), ((3, 8, 2, 2), None)]),
+        *((SPATIAL, n, bands((1, 8, 8, n), (4, 8, 8, n), (8, 4, 4, n), (8, 2, 2, None))) for n in (1, 2)),
+        (SPATIAL, 8, bands((1, 8, 8, 8), (4, 8, 8, 8), (8, 8, 8, None), (8, 4, 4, None), (8, 2, 2, None))),
+        *((TENSOR_PARALLEL, n, outputs(n)) for n in (1, 2, 4)),
     ],
 )
-def test_images_are_cut_into_bands_as_long_as_they_divide(logical_devices, cuts):
+def test_activations_are_cut_and_the_numbers_are_the_same(config, logical_devices, cuts):
     rows = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    outputs, found = annotated(SPATIAL, fake_tpu_strategy(1, logical_devices), rows)
-    assert found == [(shape, parts and [1, 1, parts, 1]) for shape, parts in cuts]
+    found, cuts_found = annotated(config, fake_tpu_strategy(1, logical_devices), rows)
+    assert cuts_found == cuts
     torch.manual_seed(0)
-    plain = build_model({**SPATIAL, "spatially_parallel": False}, (1, 8, 8))
-    assert torch.equal(outputs, plain(rows))
-
-
-@pytest.mark.parametrize("logical_devices", [1, 2, 4])
-def test_every_second_layer_has_its_outputs_cut(logical_devices):
-    rows = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    outputs, found = annotated(TENSOR_PARALLEL, fake_tpu_strategy(1, logical_devices), rows)
-    parts = [1, logical_devices]
-    assert found == [((3, 12), parts), ((3, 16), None), ((3, 8), parts), ((3, 10), None)]
-    torch.manual_seed(0)
-    plain = build_model({**TENSOR_PARALLEL, "tensor_parallel": False}, (1, 8, 8))
-    assert torch.equal(outputs, plain(rows))
+    plain = build_model({**config, **{name: False for name in config if name.endswith("_parallel")}}, (1, 8, 8))
+    assert torch.equal(found, plain(rows))
 
 
 @pytest.mark.parametrize(("config", "size"), [(SPATIAL, r"dimension 2 has size 8"), (TENSOR_PARALLEL, r"has size 8")])
@@ -369,11 +346,8 @@ def test_rules_are_for_layers_that_there_are_and_match_the_activations(hidden):
         f"{first}.{kind}" for first, _ in pairs for kind in ("weight", "bias")
     }
     assert {name for name, rule in rules.items() if not rule[0]} == {f"{second}.weight" for _, second in pairs}
-
-
-@pytest.mark.parametrize("config", [chosen("model=mlp"), SPATIAL])
-def test_other_models_need_no_rules(config):
-    assert build.rules(schema.ExperimentConfig(model=config), [2], None) is None
+    for other in (chosen("model=mlp"), SPATIAL):
+        assert build.rules(schema.ExperimentConfig(model=other), [2], None) is None
 
 
 def test_logical_devices_of_any_strategy():

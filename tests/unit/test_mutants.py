@@ -67,25 +67,21 @@ def line_of(text):
     return next(number for number, line in enumerate(TOY.splitlines(), 1) if line.strip() == text)
 
 
-def test_a_seed_draws_the_same_and_another_seed_others(root):
-    first = drawn(root, count=2)
+def test_a_seed_draws_the_same_and_another_seed_others_whatever_is_edited_elsewhere(root):
+    first, more = drawn(root, count=2), drawn(root, count=4)
     assert len(first) == 2
     assert drawn(root, count=2) == first
     assert any(drawn(root, seed, count=2) != first for seed in (1, 2, 3))
+    (root / "toy.py").write_text('"""Other words."""\nimport os\n\n\ndef other():\n    return None\n\n\n' + TOY)
+    assert drawn(root, count=4) == more
 
 
 def test_every_line_that_does_something_can_be_drawn_and_no_other(root):
-    assert sorted(one.place.text for one in drawn(root)) == sorted(
-        [
-            "LIMIT = 3",
-            "def clamp(value: int | None, low: int = 0) -> int | None:",
-            "if value is None or value < low:",
-            "for _ in range(2):",
-            "start = 0",
-            "@property",
-            "return self.start + self.start",
-        ]
-    )
+    signature = "def clamp(value: int | None, low: int = 0) -> int | None:"
+    expected = ["LIMIT = 3", signature, "if value is None or value < low:", "for _ in range(2):"]
+    expected += ["start = 0", "@property", "return self.start + self.start"]
+    assert sorted(one.place.text for one in drawn(root)) == sorted(expected)
+    assert {one.operator for one in mutations(TOY, line_of(signature))} == {"NumberReplacer"}  # no annotations
 
 
 def test_a_mutant_is_another_program_and_says_what_its_line_becomes(root):
@@ -97,20 +93,9 @@ def test_a_mutant_is_another_program_and_says_what_its_line_becomes(root):
             assert mutated.splitlines()[line - 1].strip() == mutant.mutated != mutant.place.text
 
 
-def test_annotations_are_no_mutants():
-    line = line_of("def clamp(value: int | None, low: int = 0) -> int | None:")
-    assert {one.operator for one in mutations(TOY, line)} == {"NumberReplacer"}
-
-
 def test_what_does_not_compile_is_no_mutant():
     source = "def f():\n    try:\n        pass\n    except:\n        raise\n"
     assert all(mutate(source, 4, one) is None for one in mutations(source, 4))
-
-
-def test_edits_elsewhere_leave_the_drawing_as_it_is(root):
-    before = drawn(root, count=4)
-    (root / "toy.py").write_text('"""Other words."""\nimport os\n\n\ndef other():\n    return None\n\n\n' + TOY)
-    assert drawn(root, count=4) == before
 
 
 def test_a_mutant_follows_its_line_and_a_line_that_changed_is_gone(root):
@@ -127,19 +112,15 @@ def test_equal_lines_of_two_functions_are_two_places():
     assert [(place.inside, place.nth) for place in found] == [("a", 0), ("b", 0), ("b", 1)]
 
 
-def test_weights_are_of_the_longest_name():
+def test_weights_are_of_the_longest_name_and_lines_of_more_are_drawn_more_often(tmp_path):
     weights = {"torchstrat/data": 4.0, "torchstrat/data/rows.py": 0.5}
     names = ["torchstrat/data/rows.py", "torchstrat/data/loader.py", "torchstrat/data_other.py"]
     assert [weight_of(name, weights) for name in names] == [0.5, 4.0, 1.0]
-
-
-def test_lines_of_more_weight_are_drawn_more_often(tmp_path):
     for name in ("heavy.py", "light.py"):
         (tmp_path / name).write_text("".join(f"A{number} = {number}\n" for number in range(20)))
-    files = [one.place.file for one in drawn(tmp_path, 0, 10, ("heavy.py", "light.py"), {"heavy.py": 9.0})]
-    assert files.count("heavy.py") >= 8
-    files = [one.place.file for one in drawn(tmp_path, 0, 10, ("heavy.py", "light.py"), {"light.py": 0.0})]
-    assert files == ["heavy.py"] * 10
+    for weights, least in (({"heavy.py": 9.0}, 8), ({"light.py": 0.0}, 10)):
+        files = [one.place.file for one in drawn(tmp_path, 0, 10, ("heavy.py", "light.py"), weights)]
+        assert files.count("heavy.py") >= least
 
 
 @pytest.mark.parametrize(
@@ -178,75 +159,49 @@ def test_a_context_names_its_test(context, test):
 class FakePytest:
     """Answers for tests that fail with the mutant, and for those that always fail; notes what it was asked."""
 
-    def __init__(self, tree, kills=(), always=(), status=1):
+    def __init__(self, tree, kills="", always="", status=1):
         self._tree, self._kills, self._always, self._status = tree, kills, always, status
         self.asked = []
 
     def __call__(self, tests):
-        self.asked.append(tests)
+        names = "".join(test[-1] for test in tests)
+        self.asked.append(names)
         is_mutated = (self._tree / "toy.py").read_text() != TOY
-        for test in tests:
-            if test in self._always:
-                return Ended(1, (test,))
-            if is_mutated and test in self._kills:
-                return Ended(self._status, (test,) if self._status == 1 else ())
+        for name in names:
+            if name in self._always or (is_mutated and name in self._kills):
+                status = 1 if name in self._always else self._status
+                return Ended(status, (f"t.py::{name}",) if status == 1 else ())
         return Ended(0)
 
 
-@pytest.fixture
-def attempt(root):
-    """Try a mutant against the tests a … d; ``seconds`` of each."""
+@pytest.mark.parametrize(
+    ("told", "outcome", "by", "asked"),
+    [
+        ({}, SURVIVED, "", ["abcd"]),
+        ({"kills": "c"}, KILLED, "t.py::c", ["abcd", "c"]),  # it fails with the mutant alone
+        ({"always": "b", "kills": "d"}, KILLED, "t.py::d", ["abcd", "b", "acd", "d"]),
+        ({"always": "abcd"}, SURVIVED, "too many tests fail without the mutant too", None),
+        ({"kills": "a", "status": 4}, KILLED, "pytest ended with status 4", ["abcd", "a"]),  # it cannot even start
+        ({"kills": "a", "status": None}, TIMED_OUT, None, ["abcd", "abcd"]),
+        # The fastest come first, and what there is no time for is left out: 10 seconds, half of 35 less 15.
+        ({"seconds": (9, 2, 1, 3)}, SURVIVED, "", ["cbd"]),
+        ({"seconds": (90, 91, 92, 93)}, SURVIVED, "", ["a"]),
+        ({"seconds": (1, 1, 2, 2), "possible": "ab"}, SURVIVED, "", ["cdab"]),  # who may run the line comes last
+    ],
+)
+def test_what_tests_make_of_a_mutant(root, told, outcome, by, asked):
     (root / "t.py").write_text("")
-    names = {name: f"t.py::{name}" for name in "abcd"}
-
-    def attempt(seconds=(1, 1, 1, 1), possible="", **told):
-        told = {key: [names[name] for name in value] if key != "status" else value for key, value in told.items()}
-        run = FakePytest(root, **told)
-        trials = Trials(root, run, dict(zip(names.values(), seconds, strict=True)), limit_seconds=35.0)
-        sets = (frozenset(names[n] for n in names if (n in possible) is may) for may in (False, True))
-        verdict = trials.try_out("toy.py", TOY.replace("LIMIT = 3", "LIMIT = 4"), Covering(*sets))
-        assert (root / "toy.py").read_text() == TOY
-        return verdict, [[test[-1] for test in tests] for tests in run.asked]
-
-    return attempt
-
-
-def test_a_test_that_fails_with_the_mutant_alone_kills_it(attempt):
-    verdict, asked = attempt(kills="c")
-    assert dataclasses.replace(verdict, seconds=0) == Verdict(KILLED, "t.py::c", 4, 4)
-    assert asked == [["a", "b", "c", "d"], ["c"]]
-
-
-def test_a_test_that_always_fails_is_left_out(attempt):
-    verdict, asked = attempt(always="b", kills="d")
-    assert (verdict.outcome, verdict.by) == (KILLED, "t.py::d")
-    assert asked == [["a", "b", "c", "d"], ["b"], ["a", "c", "d"], ["d"]]
-    assert attempt(always="abcd")[0].outcome == SURVIVED
-
-
-def test_no_test_fails(attempt):
-    assert attempt()[0].outcome == SURVIVED
-
-
-def test_pytest_that_cannot_even_start_kills_too(attempt):
-    verdict, asked = attempt(kills="a", status=4)
-    assert (verdict.outcome, verdict.by) == (KILLED, "pytest ended with status 4")
-    assert asked[1] == ["a"]
-
-
-def test_what_takes_too_long_with_the_mutant_alone_is_killed(attempt):
-    verdict, asked = attempt(kills="a", status=None)
-    assert verdict.outcome == TIMED_OUT
-    assert asked[1] == ["a", "b", "c", "d"]
-
-
-def test_the_fastest_come_first_and_what_there_is_no_time_for_is_left_out(attempt):
-    assert attempt(seconds=(9, 2, 1, 3))[1] == [["c", "b", "d"]]  # 10 seconds: half of 35 less 15
-    assert attempt(seconds=(90, 91, 92, 93))[1] == [["a"]]
-
-
-def test_tests_that_may_run_the_line_come_last(attempt):
-    assert attempt(possible="ab", seconds=(1, 1, 2, 2))[1] == [["c", "d", "a", "b"]]
+    names, seconds, possible = ([f"t.py::{n}" for n in "abcd"], told.pop("seconds", (1,) * 4), told.pop("possible", ""))
+    run = FakePytest(root, **told)
+    trials = Trials(root, run, dict(zip(names, seconds, strict=True)), limit_seconds=35.0)
+    certain, may = (frozenset(n for n in names if (n[-1] in possible) is is_may) for is_may in (False, True))
+    verdict = trials.try_out("toy.py", TOY.replace("LIMIT = 3", "LIMIT = 4"), Covering(certain, may))
+    assert (root / "toy.py").read_text() == TOY
+    assert verdict.outcome == outcome
+    assert by in (None, verdict.by)
+    assert asked in (None, run.asked)
+    if told == {"kills": "c"}:
+        assert dataclasses.replace(verdict, seconds=0) == Verdict(KILLED, "t.py::c", 4, 4)
 
 
 def test_without_tests_a_mutant_is_not_covered(root):

@@ -63,18 +63,18 @@ def test_both_are_found() -> None:
 def test_another_bit_generator_of_numpy() -> None:
     before = np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
-        expected = np.random.randn(4).tolist()
-        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
-        draws = OwnDraws((1, 2), [])
-        own = []
-        for _ in range(2):
-            draws.enter(0, 0)
-            own.append(np.random.randn())
-            draws.leave()
-        assert np.random.randn(4).tolist() == expected
+        drawn, own = [], []
+        for enters in (False, True):
+            np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
+            draws = OwnDraws((1, 2), [])
+            for _ in range(2 if enters else 0):
+                draws.enter(0, 0)
+                own.append(np.random.randn())
+                draws.leave()
+            drawn.append(np.random.randn(4).tolist())
+        assert drawn[0] == drawn[1]
         assert own[0] == own[1]
-        assert own[0] not in expected
+        assert own[0] not in drawn[0]
     finally:
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
 
