@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.launch import LocalCluster, RestartPolicy
 from torchstrat.launch.command_line import LaunchOptions, coordinator_command, parse
 from torchstrat.launch.output import Console, PrefixedOutput
+from torchstrat.launch.ports import ReservedPort, is_listening
 from torchstrat.launch.restarts import Restarts
 from torchstrat.launch.supervised import Program, SupervisedProcess, describe_end, ordinal
 
@@ -32,31 +34,36 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+ONE = ["--ps", "1", "--workers", "1"]
+
+
 def test_the_words_after_the_script_are_the_scripts(script: str) -> None:
     options = parse(["--ps", "2", "--workers", "4", script, "--ps", "9", "--", "-x"], "launch")
-    assert options == LaunchOptions(
-        ps=2,
-        workers=4,
-        command=(sys.executable, script, "--ps", "9", "--", "-x"),
-        env={},
-        restarts=None,
-        restart_ps=True,
-        grace_seconds=10.0,
+    command = (sys.executable, script, "--ps", "9", "--", "-x")
+    expected = LaunchOptions(
+        ps=2, workers=4, command=command, env={}, restarts=None, restart_ps=True, grace_seconds=10.0
     )
+    assert options == expected
+    assert (options.keep_pages, options.start_method) == (None, None)
 
 
-def test_options(script: str) -> None:
-    words = ["--ps=1", "--workers=1", "--env", "A=1", "--env", "B=x=y", "--restarts", "0", "--no-restart-ps"]
-    options = parse([*words, "--grace-seconds", "2.5", "--", script], "launch")
-    assert options.env == {"A": "1", "B": "x=y"}
-    assert (options.restarts, options.restart_ps, options.grace_seconds) == (0, False, 2.5)
+@pytest.mark.parametrize(
+    ("words", "option", "value"),
+    [
+        (["--env", "A=1", "--env", "B=x=y"], "env", {"A": "1", "B": "x=y"}),
+        (["--restarts", "0"], "restarts", 0),
+        (["--restarts", "3", "--restarts", "unlimited"], "restarts", None),
+        (["--no-restart-ps"], "restart_ps", False),
+        (["--grace-seconds", "2.5"], "grace_seconds", 2.5),
+        (["--no-keep-pages"], "keep_pages", False),
+        (["--keep-pages"], "keep_pages", True),
+        (["--start-method", "spawn"], "start_method", "spawn"),
+    ],
+)
+def test_options(words: list[str], option: str, value: Any, script: str) -> None:
+    options = parse(["--ps=1", "--workers=1", *words, "--", script], "launch")
+    assert getattr(options, option) == value
     assert options.command == (sys.executable, script)
-    assert parse([*words, "--restarts", "unlimited", script], "launch").restarts is None
-    assert options.keep_pages is None
-    assert parse([*words, "--no-keep-pages", script], "launch").keep_pages is False
-    assert parse([*words, "--keep-pages", script], "launch").keep_pages is True
-    assert options.start_method is None
-    assert parse([*words, "--start-method", "spawn", script], "launch").start_method == "spawn"
 
 
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:
@@ -71,21 +78,21 @@ def test_a_program_runs_by_itself(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "--ps, --workers"),
-        (["--ps", "1", "--workers", "1"], "there is no SCRIPT"),
-        (["--ps", "1", "--workers", "1", "--"], "there is no SCRIPT"),
+        (ONE, "there is no SCRIPT"),
+        ([*ONE, "--"], "there is no SCRIPT"),
         (["--ps", "0", "--workers", "1", "{script}"], "--ps: '0' must be a whole number of at least 1"),
         (["--ps", "1", "--workers", "0", "{script}"], "--workers: '0' must be"),
         (["--ps", "1", "--workers", "-2", "{script}"], "--workers"),
         (["--ps", "one", "--workers", "1", "{script}"], "--ps: 'one' must be"),
-        (["--ps", "1", "--workers", "1", "--restarts", "-1", "{script}"], "--restarts"),
-        (["--ps", "1", "--workers", "1", "--restarts", "often", "{script}"], "'often' must be .* 'unlimited'"),
-        (["--ps", "1", "--workers", "1", "--env", "NAME", "{script}"], "'NAME' must be NAME=VALUE"),
-        (["--ps", "1", "--workers", "1", "--grace-seconds", "nan", "{script}"], "'nan' must be a number of seconds"),
-        (["--ps", "1", "--workers", "1", "{folder}/missing.py"], "there is no file '.*missing.py'"),
-        (["--ps", "1", "--workers", "1", "no-such-program-anywhere"], "no program .* on the PATH"),
-        (["--ps", "1", "--workers", "1", "{folder}/missing"], "there is no program '.*/missing' in"),
-        (["--ps", "1", "--workers", "1", "{folder}"], "is a folder"),
-        (["--ps", "1", "--workers", "1", "{folder}/data"], "is not executable; `chmod"),
+        ([*ONE, "--restarts", "-1", "{script}"], "--restarts"),
+        ([*ONE, "--restarts", "often", "{script}"], "'often' must be .* 'unlimited'"),
+        ([*ONE, "--env", "NAME", "{script}"], "'NAME' must be NAME=VALUE"),
+        ([*ONE, "--grace-seconds", "nan", "{script}"], "'nan' must be a number of seconds"),
+        ([*ONE, "{folder}/missing.py"], "there is no file '.*missing.py'"),
+        ([*ONE, "no-such-program-anywhere"], "no program .* on the PATH"),
+        ([*ONE, "{folder}/missing"], "there is no program '.*/missing' in"),
+        ([*ONE, "{folder}"], "is a folder"),
+        ([*ONE, "{folder}/data"], "is not executable; `chmod"),
     ],
 )
 def test_one_clear_message_and_status_2(
@@ -105,28 +112,19 @@ def test_one_clear_message_and_status_2(
 # ---- restarts --------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_lived_is_replaced_at_once_each_time() -> None:
-    restarts = Restarts(RestartPolicy())
-    assert [restarts.delay_seconds(60.0) for _ in range(100)] == [0.0] * 100
-
-
-def test_those_that_end_at_once_again_and_again_wait_longer_and_longer() -> None:
+def test_who_lived_is_replaced_at_once_and_who_ends_at_once_again_and_again_waits_longer_and_longer() -> None:
     restarts = Restarts(RestartPolicy(first_delay_seconds=1, longest_delay_seconds=5))
+    assert [restarts.delay_seconds(60.0) for _ in range(100)] == [0.0] * 100
     assert [restarts.delay_seconds(0.1) for _ in range(6)] == [0.0, 1.0, 2.0, 4.0, 5.0, 5.0]
     assert restarts.delay_seconds(60.0) == 0.0
     assert restarts.delay_seconds(0.1) == 0.0, "one that lived in between starts the count anew"
-    for _ in range(3000):
-        last = restarts.delay_seconds(0.1)
-    assert last == 5.0
+    assert [restarts.delay_seconds(0.1) for _ in range(3000)][-1] == 5.0
 
 
 @pytest.mark.parametrize("limit", [0, 3])
 def test_a_limit_counts_all_restarts(limit: int) -> None:
     restarts = Restarts(RestartPolicy(limit=limit))
     assert [restarts.delay_seconds(60.0) for _ in range(limit + 2)] == [0.0] * limit + [None, None]
-
-
-def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="limit=-1"):
         RestartPolicy(limit=-1)
 
@@ -163,54 +161,47 @@ def test_signals_for_a_process_whose_status_somebody_else_has_collected(knows: b
 
 
 def test_how_processes_ended() -> None:
-    assert describe_end(3) == "exited with status 3"
-    assert describe_end(-9) == "was ended by SIGKILL"
-    assert describe_end(-250) == "was ended by signal 250"
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == (
-        ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th"]
-    )
+    ends = ["exited with status 3", "was ended by SIGKILL", "was ended by signal 250"]
+    assert [describe_end(status) for status in (3, -9, -250)] == ends
+    numbers = ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th"]
+    assert [ordinal(int(number[:-2])) for number in numbers] == numbers
 
 
-# ---- output ----------------------------------------------------------------------------------------------------------
+# ---- output and ports ------------------------------------------------------------------------------------------------
 
 
-def test_lines_get_their_prefix_and_the_streams_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    (out, out_writer), (err, err_writer) = _pipe(), _pipe()
-    output = PrefixedOutput(out, err, "worker 1", Console())
-    out_writer.write(b"one\ntw")
-    out_writer.write(b"o\n\nhalf a line")
-    err_writer.write(b"caf\xc3\xa9 \xff\n")
-    for writer in (out_writer, err_writer):
+@pytest.mark.parametrize(
+    ("out", "err", "is_closed"),
+    [
+        ([b"one\ntw", b"o\n\nhalf a line"], b"caf\xc3\xa9 \xff\n", True),
+        ([b"last words"], b"", False),  # the end does not wait for whoever keeps the pipe open
+        ([b"x" * 300_000], b"", True),  # a line without end is shown in pieces
+    ],
+)
+def test_lines_get_their_prefix_and_the_streams_stay_apart(
+    out: list[bytes], err: bytes, is_closed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipes = [os.pipe() for _ in range(2)]
+    readers, writers = ([io.FileIO(pipe[end], "rw"[end]) for pipe in pipes] for end in range(2))
+    output = PrefixedOutput(*readers, "ps 1", Console())
+    for text in out:
+        writers[0].write(text)
+    writers[1].write(err)
+    for writer in writers if is_closed else ():
         writer.close()
     output.finish()
     said = capsys.readouterr()
-    assert said.out == "[worker 1] one\n[worker 1] two\n[worker 1] \n[worker 1] half a line\n"
-    assert said.err == "[worker 1] café \N{REPLACEMENT CHARACTER}\n"
-    assert out.closed
-    assert err.closed
-
-
-def test_the_end_does_not_wait_for_whoever_keeps_the_pipe_open(capsys: pytest.CaptureFixture[str]) -> None:
-    (out, out_writer), (err, err_writer) = _pipe(), _pipe()
-    output = PrefixedOutput(out, err, "ps 0", Console())
-    out_writer.write(b"last words")
-    output.finish()
-    assert capsys.readouterr().out == "[ps 0] last words\n"
-    for writer in (out_writer, err_writer):
+    lines = [line.removeprefix("[ps 1] ") for line in said.out.splitlines()]
+    assert all(line.startswith("[ps 1] ") for line in said.out.splitlines())
+    if len(out[0]) < 1000:
+        assert lines == b"".join(out).decode().split("\n")
+    else:
+        assert len(lines) > 1
+        assert "".join(lines) == out[0].decode()
+    assert said.err == ("[ps 1] café \N{REPLACEMENT CHARACTER}\n" if err else "")
+    for writer in writers:
         writer.close()
-
-
-def test_a_line_without_end_is_shown_in_pieces(capsys: pytest.CaptureFixture[str]) -> None:
-    (out, out_writer), (err, err_writer) = _pipe(), _pipe()
-    output = PrefixedOutput(out, err, "ps 0", Console())
-    length = 300_000
-    out_writer.write(b"x" * length)
-    for writer in (out_writer, err_writer):
-        writer.close()
-    output.finish()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 1
-    assert sum(line.count("x") for line in lines) == length
+    assert not is_closed or all(reader.closed for reader in readers)
 
 
 def test_a_console_that_cannot_say_it_says_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +213,20 @@ def test_a_console_that_cannot_say_it_says_what_it_can(monkeypatch: pytest.Monke
     Console().write("nobody reads\n", to_stderr=False)
 
 
-def _pipe() -> tuple[io.FileIO, io.FileIO]:
-    reader, writer = os.pipe()
-    return io.FileIO(reader, "r"), io.FileIO(writer, "w")
+def test_a_reserved_port_is_the_tasks_alone() -> None:
+    port = ReservedPort()
+    where = ("127.0.0.1", int(port.address.rpartition(":")[2]))
+    assert not is_listening(port.address)
+    for _ in range(2):  # a task, and the one after it
+        with socket.create_server(where):
+            assert is_listening(port.address)
+    with pytest.raises(OSError, match="in use"), socket.socket() as stranger:
+        stranger.bind(where)
+    port.close()
+    port.close()
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(where)
 
 
 # ---- a cluster that was not started ----------------------------------------------------------------------------------
