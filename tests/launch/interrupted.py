@@ -22,8 +22,6 @@ from torchstrat import PreemptionHandler
 from torchstrat.experiments import launch, train
 from torchstrat.experiments.report import FolderReport, Report
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def main() -> int:
     plan = json.loads(sys.argv.pop(1))
@@ -49,19 +47,17 @@ def arrange(step: int, event: str, once: Path) -> None:
             assert time.monotonic() < until, "the signal did not come through"
             time.sleep(0.01)
 
-    def observe(kind: type) -> None:
-        tell = kind.tell
-
+    def observed(tell: Any) -> Any:
         def and_then(self: Any, event: str, **values: Any) -> None:
             tell(self, event, **values)
             if event == "step" and values["step"] == step and not once.exists():
                 happen()
 
-        kind.tell = and_then
+        return and_then
 
     PreemptionHandler._on_signal = on_signal  # type: ignore[method-assign]
-    observe(FolderReport)
-    observe(Report)
+    for kind in (FolderReport, Report):
+        kind.tell = observed(kind.tell)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
