@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
 import signal
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.programs import COMMAND, PYTHON, ROOT, SECONDS, TORCHRUN, environment
+
 EXAMPLES = ROOT / "scripts" / "examples"
 
 LAST_LINES = {
@@ -28,14 +28,9 @@ LAST_LINES = {
 }
 """Of every way to start it that its docstring names: where there are several, their last lines are also equal."""
 
-IN_EVERY_RUN = ("digits", "recommender")  # and the notebook
+IN_EVERY_RUN = ("recommender",)  # test_train.py learns the digits under the same launchers
 
-PROGRAMS = {
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-    "torchstrat": [sys.executable, "-c", "import sys; from torchstrat.cli import main; sys.exit(main())"],
-}
-SECONDS = 240
+PROGRAMS = {"python": PYTHON, "torchrun": TORCHRUN, "torchstrat": COMMAND}
 
 
 def commands(name: str) -> list[str]:
@@ -48,16 +43,8 @@ def start(command: str, folder: Path) -> subprocess.Popen[str]:
     """Start what a shell would in the repository; what it writes goes to ``folder``."""
     program, *words = shlex.split(command.removesuffix("&"))
     words = [str(ROOT / word) if word.startswith("scripts/") else word for word in words]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*PROGRAMS[program], *words],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*PROGRAMS[program], *words], cwd=folder, env=environment(), text=True, **pipes)
 
 
 def last_line(running: subprocess.Popen[str]) -> str:
@@ -95,22 +82,26 @@ def test_evaluation_scores_every_checkpoint_beside_the_training(tmp_path: Path) 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
 def test_resume_ends_alike_whether_it_was_killed_or_not(tmp_path: Path) -> None:
     python, torchrun = commands("resume")
-    undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    expected = last_line(start(python, undisturbed))
-    assert re.fullmatch(r"step 384: loss 0\.\d{6}", expected)
-    killed = start(f"{python} 250", tmp_path)
-    assert killed.communicate(timeout=SECONDS)[0] == ""
-    assert killed.returncode == -signal.SIGKILL
-    assert last_line(start(python, tmp_path)) == expected
-    together = tmp_path / "torchrun"
-    together.mkdir()
-    killed = start(f"{torchrun} 250", together)
-    assert killed.communicate(timeout=SECONDS)[0] == ""
-    assert killed.returncode != 0
-    assert re.fullmatch(r"step 384: loss 0\.\d{6}", last_line(start(torchrun, together)))
+    ends = []
+    for folder, command, kill in (
+        ("undisturbed", python, False),
+        ("python", f"{python} 250", True),
+        ("python", python, False),
+        ("torchrun", f"{torchrun} 250", True),
+        ("torchrun", torchrun, False),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        running = start(command, tmp_path / folder)
+        if kill:
+            assert running.communicate(timeout=SECONDS)[0] == ""
+            assert running.returncode == -signal.SIGKILL if folder == "python" else running.returncode != 0
+        else:
+            ends.append(last_line(running))
+    assert all(re.fullmatch(r"step 384: loss 0\.\d{6}", end) for end in ends)
+    assert ends[0] == ends[1]
 
 
+@pytest.mark.soak  # test_notebook.py runs the like in every run
 def test_the_notebook_trains_when_its_cells_run_in_order(tmp_path: Path) -> None:
     """As a script, which needs nothing that is not installed. The cells have no magic and no display."""
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
@@ -118,20 +109,6 @@ def test_the_notebook_trains_when_its_cells_run_in_order(tmp_path: Path) -> None
     script = tmp_path / "cells.py"
     script.write_text("\n\n".join(cells), encoding="utf-8")
     assert last_line(start(f"python {script}", tmp_path)) == "loss 0.0"
-
-
-@pytest.mark.soak
-def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
-    pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, nbclient, nbformat\n"
-        "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
-        "nbclient.NotebookClient(notebook, timeout=200).execute()\n"
-        "print(notebook.cells[-1].outputs[-1].text.strip())\n"
-    )
-    assert last_line(start(f"python {script} {EXAMPLES / 'notebook.ipynb'}", tmp_path)) == "loss 0.0"
 
 
 def test_examples_are_short_and_all_of_them_are_tried() -> None:

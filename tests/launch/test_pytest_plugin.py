@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_SECONDS = 240.0
+from tests.support.programs import gone, run
+from torchstrat.testing import pytest_plugin
 
 PROJECT = """
 import os
 
 import pytest
-
 
 
 def rank(*more):
@@ -76,36 +74,37 @@ class TestOwn:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    folder = tmp_path / "project"
-    (folder / "checks").mkdir(parents=True)
-    (folder / "conftest.py").write_text('pytest_plugins = ["torchstrat.testing.pytest_plugin"]\n')
-    (folder / "checks" / "test_project.py").write_text(PROJECT)
-    return folder
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["torchstrat.testing.pytest_plugin"]\n')
+    (tmp_path / "checks" / "test_project.py").write_text(PROJECT)
+    return tmp_path
 
 
 def run_pytest(project: Path, *words: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name in ("PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
-        environment.pop(name, None)
     # Not the folder itself on the path, as by `python -m pytest`: most people type `pytest`.
-    run = "import sys, pytest; sys.path.remove(''); sys.exit(pytest.main())"
-    command = [sys.executable, "-c", run, "-p", "no:cacheprovider", "-q", "-rA", "--strict-markers", *words]
-    done = subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
-    )
+    pytest_alone = "import sys, pytest; sys.path.remove(''); sys.exit(pytest.main())"
+    command = [sys.executable, "-c", pytest_alone, "-p", "no:cacheprovider", "-q", "-rA", "--strict-markers", *words]
+    done = run(*command, cwd=project, PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="")
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_the_fixtures_in_a_project(project: Path, mode: str) -> None:
-    said = run_pytest(project, f"--import-mode={mode}")
+def test_the_fixtures_in_a_project(project: Path) -> None:
+    said = run_pytest(project, "--import-mode=prepend")
     assert "5 passed, 1 error" in said, said
     assert "ERROR checks/test_project.py::test_numbers_without_names" in said, said
     assert "@pytest.mark.cluster(ps=2, workers=2)" in said
     pids = (project / "pids").read_text().split()
     assert len(pids) == 2
-    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+    assert all(gone(int(pid)) for pid in pids)
 
 
-def test_the_marker_is_listed(project: Path) -> None:
-    assert "cluster(ps=2, workers=2, ...)" in run_pytest(project, "--markers")
+def test_functions_of_modules_that_other_processes_do_not_find(project: Path) -> None:
+    said = run_pytest(project, "--import-mode=importlib", "-k", "ranks or own")
+    assert "3 passed" in said, said
+
+
+def test_the_marker_is_listed() -> None:
+    config = mock.Mock(spec=pytest.Config)
+    pytest_plugin.pytest_configure(config)
+    ((_, line),) = (call.args for call in config.addinivalue_line.call_args_list)
+    assert line.startswith("cluster(ps=2, workers=2, ...): ")

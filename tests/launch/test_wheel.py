@@ -17,57 +17,23 @@ from typing import Any
 import pytest
 
 import torchstrat as ts
-from torchstrat import cli
+from tests.launch.test_documents import save
+from tests.support.programs import ROOT
 
 pytest.importorskip("build", reason="sdist and wheel are built by `build`, of the extra dev")
 pytest.importorskip("twine", reason="sdist and wheel are checked by `twine`, of the extra dev")
 
-ROOT = Path(__file__).resolve().parents[2]
 NOT_OF_THE_PACKAGE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "outputs", "multirun")
 BUILT_HERE = ["--no-isolation"]  # with this environment's setuptools
-
-PROGRAM = """\
-import torch
-import torchstrat as ts
-
-strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
-with strategy.scope():
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-
-
-def train_step(batch):
-    x, y = batch
-    optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
-rows = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-for epoch in range(20):
-    for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(rows, batch_size=32)):
-        losses = strategy.run(train_step, args=(batch,))
-print(f"{strategy.num_replicas_in_sync} replicas, loss {float(strategy.reduce('mean', losses)):.4f}", ts.__file__)
-"""
 
 
 def run(*command: Any, cwd: Path) -> str:
     """Its output, where it succeeds; without the repository on Python's path."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
-    finished = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=380,
-        check=False,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    words = [str(word) for word in command]
+    finished = subprocess.run(words, cwd=cwd, env=environment, text=True, timeout=380, check=False, **pipes)
     assert finished.returncode == 0, finished.stdout
     return finished.stdout
 
@@ -117,29 +83,26 @@ def test_an_index_would_take_them(dist: Path) -> None:
     assert said.count("PASSED") == 2, said
 
 
-def test_the_command_is_there(installed: Path, tmp_path: Path) -> None:
-    assert run(installed / "bin" / "torchstrat", "--version", cwd=tmp_path).startswith(f"torchstrat {ts.__version__} ")
-
-
+@pytest.mark.soak  # the application below is imported from the same wheel
 def test_a_first_program_trains(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    printed = re.search(r"2 replicas, loss ([\d.]+) (\S+)", run(installed / "bin" / "python", "train.py", cwd=tmp_path))
+    program = save("MirroredStrategy()          #", tmp_path / "train.py")
+    program.write_text(program.read_text() + "print(ts.__file__)\n")
+    printed = re.search(r"1 replicas, loss ([\d.]+)\n(\S+)", run(installed / "bin" / "python", program, cwd=tmp_path))
     assert printed is not None
     assert float(printed[1]) < 2.0  # it starts at about 8
     assert Path(printed[2]).is_relative_to(installed)
 
 
-def test_the_wheel_has_the_configs(installed: Path, tmp_path: Path) -> None:
-    (copied,) = installed.glob("lib/python3*/site-packages/torchstrat/experiments/configs")
+def test_the_wheel_has_the_configs_and_the_application_trains(installed: Path, tmp_path: Path) -> None:
+    (packages,) = installed.glob("lib/python3*/site-packages")
+    assert (packages / f"torchstrat-{ts.__version__}.dist-info").is_dir()
+    copied = packages / "torchstrat" / "experiments" / "configs"
     own = {file.relative_to(ROOT / "configs"): file.read_bytes() for file in (ROOT / "configs").rglob("*.yaml")}
     assert {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*.yaml")} == own
-
-
-@pytest.mark.skipif("train" not in cli.COMMANDS, reason="there is no torchstrat train yet")
-def test_the_application_trains(installed: Path, tmp_path: Path) -> None:
     run(installed / "bin" / "torchstrat", "train", "debug=smoke", cwd=tmp_path)
 
 
+@pytest.mark.soak  # test_typing.py asks the type checker of programs; new is where it finds the package
 def test_a_type_checker_follows_an_editable_install(tree: Path, tmp_path: Path) -> None:
     folder = environment(tmp_path / "env")
     install(["--editable", tree], folder, tmp_path)
