@@ -13,13 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.ps_server_helpers import add_edit, add_optimizer, dense_step, make_spec, make_store, new_shards, push_of
+from tests.support.checkpoints import same
+from tests.unit.ps_server_helpers import add_edit, add_optimizer, make_spec, make_store, new_shards, push_of
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardEdit, Snapshot
-from torchstrat.parameter_server.server import cut as cuts
-from torchstrat.parameter_server.server.cut import Cut, FrozenRows, VariableCut
+from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.packing import pack_optimizer
-from torchstrat.parameter_server.server.store import CutRows, VariableStore
+from torchstrat.parameter_server.server.store import VariableStore
 
 ROWS = 9
 SHAPES = {0: (ROWS, 3), 1: (7,), 2: (), 3: (ROWS, 2)}
@@ -94,76 +94,51 @@ class Server:
         self.store.push(push_of(function=next(self.functions), **parts))
 
 
-def sources_of(store: VariableStore, cut: Cut) -> dict[Any, CutRows]:
-    found = {}
-    for number, variable in cut.variables.items():
-        for shard, value in variable.values.items():
-            if isinstance(value, FrozenRows):
-                found[number, shard] = store.rows_of(cut, (number, shard))
-        for (optimizer, shard), state in variable.states.items():
-            for name, value in state.items():
-                if isinstance(value, FrozenRows):
-                    found[optimizer, (number, shard), name] = store.rows_of(cut, (number, shard), optimizer, name)
-    return found
-
-
 class Reader:
-    """Reads a cut in blocks, a source at a time or several in turn, and compares it with what it should be."""
+    """Reads a cut in blocks, a source at a time or several in turn, and compares it with what it should be.
+
+    What it is of is known by (shard of a variable,) and by (shard of a variable, optimizer, name of a state's entry).
+    """
 
     def __init__(self, server: Server) -> None:
-        self.expected = server.store.snapshot()
+        before = server.store.snapshot()
         self.cut = server.store.begin_cut("token")
-        self.sources = sources_of(server.store, self.cut)
-        self.read: dict[Any, list[torch.Tensor]] = {key: [] for key in self.sources}
+        self.applied = before.applied
+        self.expected: dict[Any, Any] = {(shard,): value for shard, value in before.values.items()}
+        for optimizer, states in before.states.items():
+            for shard, state in states.items():
+                self.expected |= {(shard, optimizer, name): value for name, value in state.items()}
+        self.held: dict[Any, Any] = {}
+        for number, variable in self.cut.variables.items():
+            self.held |= {((number, shard),): value for shard, value in variable.values.items()}
+            for (optimizer, shard), state in variable.states.items():
+                self.held |= {((number, shard), optimizer, name): value for name, value in state.items()}
+        frozen = [key for key, value in self.held.items() if isinstance(value, FrozenRows)]
+        self.sources = {key: server.store.rows_of(self.cut, *key) for key in frozen}
+        self.read: dict[Any, list[torch.Tensor]] = {key: [] for key in frozen}
 
-    def at(self, key: Any) -> int:
-        return sum(len(block) for block in self.read[key])
-
-    def read_block(self, number: int, rows: int) -> None:
-        unfinished = [key for key, source in self.sources.items() if self.at(key) < source.shape[0]]
+    def read_block(self, number: int, rows: int) -> bool:
+        """Of one of those that are not read yet; False: all are."""
+        at = {key: sum(map(len, blocks)) for key, blocks in self.read.items()}
+        unfinished = [key for key, source in self.sources.items() if at[key] < source.shape[0]]
         if unfinished:
             key = unfinished[number % len(unfinished)]
-            first = self.at(key)
-            self.read[key].append(self.sources[key].rows(first, min(first + rows, self.sources[key].shape[0])))
+            stop = min(at[key] + rows, self.sources[key].shape[0])
+            self.read[key].append(self.sources[key].rows(at[key], stop))
+        return bool(unfinished)
 
     def finish(self) -> bool:
         """Whether all is as it was when the cut was made."""
-        for key, source in self.sources.items():
-            while self.at(key) < source.shape[0]:
-                self.read_block(self._place(key), 4)
-        same = [self.cut.applied == self.expected.applied]
-        for key, value in self.expected.values.items():
-            same.append(torch.equal(self.whole(key, self.cut.variables[key[0]].values[key[1]]), value))
-        for optimizer, states in self.expected.states.items():
-            for key, state in states.items():
-                held = self.cut.variables[key[0]].states[optimizer, key[1]]
-                assert held.keys() == state.keys()
-                for name, value in state.items():
-                    got = self.whole((optimizer, key, name), held[name])
-                    same.append(torch.equal(got, value) if isinstance(value, torch.Tensor) else got == value)
-        return all(same)
-
-    def _place(self, key: Any) -> int:
-        """Among those that are not read yet."""
-        return [one for one, source in self.sources.items() if self.at(one) < source.shape[0]].index(key)
-
-    def whole(self, key: Any, entry: Any) -> Any:
-        return torch.cat(self.read[key]) if isinstance(entry, FrozenRows) else entry
+        while self.read_block(0, 4):
+            pass
+        found = {**self.held, **{key: torch.cat(blocks) for key, blocks in self.read.items()}}
+        assert found.keys() == self.expected.keys()
+        return self.cut.applied == self.applied and same(found, self.expected)
 
 
 CHANGES = [
-    "step",
-    "step 1",
-    "step rows",
-    "step rows",
-    "step rows and 1",
-    "step rows of 3",
-    "edit",
-    "edit rows",
-    "assign",
-    "restore",
-    "load state",
-    "create",
+    *("step", "step 1", "step rows", "step rows", "step rows and 1", "step rows of 3"),
+    *("edit", "edit rows", "assign", "restore", "load state", "create"),
 ]
 row_ids = st.lists(st.integers(0, ROWS - 1), max_size=6)
 changes = st.tuples(st.just("change"), st.sampled_from(CHANGES), row_ids)
@@ -211,9 +186,6 @@ def test_the_control_without_saving_first_it_is_not(what: str, monkeypatch: pyte
         play(Server((0, None), True), BEFORE, changed).finish()
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
 def big_table(rows: int = 1000) -> tuple[VariableStore, torch.optim.Optimizer]:
     optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.1)
     store = make_store(torch.rand(rows, 8), torch.rand(10))
@@ -245,28 +217,6 @@ def test_only_what_changes_is_copied_and_once() -> None:
     store.end_cut("token")
     store.push(push_of(edits=(add_edit(1, 1.0, torch.zeros(10)),)))
     assert cut.copied_bytes == 3 * 2 * row + 2 * row + 400 * row
-
-
-def test_training_goes_before_a_checkpoint_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = big_table()
-    cut = store.begin_cut("token")
-    rows = store.rows_of(cut, (0, 0))
-
-    def full(needed: int, what: str, advice: str) -> None:
-        raise InvalidArgumentError(f"{what} needs {needed} bytes")
-
-    monkeypatch.setattr(cuts, "_CHECKED_BYTES", 0)
-    monkeypatch.setattr(cuts, "check_fits", full)
-    before = store.read([(0, 0)])[0]
-    store.push(push_of(edits=(add_edit(0, 1.0, torch.zeros(1000, 8)),)))
-    assert torch.equal(store.read([(0, 0)])[0], before + 1)
-    with pytest.raises(TorchstratError, match=r"ps 0 gave up a checkpoint.*copy of 'v0' on ps 0.* needs 32000 bytes"):
-        rows.rows(0, 10)
-    with pytest.raises(TorchstratError, match="gave up a checkpoint"):
-        store.cut("token")
-
-
-# -- cuts come and go ------------------------------------------------------------------------------------------------
 
 
 ENDS = [
@@ -368,16 +318,3 @@ def test_readers_and_pushers_at_once() -> None:
     assert torch.equal(table, expected.values[0, 0])
     assert torch.equal(state, expected.states[0][0, 0]["sum"])
     assert not torch.equal(store.read([(0, 0)])[0], table)
-
-
-def test_dense_steps_take_no_more_than_one_copy() -> None:
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
-    store = make_store(torch.ones(50, 2), torch.ones(30))
-    add_optimizer(store, optimizer, [[0, 1]])
-    for _ in range(2):
-        store.push(push_of(steps=(dense_step(optimizer, v0=torch.rand(50, 2), v1=torch.rand(30)),)))
-    held = store.total_bytes
-    cut = store.begin_cut("token")
-    for _ in range(3):
-        store.push(push_of(steps=(dense_step(optimizer, v0=torch.rand(50, 2), v1=torch.rand(30)),)))
-    assert 0.9 * held < cut.copied_bytes <= held

@@ -7,11 +7,12 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.faults.forked import in_fork
-from tests.unit.checkpoints import same
+from tests.support.checkpoints import data_file, same, torch_alone
 from torchstrat import Checkpoint
 from torchstrat.checkpoint import disk, entries, files, manifest
 from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.entries import BlockSource, memory_of
 from torchstrat.checkpoint.files import read, write_metadata, write_part
-from torchstrat.checkpoint.folder import remove_whole, written_whole
+from torchstrat.checkpoint.folder import written_whole
 from torchstrat.checkpoint.manifest import NAME, check_file, checked, read_manifest, write_manifest
 from torchstrat.checkpoint.pieces import Piece
 from torchstrat.checkpoint.reading import INDEX, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
-
-alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
-"""What torch.distributed.checkpoint says when it is used in one process; the second of itself, in torch 2.9."""
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool),
@@ -78,7 +76,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 
-@alone
+@torch_alone
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape_for_torchstrat_and_for_torch(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -89,6 +87,9 @@ def test_every_dtype_and_shape_for_torchstrat_and_for_torch(dtype: torch.dtype, 
     found = values_of(path, *(Piece((name,), tuple(tensor.shape)) for name, tensor in tensors.items()))
     of_torch = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     dcp.load(of_torch, checkpoint_id=path, no_dist=True)
+    described = dcp.FileSystemReader(path).read_metadata().state_dict_metadata["shape (33, 5, 2)"]
+    rows_of_a_block = 256 // (10 * dtype.itemsize)
+    assert len(described.chunks) == (-(-33 // rows_of_a_block) if 330 * dtype.itemsize > 256 else 1)
     for tensor, ours, theirs in zip(tensors.values(), found, of_torch.values(), strict=True):
         assert ours.dtype == theirs.dtype == dtype
         assert ours.shape == theirs.shape == tensor.shape
@@ -187,30 +188,26 @@ def test_parts_that_do_not_add_up(tmp_path: Path) -> None:
 # -- first checked, then taken ----------------------------------------------------------------------------------------
 
 
+@torch_alone
 @pytest.mark.usefixtures("small_blocks")
-def test_what_is_prepared_is_checked_and_goes_into_what_is_there(tmp_path: Path) -> None:
-    table = numbers((40, 3))
-    path = write(tmp_path / "saved", [[whole("t", table), whole("s", torch.tensor(5.0))]], [(("step",), 7)])
+@pytest.mark.parametrize("writer", ["torchstrat", "torch"])
+def test_what_is_prepared_is_checked_and_goes_into_what_is_there(writer: str, tmp_path: Path) -> None:
+    path, table, number = tmp_path / "saved", numbers((40, 3)), torch.tensor(5.0)
+    if writer == "torch":
+        dcp.save({"t": table, "s": number, "step": 7}, checkpoint_id=path, no_dist=True)
+    else:
+        write(path, [[whole("t", table), whole("s", number)]], [(("step",), 7)])
     wanted = [(Piece(("t",), (40, 3), 10), 20), (Piece(("s",), ()), None), (Piece(("step",), ()), None)]
     prepared = prepare(open_checkpoint(path), wanted)
     shutil.rmtree(path)  # as a later save does that takes its place
     into = torch.zeros(20, 3)
-    assert [prepared.fits(0, like) for like in (into, into[1:], into.double(), torch.zeros(3, 20).T)] == [
-        *(True, False, False, False)
-    ]
+    fits = [prepared.fits(0, like) for like in (into, into[1:], into.double(), torch.zeros(3, 20).T)]
+    assert fits == [True, False, False, False]
     found, scalar, step = prepared.take([into, None, None])
     prepared.close()
     assert found is into
     assert torch.equal(into, table[10:30])
     assert (float(scalar), step) == (5.0, 7)
-
-
-def test_preparing_refuses_damage_and_changes_nothing(saved: Path) -> None:
-    file = saved / "__1_0.distcp"
-    content = file.read_bytes()
-    file.write_bytes(content[:-100] + b"\xff" + content[-99:])
-    with pytest.raises(InvalidArgumentError, match=r"__1_0\.distcp is damaged.*, at t \(CRC-32"):
-        prepare(open_checkpoint(saved), [(Piece(("t",), (40, 3)), None)])
 
 
 def test_a_disk_that_fails_after_checking(saved: Path) -> None:
@@ -221,81 +218,50 @@ def test_a_disk_that_fails_after_checking(saved: Path) -> None:
     prepared.close()
 
 
-@alone
-def test_what_torch_wrote_is_prepared_as_well(tmp_path: Path) -> None:
-    dcp.save({"t": numbers((4, 2)), "step": 3}, checkpoint_id=tmp_path / "torch", no_dist=True)
-    prepared = prepare(
-        open_checkpoint(tmp_path / "torch"), [(Piece(("t",), (4, 2), 1), 2), (Piece(("step",), ()), None)]
-    )
-    into = torch.zeros(2, 2)
-    assert prepared.fits(0, into)
-    assert same(prepared.take([into, None]), [numbers((4, 2))[1:3], 3])
-    assert torch.equal(into, numbers((4, 2))[1:3])
-    prepared.close()
-
-
 # -- what is read and written, and how much memory it takes -----------------------------------------------------------
 
 
-def bytes_read() -> int:
-    """By this process, from files, whether they are in memory already or not."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+STATE = 96 << 20
 
 
-linux = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts with Linux's /proc")
+def counters() -> tuple[int, int]:
+    """The most memory so far, and bytes read from files, whether they are in memory already or not."""
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert peak is not None
+    return 1024 * int(peak[1]), int(Path("/proc/self/io").read_text().split()[1])
 
 
-@linux
-def test_files_are_not_read_again(tmp_path: Path) -> None:
-    table = torch.ones(1 << 20)
-    write(tmp_path / "before", [[whole("t", table)]])  # what is imported once
-    values_of(tmp_path / "before", Piece(("t",), (1 << 20,)))
-    before = bytes_read()
-    write(tmp_path / "saved", [[whole("t", table)]])
-    written = bytes_read()
-    values_of(tmp_path / "saved", Piece(("t",), (1 << 20,)))
-    assert written - before < table.nbytes / 10
-    assert table.nbytes <= bytes_read() - written < 1.1 * table.nbytes
-
-
-MEGABYTES = 96
-
-
-def memory_for(path: Path, call: str) -> int:
-    """The most that writing or reading takes beyond what is there before, in bytes; in a process of its own."""
-    table = torch.ones(MEGABYTES << 18) if call == "write" else None
-    into = torch.zeros(MEGABYTES << 18) if call == "read into" else None
+def costs_of(path: Path, call: str) -> str:
+    """What writing or reading takes beyond what is there before, as parts of the state; in a process of its own."""
+    table = torch.ones(STATE // 4) if call == "write" else None
+    into = torch.zeros(STATE // 4) if call == "read into" else None
     write(path.with_name("small"), [[whole("t", torch.ones(3))]])  # what is imported and made once
     values_of(path.with_name("small"), Piece(("t",), (3,)))
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
-    before = high_water_mark()
+    before = counters()
     if table is not None:
         write(path, [[whole("t", table)]])
     elif call == "read":
-        values_of(path, Piece(("t",), (MEGABYTES << 18,)))
+        values_of(path, Piece(("t",), (STATE // 4,)))
     else:
-        prepared = prepare(open_checkpoint(path), [(Piece(("t",), (MEGABYTES << 18,)), None)])
+        prepared = prepare(open_checkpoint(path), [(Piece(("t",), (STATE // 4,)), None)])
         prepared.take([into])
         prepared.close()
-    return high_water_mark() - before
+    return " ".join(str((now - then) / STATE) for now, then in zip(counters(), before, strict=True))
 
 
-def high_water_mark() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-@linux
-def test_memory(tmp_path: Path) -> None:
-    measured = {}
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts with Linux's /proc")
+def test_memory_and_bytes_that_are_read(tmp_path: Path) -> None:
+    costs = {}
     for call in ("write", "read", "read into"):
-        outcome = in_fork(60, lambda: False, memory_for, tmp_path / "saved", call)
+        outcome = in_fork(60, lambda: False, costs_of, tmp_path / "saved", call)
         assert outcome.how == "returned", outcome
-        measured[call] = int(outcome.text)
-    state = MEGABYTES << 20
-    assert measured["write"] <= 0.15 * state, measured
-    assert measured["read into"] <= 0.15 * state, measured
-    assert state * 0.9 <= measured["read"] <= 1.15 * state, measured
+        costs[call] = [float(one) for one in outcome.text.split()]
+    assert costs["write"][0] <= 0.15, costs
+    assert costs["read into"][0] <= 0.15, costs
+    assert 0.9 <= costs["read"][0] <= 1.15, costs
+    assert costs["write"][1] < 0.1, costs
+    assert 1.0 <= costs["read"][1] < 1.1, costs
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -312,25 +278,29 @@ def everything(path: Path) -> list[Any]:
     return values_of(path, Piece(("t",), (40, 3)), Piece(("step",), ()))
 
 
-def test_a_changed_byte_anywhere_is_refused_and_the_file_named(saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("damaged", "places", "message"),
+    [
+        (
+            lambda content, place: content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :],
+            40,
+            r"{name}.*(is damaged|format)|format \d",
+        ),
+        (lambda content, place: content[:place], 10, "{name} is damaged"),
+    ],
+    ids=["a changed byte", "cut off"],
+)
+def test_damage_anywhere_is_refused_and_the_file_named(
+    damaged: Callable[[bytes, int], bytes], places: int, message: str, saved: Path
+) -> None:
     for name in sorted(os.listdir(saved)):
         content = (saved / name).read_bytes()
-        for place in range(0, len(content), max(1, len(content) // 40)):
-            (saved / name).write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-            with pytest.raises(InvalidArgumentError, match=rf"{name}.*(is damaged|format)|format \d"):
+        for place in range(0, len(content), max(1, len(content) // places)):
+            (saved / name).write_bytes(damaged(content, place))
+            with pytest.raises(InvalidArgumentError, match=message.replace("{name}", name)):
                 everything(saved)
         (saved / name).write_bytes(content)
     assert everything(saved)[1] == {"count": 7}
-
-
-def test_a_file_that_was_cut_anywhere_is_refused(saved: Path) -> None:
-    for name in sorted(os.listdir(saved)):
-        content = (saved / name).read_bytes()
-        for length in range(0, len(content), max(1, len(content) // 10)):
-            (saved / name).write_bytes(content[:length])
-            with pytest.raises(InvalidArgumentError, match=rf"{name} is damaged"):
-                everything(saved)
-        (saved / name).write_bytes(content)
 
 
 def test_damage_names_the_tensor_or_the_value(saved: Path) -> None:
@@ -357,31 +327,6 @@ def test_damage_elsewhere_does_not_stand_in_the_way(saved: Path) -> None:
         check_file(file, read_manifest(saved)["files"][file.name])  # type: ignore[index]
 
 
-def test_missing_files(saved: Path) -> None:
-    (saved / "__1_0.distcp").unlink()
-    with pytest.raises(InvalidArgumentError, match=r"__1_0\.distcp, a part of the checkpoint, cannot be read for t"):
-        everything(saved)
-    (saved / INDEX).unlink()
-    with pytest.raises(InvalidArgumentError, match="no complete checkpoint: its metadata is missing"):
-        everything(saved)
-
-
-def test_a_manifest_that_was_edited(saved: Path) -> None:
-    content = json.loads((saved / NAME).read_text())
-    for changed, message in (
-        ({**content, "servers": {"0": "other records"}}, "is damaged"),
-        (
-            {**content, "format": 3},
-            r"format 3 of torchstrat's checkpoints, and this version reads formats 1 to 2\. Use",
-        ),
-        ([content], "is damaged"),
-        ({**content, "files": None}, "is damaged"),
-    ):
-        (saved / NAME).write_text(json.dumps(changed))
-        with pytest.raises(InvalidArgumentError, match=message):
-            everything(saved)
-
-
 class Passing:
     """Of a program that is changed between saving and restoring."""
 
@@ -396,23 +341,11 @@ def test_a_value_of_a_class_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mon
 # -- what others have written -----------------------------------------------------------------------------------------
 
 
-@alone
-def test_what_torch_wrote_is_read_and_its_damage_named(tmp_path: Path) -> None:
-    dcp.save({"t": numbers((4, 2)), "step": 3}, checkpoint_id=tmp_path / "torch", no_dist=True)
-    table, step = values_of(tmp_path / "torch", Piece(("t",), (4, 2)), Piece(("step",), ()))
-    assert torch.equal(table, numbers((4, 2)))
-    assert step == 3
-    [file] = (tmp_path / "torch").glob("*.distcp")
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(InvalidArgumentError, match=r"t in .*\.distcp cannot be read"):
-        values_of(tmp_path / "torch", Piece(("t",), (4, 2)))
-
-
-@alone
+@torch_alone
 def test_format_1_is_read(tmp_path: Path) -> None:
     path = tmp_path / "one"
     dcp.save({"t": numbers((4, 2))}, checkpoint_id=path, no_dist=True)
-    [file] = path.glob("*.distcp")
+    file = data_file(path)
     checks = {name: {"bytes": c.bytes, "crc32": c.crc32} for name in os.listdir(path) for c in [checked(path / name)]}
     (path / NAME).write_text(json.dumps({"format": 1, "torch": "2.9.0", "files": checks}))
     assert torch.equal(values_of(path, Piece(("t",), (4, 2)))[0], numbers((4, 2)))
@@ -432,31 +365,6 @@ def test_another_order_of_bytes_is_left_to_torch(saved: Path, monkeypatch: pytes
     assert same(everything(saved), [numbers((40, 3)), {"count": 7}])
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link to a file", "broken link", "no index"])
-def test_what_is_no_checkpoint(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "path"
-    if kind in ("file", "link to a file"):
-        (tmp_path / "other").write_text("precious")
-    if kind == "file":
-        path.write_text("precious")
-    elif kind == "folder":
-        path.mkdir()
-        (path / "mine").write_text("precious")
-    elif kind == "no index":
-        path.mkdir()
-        (path / INDEX).write_bytes(b"cnosuchmodule\nthing\n.")
-    else:
-        path.symlink_to(tmp_path / "other")
-    with pytest.raises(InvalidArgumentError, match=r"holds no complete checkpoint|no such folder|cannot be read as a"):
-        open_checkpoint(path)
-    if kind == "no index":
-        return
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(InvalidArgumentError, match="is there already and is no checkpoint"):
-        write(path, [[whole("t", torch.ones(1))]])
-    assert sorted(os.listdir(tmp_path)) == before
-
-
 def test_a_link_to_a_checkpoint_is_replaced_and_what_it_names_stays(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(saved)
     write(tmp_path / "latest", [[whole("t", torch.ones(1))]])
@@ -468,39 +376,11 @@ def test_a_link_to_a_checkpoint_is_replaced_and_what_it_names_stays(saved: Path,
 # -- disks that do not take it ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    can = os.geteuid() == 0 and shutil.which("mount") is not None
-    if not can or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a file system")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk(tiny_disk: Path) -> None:
-    table, again = torch.ones(1000), torch.zeros(1000)
-    Checkpoint(table=table).save(tiny_disk / "saved")
-    with pytest.raises(
-        InvalidArgumentError, match=r"No space left on device, while writing rows 0 to 1000000 of table"
-    ):
-        Checkpoint(table=torch.ones(1_000_000)).save(tiny_disk / "saved")
-    assert os.listdir(tiny_disk) == ["saved"]
-    Checkpoint(table=again).restore(tiny_disk / "saved")
-    assert torch.equal(table, again)
-
-
-def test_a_read_only_disk(tiny_disk: Path) -> None:
-    table, again = torch.ones(1000), torch.zeros(1000)
-    Checkpoint(table=table).save(tiny_disk / "saved")
-    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
-    with pytest.raises(InvalidArgumentError, match=r"no checkpoint can be written to .*saved: .*Read-only file system"):
-        Checkpoint(table=again).save(tiny_disk / "saved")
-    Checkpoint(table=again).restore(tiny_disk / "saved")
-    assert torch.equal(table, again)
+def is_intact(path: Path, count: int) -> bool:
+    """Whether it is the checkpoint of so many ones still."""
+    table = torch.zeros(count)
+    Checkpoint(table=table).restore(path)
+    return bool(table.all())
 
 
 def test_a_file_that_may_not_get_so_long(tmp_path: Path) -> None:
@@ -514,57 +394,41 @@ def test_a_file_that_may_not_get_so_long(tmp_path: Path) -> None:
     assert outcome.how == "raised"
     assert "InvalidArgumentError" in outcome.text
     assert "File too large, while writing rows 0 to 50000 of table" in outcome.text
-    again = torch.zeros(1000)
-    Checkpoint(table=again).restore(tmp_path / "saved")
-    assert bool(again.all())
+    assert is_intact(tmp_path / "saved", 1000)
+    assert os.listdir(tmp_path) == ["saved"]
 
 
-def failing(code: int) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return fail
+def failing(*_: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-@pytest.mark.parametrize("what", ["sync", "sync_folder", "rename", "make_folder", "metadata"])
+def second_rename(path: Path, new: Path, rename: Callable[[Path, Path], None] = disk.rename) -> None:
+    """The first has then put the old one aside, and it has to be taken back."""
+    failing() if ".writing-" in path.name else rename(path, new)
+
+
+STEPS: dict[str, tuple[Any, str, Any]] = {
+    "sync": (NewFile, "sync", failing),
+    "metadata": (files, "NewFile", failing),
+    "first rename": (disk, "rename", failing),
+    "second rename": (disk, "rename", second_rename),
+    **{name: (disk, name, failing) for name in ("sync_folder", "make_folder")},
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_an_error_of_the_disk_at_any_step_leaves_the_old_one(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Checkpoint(table=torch.ones(3)).save(tmp_path / "saved")
     with monkeypatch.context() as patched:
-        if what == "sync":
-            patched.setattr(NewFile, "sync", failing(errno.EIO))
-        elif what == "metadata":
-            patched.setattr(files, "NewFile", failing(errno.EIO))
-        else:
-            patched.setattr(disk, what, failing(errno.EIO))
+        patched.setattr(*STEPS[step])
+        if "rename" in step:
             patched.setattr(disk, "exchange", lambda one, other: False)
         with pytest.raises(InvalidArgumentError, match=r"(?=.*saved)(?=.*Input/output error)"):
             Checkpoint(table=torch.zeros(3)).save(tmp_path / "saved")
-    table = torch.zeros(3)
-    Checkpoint(table=table).restore(tmp_path / "saved")
-    assert bool(table.all())
+    assert is_intact(tmp_path / "saved", 3)
     assert os.listdir(tmp_path) == ["saved"]
-
-
-def test_when_the_second_of_two_renames_fails_the_first_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "saved", [[whole("t", torch.ones(1))]])
-    rename = disk.rename
-
-    def fails_for_new(path: Path, new: Path) -> None:
-        if ".writing-" in path.name:
-            raise OSError(errno.EIO, "broken")
-        rename(path, new)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(disk, "exchange", lambda one, other: False)
-        patched.setattr(disk, "rename", fails_for_new)
-        with pytest.raises(InvalidArgumentError, match="cannot be put in its place"):
-            write(tmp_path / "saved", [[whole("t", torch.zeros(1))]])
-    assert os.listdir(tmp_path) == ["saved"]
-    assert values_of(tmp_path / "saved", Piece(("t",), (1,))) == [torch.ones(1)]
 
 
 # -- what is left over ------------------------------------------------------------------------------------------------
@@ -580,21 +444,6 @@ def test_what_a_killed_save_has_left_is_swept_away_and_one_under_way_is_not(tmp_
             assert first.exists()
             raise KeyboardInterrupt
         assert sorted(os.listdir(tmp_path)) == [f".saved-too.writing-{'a' * 32}", first.name]
-
-
-def test_removing_takes_the_name_away_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    remove = disk.remove_file
-
-    def look(path: Path) -> None:
-        seen.append((saved.exists(), path.parent.name.startswith(".saved.deleted-")))
-        remove(path)
-
-    monkeypatch.setattr(disk, "remove_file", look)
-    remove_whole(saved)
-    assert set(seen) == {(False, True)}
-    assert len(seen) == 4
-    assert os.listdir(saved.parent) == []
 
 
 # -- what it takes to import ------------------------------------------------------------------------------------------

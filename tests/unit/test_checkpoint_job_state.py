@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,198 +14,178 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import torchstrat as ts
+from tests.support.checkpoints import torch_alone
 from torchstrat.checkpoint import job_state
-from torchstrat.errors import InvalidArgumentError
 from torchstrat.replicas.randomness import seedings
 from torchstrat.testing.fake_cluster import FakeCluster
 
+
+def mirrored(replicas: int = 2) -> ts.Strategy:
+    return ts.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
+
+
 STRATEGIES: dict[str, Callable[[], ts.Strategy]] = {
     "one": lambda: ts.OneDeviceStrategy("cpu:0"),
-    "mirrored 2": lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "mirrored 4": lambda: ts.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
+    "mirrored 2": mirrored,
+    "mirrored 4": lambda: mirrored(4),
     "central": lambda: ts.CentralStorageStrategy(["cpu:0", "cpu:1"]),
     "tpu": lambda: ts.testing.fake_tpu_strategy(replicas=2, logical_devices=1),
 }
 
 
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def drawn() -> list[Any]:
+    """Of the process's generators."""
+    return [torch.rand(3).tolist(), random.random(), np.random.standard_normal(3).tolist()]
+
+
+def make(strategy: ts.Strategy) -> dict[str, Any]:
+    """With dropout, which draws in the step."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05)}
+
+
+def step_on(objects: dict[str, Any], inputs: torch.Tensor) -> torch.Tensor:
+    objects["optimizer"].zero_grad()
+    loss: torch.Tensor = objects["model"](inputs).square().mean()
+    loss.backward()
+    objects["optimizer"].step()
+    return loss.detach()
+
+
 class Training:
     """Dropout in the step, and draws of all kinds around it."""
 
-    def __init__(self, strategy: ts.Strategy, seed: int) -> None:
+    def __init__(self, strategy: ts.Strategy, number: int = 7) -> None:
         self.strategy = strategy
-        self.seed(seed)
-        with strategy.scope():
-            self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
-            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.checkpoint = ts.Checkpoint(model=self.model, optimizer=self.optimizer)
-
-    @staticmethod
-    def seed(seed: int) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed(number)
+        self.objects = make(strategy)
+        self.checkpoint = ts.Checkpoint(**self.objects)
 
     def steps(self, count: int) -> list[Any]:
-        return [self.step() for _ in range(count)]
+        return [self._step() for _ in range(count)]
 
-    def step(self) -> Any:
-        def step() -> torch.Tensor:
-            self.optimizer.zero_grad()
-            loss = self.model(inputs).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            return loss.detach()
-
+    def _step(self) -> Any:
         inputs = torch.randn(6, 4, dtype=torch.float64) + random.random() + np.random.standard_normal()
-        losses = self.strategy.local_results(self.strategy.run(step))
-        return [loss.item() for loss in losses]
+        return self._on_replicas(lambda: step_on(self.objects, inputs))
+
+    def draws(self) -> list[float]:
+        return self._on_replicas(lambda: torch.rand(()))
+
+    def _on_replicas(self, call: Callable[[], torch.Tensor]) -> list[float]:
+        return [one.item() for one in self.strategy.local_results(self.strategy.run(call))]
 
 
-def forget() -> None:
-    """What this process knows of seeds and runs: as a new process."""
-    seedings.__init__()  # type: ignore[misc]
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Training]]:
+    """A training in what is as good as a new process: nothing is known of seeds and runs before."""
+    begun: list[Training] = []
 
+    def new(strategy: ts.Strategy, number: int = 7) -> Training:
+        seedings.__init__()  # type: ignore[misc]
+        begun.append(Training(strategy, number))
+        return begun[-1]
 
-@pytest.fixture(autouse=True)
-def generators() -> Any:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    yield
+    yield new
+    for one in begun:
+        one.strategy.close()
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
 
 
+Begin = Callable[..., Training]
+
+
+@pytest.mark.parametrize("is_restored", [True, False], ids=["as it is", "control: not restored"])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_the_curve_goes_on(kind: str, tmp_path: Path) -> None:
-    before = Training(STRATEGIES[kind](), seed=7)
+def test_the_curve_goes_on(
+    kind: str, is_restored: bool, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = begin(STRATEGIES[kind]())
     before.steps(2)
     before.checkpoint.save(tmp_path / "saved")
     expected = before.steps(3)
-    before.strategy.close()
-    forget()
-    after = Training(STRATEGIES[kind](), seed=99)
+    if not is_restored:
+        monkeypatch.setattr(job_state, "reads", lambda *_: job_state.Reads())
+    after = begin(STRATEGIES[kind](), 99)
     after.steps(1)
     after.checkpoint.restore(tmp_path / "saved")
-    assert after.steps(3) == expected
-    after.strategy.close()
+    assert (after.steps(3) == expected) is is_restored
 
 
-def test_without_it_the_curve_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
-    before = Training(STRATEGIES["mirrored 2"](), seed=7)
-    before.steps(2)
-    before.checkpoint.save(tmp_path / "saved")
-    expected = before.steps(3)
-    monkeypatch.setattr(job_state, "reads", lambda *_: job_state.Reads())
-    after = Training(STRATEGIES["mirrored 2"](), seed=99)
-    after.checkpoint.restore(tmp_path / "saved")
-    assert after.steps(3) != expected
-    before.strategy.close()
-    after.strategy.close()
-
-
-def test_other_numbers_of_replicas(tmp_path: Path) -> None:
+def test_other_numbers_of_replicas(begin: Begin, tmp_path: Path) -> None:
     """Replicas that are in both go on; those that are new begin with the seed, as they would have."""
-
-    def draws(strategy: ts.Strategy) -> list[float]:
-        return [one.item() for one in strategy.local_results(strategy.run(lambda: torch.rand(())))]
-
-    def saved(replicas: int) -> tuple[list[float], list[float]]:
-        """What each replica draws first, and what after the save."""
-        forget()
-        job = Training(ts.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]), seed=7)
-        first = draws(job.strategy)
+    first, later = {}, {}
+    for replicas in (2, 4):
+        job = begin(mirrored(replicas))
+        first[replicas] = job.draws()
         job.checkpoint.save(tmp_path / str(replicas))
-        after = draws(job.strategy)
-        job.strategy.close()
-        return first, after
-
-    def restored(replicas: int, path: str) -> list[float]:
-        forget()
-        job = Training(ts.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]), seed=99)
-        job.checkpoint.restore(tmp_path / path)
-        after = draws(job.strategy)
-        job.strategy.close()
-        return after
-
-    (first_of_2, after_of_2), (first_of_4, after_of_4) = saved(2), saved(4)
-    assert first_of_4[:2] == first_of_2
-    assert restored(4, "2") == [*after_of_2, *first_of_4[2:]]
-    assert restored(2, "4") == after_of_4[:2]
+        later[replicas] = job.draws()
+    assert first[4][:2] == first[2]
+    for replicas, of, expected in ((4, 2, [*later[2], *first[4][2:]]), (2, 4, later[4][:2])):
+        job = begin(mirrored(replicas), 99)
+        job.checkpoint.restore(tmp_path / str(of))
+        assert job.draws() == expected
 
 
-def test_seeding_after_a_restore_begins_anew(tmp_path: Path) -> None:
-    job = Training(STRATEGIES["mirrored 2"](), seed=7)
-    job.seed(5)
+def test_seeding_after_a_restore_begins_anew(begin: Begin, tmp_path: Path) -> None:
+    job = begin(mirrored())
+    seed(5)
     first = job.steps(1)
     job.checkpoint.save(tmp_path / "saved")
-    job.seed(5)
-    begun = [torch.randn(6, 4, dtype=torch.float64), random.random(), np.random.standard_normal()]
+    seed(5)
+    begun = drawn()
     job.checkpoint.restore(tmp_path / "saved")
-    job.seed(5)
-    again = [torch.randn(6, 4, dtype=torch.float64), random.random(), np.random.standard_normal()]
-    assert torch.equal(begun[0], again[0])
-    assert begun[1:] == again[1:]
+    seed(5)
+    assert drawn() == begun
     # The streams of the replicas, too: the dropout of the first step is that of the first step.
-    other = Training(STRATEGIES["mirrored 2"](), seed=7)
-    other.seed(5)
+    other = Training(mirrored())
+    seed(5)
     assert other.steps(1) == first
-    job.strategy.close()
     other.strategy.close()
 
 
-def test_a_seed_that_was_put_aside_goes_on_too(tmp_path: Path) -> None:
-    def draws(job: Training) -> list[float]:
-        return [one.item() for one in job.strategy.local_results(job.strategy.run(lambda: torch.rand(())))]
-
-    job = Training(STRATEGIES["mirrored 2"](), seed=7)
-    draws(job)
+def test_a_seed_that_was_put_aside_goes_on_too(begin: Begin, tmp_path: Path) -> None:
+    job = begin(mirrored())
+    job.draws()
     seven = torch.get_rng_state()
     torch.manual_seed(8)
-    draws(job)
+    job.draws()
     job.checkpoint.save(tmp_path / "saved")
-    eight = draws(job)
+    eight = job.draws()
     torch.set_rng_state(seven)
-    expected = draws(job)
-    forget()
-    after = Training(STRATEGIES["mirrored 2"](), seed=99)
+    expected = job.draws()
+    after = begin(mirrored(), 99)
     after.checkpoint.restore(tmp_path / "saved")
-    assert draws(after) == eight
+    assert after.draws() == eight
     torch.set_rng_state(seven)
-    assert draws(after) == expected
-    job.strategy.close()
-    after.strategy.close()
+    assert after.draws() == expected
 
 
 def test_functions_on_parameter_servers(tmp_path: Path) -> None:
     """Each function's random state goes by its place in the training, not by its number in this job."""
 
     class Job:
-        def __init__(self, cluster: FakeCluster, seed: int) -> None:
-            torch.manual_seed(seed)
-            self.strategy = cluster.strategy()
-            with self.strategy.scope():
-                self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
-                self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
-            self.coordinator = ts.ClusterCoordinator(self.strategy)
-            self.checkpoint = ts.Checkpoint(model=self.model, optimizer=self.optimizer)
+        def __init__(self, cluster: FakeCluster, number: int) -> None:
+            torch.manual_seed(number)
+            strategy = cluster.strategy()
+            objects = make(strategy)
+            self.coordinator, self.checkpoint = ts.ClusterCoordinator(strategy), ts.Checkpoint(**objects)
+            inputs = torch.ones(6, 4, dtype=torch.float64)
+            self.step = lambda: strategy.run(lambda: step_on(objects, inputs)).item()
 
         def steps(self, count: int) -> list[float]:
-            strategy, model, optimizer = self.strategy, self.model, self.optimizer
-
-            def step() -> float:
-                def train() -> torch.Tensor:
-                    optimizer.zero_grad()
-                    loss = model(torch.ones(6, 4, dtype=torch.float64)).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                    return loss.detach()
-
-                return strategy.run(train).item()
-
             results = []
             for _ in range(count):
-                results.append(self.coordinator.schedule(step))
+                results.append(self.coordinator.schedule(self.step))
                 self.coordinator.join(timeout=60)
             return [result.fetch() for result in results]
 
@@ -228,27 +208,15 @@ def test_functions_on_parameter_servers(tmp_path: Path) -> None:
         assert job.steps(1) == expected[2:]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")  # torch's own
-def test_a_checkpoint_without_it_leaves_all_alone(tmp_path: Path) -> None:
-    weight = torch.zeros(2)
-    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "torch", no_dist=True)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    ts.Checkpoint(weight=weight).restore(tmp_path / "torch")
-    assert weight.tolist() == [1.0, 1.0]
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.random.get_state()[1].tolist() == states[2]
-
-
+@torch_alone
 def test_generators_of_this_process(tmp_path: Path) -> None:
-    checkpoint = ts.Checkpoint(weight=torch.zeros(2))
+    weight = torch.zeros(2)
+    checkpoint = ts.Checkpoint(weight=weight)
     np.random.standard_normal()  # leaves a second one for later
     checkpoint.save(tmp_path / "saved")
-    drawn = [torch.rand(3).tolist(), random.random(), np.random.standard_normal(3).tolist()]
+    expected = drawn()
     checkpoint.restore(tmp_path / "saved")
-    assert [torch.rand(3).tolist(), random.random(), np.random.standard_normal(3).tolist()] == drawn
-
-
-def test_the_name_is_taken() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"Checkpoint\(torchstrat=…\): under this name"):
-        ts.Checkpoint(torchstrat=torch.zeros(1))
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    checkpoint.restore(tmp_path / "torch")  # which has none of it, and leaves all alone
+    assert weight.tolist() == [1.0, 1.0]
+    assert drawn() == expected

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchstrat.checkpoint import sharing
 from torchstrat.checkpoint.items import Writes
 from torchstrat.checkpoint.pieces import Piece
 from torchstrat.checkpoint.sharing import Offer, offers_of, selected, share
@@ -43,14 +42,6 @@ def test_each_is_written_once_by_one_that_can(sizes: list[int], held: list[list[
             assert place in written[next(rank for rank in range(ranks) if place in able[rank])]
 
 
-def test_bytes_are_spread() -> None:
-    offers = [offer(str(number), (number + 1) * MIB) for number in range(10)]
-    written = share([offers, offers], [True, True], "")
-    loads = [sum(one.bytes for one in offers if one.place in mine) for mine in written]
-    assert sum(loads) == 55 * MIB
-    assert abs(loads[0] - loads[1]) <= MIB
-
-
 def test_what_may_differ_stays_together() -> None:
     """Large buffers, too: two ranks' running statistics are not to be mixed."""
     piece, buffer, small = (Piece(("model", name), (MIB,)) for name in ("weight", "buffer", "bias"))
@@ -74,5 +65,3 @@ def test_one_name_of_different_things() -> None:
     other = Offer((("model", "a"), 0), ("torch.float64", (2,), (2,)), 0, shared=False)
     with pytest.raises(InvalidArgumentError, match=r"model\.a is torch\.float32.* rank 0 and torch\.float64.* rank 1"):
         share([[offer("a")], [other]], [True, True], "")
-    with pytest.raises(InvalidArgumentError, match=r"would both be called a\.b\.c"):
-        sharing.refuse_twice([("a", "b.c"), ("a.b", "c")])
