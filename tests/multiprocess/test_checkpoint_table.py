@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import kept_checkpoints as kept
 from tests.multiprocess.checkpoint_jobs import (
     IN_PROCESS,
     PER_PROCESS,
@@ -21,7 +22,7 @@ from tests.multiprocess.checkpoint_jobs import (
     save,
     save_on_every_rank,
 )
-from tests.unit.checkpoints import same, stored
+from tests.support.checkpoints import same, stored
 from torchstrat.testing import Workers
 
 pytestmark = pytest.mark.multiprocess
@@ -53,19 +54,23 @@ def test_what_is_saved(contents: dict[str, dict[str, Any]]) -> None:
     assert {
         "model.table.weight",
         "adam.state.head.weight.exp_avg",
-        "adam.state.body.0.bias.max_exp_avg_sq",
+        "adam.state.norm.bias.exp_avg_sq",
         "rows.state.table.weight.exp_avg_sq",
-        "model.body.1.running_var",
+        "model.norm.running_var",
         "scheduler.last_epoch",
-        "seen",
+        "count",
     } <= expected
-    for kind, found in contents.items():
+    for seed, (kind, found) in enumerate(contents.items()):
         assert found.keys() == expected, kind
+        if not kind.startswith("tpu"):  # which begin with another's
+            steps = 4 if kind in PER_PROCESS else 4 + seed % 2
+            replicas = 2 if kind.startswith(("mirrored", "central")) else 1
+            assert found["count"] == seed + steps * replicas, kind
         moments = found["rows.state.table.weight.exp_avg"]
         touched = moments.abs().sum(1) > 0
         assert touched.any(), kind
         assert not touched.all(), kind
-        assert found["adam.state.head.weight.max_exp_avg_sq"].abs().sum() > 0
+        assert found["adam.state.head.weight.exp_avg_sq"].abs().sum() > 0
     for one, other in itertools.combinations(contents.values(), 2):
         assert not torch.equal(one["model.head.weight"], other["model.head.weight"])
 
@@ -87,3 +92,20 @@ def test_it_restores_what_all_have_saved(
     assert all(found[saver].keys() == contents[saver].keys() for saver in saved)
     wrong = [(saver, key) for saver, one in contents.items() for key in one if not same(one[key], found[saver][key])]
     assert wrong == []
+
+
+def test_kept_ones_are_of_different_values() -> None:
+    for one, other in itertools.combinations(map(kept.expected, kept.KINDS), 2):
+        assert kept.differences(one["model"], other["model"]) != []
+        assert one["draws"] != other["draws"]
+
+
+@pytest.mark.parametrize("kind", kept.IN_PROCESS)
+def test_this_process_restores_kept_ones(kind: str) -> None:
+    with kept.IN_PROCESS[kind](kept.NEW_SEED) as job:
+        assert kept.restored(job) == {}
+
+
+@pytest.mark.parametrize("kind", kept.PER_PROCESS)
+def test_several_processes_restore_kept_ones(kind: str, two_processes: Workers) -> None:
+    assert two_processes.run(kept.restored_on_every_rank, kind) == [{}, {}]
