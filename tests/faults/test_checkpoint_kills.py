@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from tests.faults import disk_log
-from tests.faults.disk_log import Change, changes_of, killed_before
-from tests.faults.forgetful_disk import ForgetfulDisk, Tree
+from tests.faults.disk_log import Change, ForgetfulDisk, Tree, changes_of, killed_before
 from tests.faults.forked import in_fork
+from tests.support.checkpoints import Held
 from torchstrat import Checkpoint
 from torchstrat.checkpoint import entries, files
 from torchstrat.errors import InvalidArgumentError
@@ -30,18 +30,7 @@ NAME = "saved"
 OLD, NEW, NONE = "old", "new", "none"
 MINUTE = 60.0
 
-Around = Callable[[], AbstractContextManager[None]]
-
-
-class Held:
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 def state(which: str) -> tuple[torch.Tensor, Held]:
@@ -66,10 +55,11 @@ def what_is_at(path: Path) -> str:
         if "there is no checkpoint at" in str(error):
             return NONE
         raise
-    wanted_table, wanted = state(held.state["which"])
+    which = str(held.state["which"])
+    wanted_table, wanted = state(which)
     assert torch.equal(table, wanted_table)
     assert torch.equal(held.state["more"], wanted.state["more"])
-    return str(held.state["which"])
+    return which
 
 
 def outcome_of(folder: Path) -> str:
@@ -121,14 +111,11 @@ def test_killed_before_every_change(old: Path, tmp_path: Path) -> None:
         around = prepared(setting, old, tmp_path / setting)
         changes = changes_of(partial(save, tmp_path / setting / NAME, NEW, around))
         for number, half in moments(changes, setting):
-            folder, log = tmp_path / f"{setting} {number} {half}", tmp_path / f"{setting} {number} {half}.log"
+            folder = tmp_path / f"{setting} {number} {half}"
             prepared(setting, old, folder)
-            save_and_die(folder / NAME, number, half, log, around)
-            steps = log.read_text().splitlines()
-            assert len(steps) == number + 1
-            assert steps[-1].startswith(f"{number} {changes[number].step}: {changes[number].kind}")
+            save_and_die(folder / NAME, number, half, around)
             outcome = what_is_at(folder / NAME)
-            assert outcome in (OLD if has_old else NONE, NEW), steps[-1]
+            assert outcome in (OLD if has_old else NONE, NEW), changes[number]
             if changes[number].step != "shard write":  # there, one is like the other
                 save(folder / NAME, NEW)
                 assert [entry.name for entry in folder.iterdir()] == [NAME], "what is left of the killed one"
@@ -136,15 +123,14 @@ def test_killed_before_every_change(old: Path, tmp_path: Path) -> None:
             shutil.rmtree(folder)
             killed[step_of(changes, number)] += 1
             found[outcome] += 1
-    print(f"killed: {dict(killed)}; then found: {dict(found)}")
     assert sum(killed.values()) >= 50
     for step in ("shard write", "fsync", "manifest", "rename", "deletion"):
         assert killed[step] >= 5, killed
     assert set(found) == {OLD, NEW, NONE}
 
 
-def save_and_die(path: Path, number: int, half: bool, log: Path, around: Around) -> None:
-    died = in_fork(MINUTE, lambda: False, killed_before, number, half, log, partial(save, path, NEW, around))
+def save_and_die(path: Path, number: int, half: bool, around: Around) -> None:
+    died = in_fork(MINUTE, lambda: False, killed_before, number, half, partial(save, path, NEW, around))
     assert died.how == "SIGKILL", died
 
 
@@ -170,7 +156,7 @@ def test_control_without_the_rename_a_kill_leaves_half(old: Path, tmp_path: Path
     for number in range(0, 20, 4):
         folder = tmp_path / str(number)
         shutil.copytree(old, folder)
-        save_and_die(folder / NAME, number, False, tmp_path / "log", disk_log.no_rename)
+        save_and_die(folder / NAME, number, False, disk_log.no_rename)
         outcomes.append(outcome_of(folder))
     assert any(outcome not in (OLD, NEW) for outcome in outcomes), outcomes
 
