@@ -9,11 +9,11 @@ import shutil
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,16 +21,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrat as ts
-from torchstrat import CheckpointManager
-from torchstrat.checkpoint.finished import clear_finished, last_step, mark_finished
+from tests.support.checkpoints import data_file
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, WrongTypeError
-from torchstrat.evaluation import journal as journal_module
-from torchstrat.evaluation.request import FinishRequest
 
 ROWS = 21
 INPUTS = torch.arange(ROWS * 3, dtype=torch.float32).reshape(ROWS, 3) / 8  # exact in float32, in any order
 TARGETS = INPUTS.sum(1, keepdim=True)
 LOADER = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=8)
+
+Act = Callable[[], Any]
 
 
 def make_model() -> nn.Module:
@@ -43,486 +42,388 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def model_of(step: int) -> nn.Linear:
     model = nn.Linear(3, 1)
-    with torch.no_grad():
-        model.weight.fill_(step)
-        model.bias.fill_(step / 8)
+    nn.init.constant_(model.weight, step)
+    nn.init.constant_(model.bias, step / 8)
     return model
 
 
-def expected(step: int) -> float:
+def expected(step: int) -> Any:
     with torch.no_grad():
-        return float(squared_error(model_of(step)(INPUTS).double(), TARGETS.double()).mean())
+        error = squared_error(model_of(step)(INPUTS).double(), TARGETS.double()).mean()
+    return pytest.approx(float(error), rel=1e-6)
 
 
-def save(folder: Path, *steps: int, value: int | None = None) -> None:
-    """As a training would: more than the model, by names."""
-    for step in steps:
-        model = model_of(step if value is None else value)
-        optimizer = torch.optim.Adam(model.parameters())
-        ts.Checkpoint(model=model, optimizer=optimizer, count=torch.tensor(step)).save(folder / f"step-{step:08d}")
+def nothing() -> None:
+    """Between two looks."""
 
 
 class Script:
     """A clock on which each wait lets the next thing happen."""
 
-    def __init__(self, *happens: Callable[[], Any]) -> None:
+    def __init__(self, *happens: Act) -> None:
         self.happens = list(happens)
         self.seconds = 0.0
-        self.waits = 0
 
     def now(self) -> float:
         return self.seconds
 
-    def wait(self, seconds: float, unless: FinishRequest) -> None:
+    def wait(self, seconds: float, unless: Any) -> None:
         self.seconds += seconds
-        self.waits += 1
         if not unless.is_set():
             assert self.happens, "it waits for something that will not come"
             self.happens.pop(0)()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "checkpoints"
+class Training:
+    """What a training leaves, and evaluations of it."""
+
+    def __init__(self, folder: Path, log_dir: Path) -> None:
+        self.folder, self.log_dir = folder, log_dir
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, *steps: int, value: int | None = None) -> None:
+        """More than the model, by names."""
+        for step in steps:
+            model = model_of(step if value is None else value)
+            optimizer = torch.optim.Adam(model.parameters())
+            ts.Checkpoint(model=model, optimizer=optimizer, count=torch.tensor(step)).save(self.path(step))
+
+    def end(self, step: int) -> None:
+        (self.folder / "finished.json").write_text(json.dumps({"step": step}))
+
+    def delete(self, step: int) -> None:
+        """As the manager does."""
+        going = self.path(step).with_name(f".{self.path(step).name}.deleted-1")
+        self.path(step).rename(going)
+        shutil.rmtree(going)
+
+    def evaluator(self, *happens: Act, **options: Any) -> ts.SidecarEvaluator:
+        usual = {"model_fn": make_model, "data": LOADER, "checkpoint_dir": self.folder, "log_dir": self.log_dir}
+        more = {"metrics": {"error": squared_error}, "tensorboard": False, "clock": Script(*happens)}
+        return ts.SidecarEvaluator(**{**usual, **more, **options})
+
+    def evaluated(self, *happens: Act, **options: Any) -> list[int]:
+        """By one start."""
+        return [evaluation.step for evaluation in self.evaluator(*happens, **options).start()]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.log_dir / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def errors(self) -> list[float]:
+        return [line["metrics"]["error"] for line in self.lines]
+
+    def assert_noted(self, *steps: int) -> None:
+        assert [line["step"] for line in self.lines] == list(steps)
+        assert [line["checkpoint"] for line in self.lines] == [f"step-{step:08d}" for step in steps]
+        assert self.errors == [expected(step) for step in steps]
 
 
 @pytest.fixture
-def log_dir(tmp_path: Path) -> Path:
-    return tmp_path / "evaluation"
+def training(tmp_path: Path) -> Training:
+    return Training(tmp_path / "checkpoints", tmp_path / "evaluation")
 
 
-def evaluator(folder: Path, log_dir: Path | None = None, *happens: Callable[[], Any], **options: Any) -> Any:
-    options = {"metrics": {"error": squared_error}, "tensorboard": False, "clock": Script(*happens), **options}
-    return ts.SidecarEvaluator(make_model, LOADER, folder, log_dir=log_dir, **options)
-
-
-def lines(log_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps(log_dir: Path) -> list[int]:
-    return [line["step"] for line in lines(log_dir)]
-
-
-def assert_right(log_dir: Path, *of: int) -> None:
-    assert steps(log_dir) == list(of)
-    for line in lines(log_dir):
-        assert line["metrics"]["error"] == pytest.approx(expected(line["step"]), rel=1e-6)
-        assert line["checkpoint"] == f"step-{line['step']:08d}"
+@pytest.fixture
+def ended(training: Training) -> Training:
+    """With checkpoints of steps 1, 2 and 3."""
+    training.save(1, 2, 3)
+    training.end(3)
+    return training
 
 
 # ---- what it does ----------------------------------------------------------------------------------------------------
 
 
-def test_each_checkpoint_once_in_order_until_training_has_ended(folder: Path, log_dir: Path) -> None:
+def test_each_checkpoint_once_in_order_until_training_has_ended(training: Training) -> None:
     def training_goes_on() -> None:
-        save(folder, 10, 8)
-        (folder / "step-00000009.aside").mkdir()
-        (folder / ".step-00000011.writing-1").mkdir()
-        (folder / "notes").mkdir()
+        training.save(10, 8)
+        for name in ("step-00000009.aside", ".step-00000011.writing-1", "notes"):
+            (training.folder / name).mkdir()
 
-    happens = (lambda: save(folder, 2), training_goes_on, lambda: save(folder, 12), lambda: mark_finished(folder, 12))
-    evaluations = evaluator(folder, log_dir, *happens).start()
-    assert_right(log_dir, 2, 8, 10, 12)
+    happens = (lambda: training.save(2), training_goes_on, lambda: training.save(12), lambda: training.end(12))
+    evaluations = training.evaluator(*happens).start()
+    training.assert_noted(2, 8, 10, 12)
     assert [evaluation.step for evaluation in evaluations] == [2, 8, 10, 12]
-    assert evaluations[0].metrics["error"] == pytest.approx(expected(2), rel=1e-6)
-    assert evaluations[0].checkpoint == folder / "step-00000002"
+    assert evaluations[0].metrics["error"] == expected(2)
+    assert evaluations[0].checkpoint == training.path(2)
 
 
 def test_what_was_saved_just_before_the_end_mark_is_evaluated(
-    folder: Path, log_dir: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last checkpoint and the mark may both come between two looks."""
-    save(folder, 1)
-    looked = os.listdir
-    late = [lambda: (save(folder, 2), mark_finished(folder, 2))]
+    training.save(1)
+    training.log_dir.mkdir()
+    (training.log_dir / "metrics.jsonl").touch()
+    looked, late = os.listdir, [lambda: (training.save(2), training.end(2))]
 
     def look(path: Any) -> list[str]:
         found = looked(path)
-        if Path(path) == folder and late and steps(log_dir):
+        if Path(path) == training.folder and late and training.lines:
             late.pop()()
         return found
 
-    log_dir.mkdir()
-    (log_dir / "metrics.jsonl").touch()
     monkeypatch.setattr(os, "listdir", look)
-    evaluator(folder, log_dir, lambda: None).start()
+    assert training.evaluated(nothing) == [1, 2]
     assert not late
-    assert_right(log_dir, 1, 2)
 
 
-def test_it_starts_again_where_it_ended(folder: Path, log_dir: Path) -> None:
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
-    assert len(evaluator(folder, log_dir).start()) == 2
-    assert evaluator(folder, log_dir).start() == []
-    save(folder, 3)
-    shutil.rmtree(folder / "step-00000001")
-    assert [evaluation.step for evaluation in evaluator(folder, log_dir).start()] == [3]
-    assert_right(log_dir, 1, 2, 3)
+def test_it_starts_again_where_it_ended(ended: Training, tmp_path: Path) -> None:
+    assert ended.evaluated() == [1, 2, 3]
+    assert ended.evaluated() == []
+    shutil.copytree(ended.folder, tmp_path / "copy")
+    assert Training(tmp_path / "copy", ended.log_dir).evaluated() == [], "a moved directory"
+    ended.save(4)
+    shutil.rmtree(ended.path(1))
+    assert ended.evaluated() == [4]
+    ended.assert_noted(1, 2, 3, 4)
 
 
-def test_it_goes_on_after_an_error_of_the_evaluation(folder: Path, log_dir: Path) -> None:
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
-    calls: list[int] = []
-
-    def fails_once(model: nn.Module, batches: Any) -> dict[str, float]:
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError("no data today")
-        return {"error": float(squared_error(model(INPUTS), TARGETS).mean())}
-
-    with pytest.raises(OSError, match="no data today"):
-        evaluator(folder, log_dir, metrics=None, evaluate_fn=fails_once).start()
-    assert_right(log_dir, 1)
-    evaluator(folder, log_dir, metrics=None, evaluate_fn=fails_once).start()
-    assert_right(log_dir, 1, 2)
-
-
-def test_a_moved_directory_is_the_same_checkpoints(folder: Path, log_dir: Path, tmp_path: Path) -> None:
-    save(folder, 1)
-    mark_finished(folder, 1)
-    evaluator(folder, log_dir).start()
-    shutil.copytree(folder, tmp_path / "copy")
-    assert evaluator(tmp_path / "copy", log_dir).start() == []
-
-
-def test_a_step_that_is_saved_again_is_another_checkpoint(folder: Path, log_dir: Path) -> None:
+def test_a_step_that_is_saved_again_is_another_checkpoint(training: Training) -> None:
     """As by a training that went back: the same step, other values."""
-
-    def went_back() -> None:
-        save(folder, 2, value=5)
-
-    save(folder, 1, 2)
-    evaluator(folder, log_dir, went_back, lambda: mark_finished(folder, 2)).start()
-    assert steps(log_dir) == [1, 2, 2]
-    assert [line["metrics"]["error"] for line in lines(log_dir)] == pytest.approx(
-        [expected(1), expected(2), expected(5)], rel=1e-6
-    )
+    training.save(1, 2)
+    assert training.evaluated(lambda: training.save(2, value=5), lambda: training.end(2)) == [1, 2, 2]
+    assert training.errors == [expected(1), expected(2), expected(5)]
 
 
-def test_a_step_that_is_saved_again_while_it_is_read(
-    folder: Path, log_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_saved_again_while_it_is_read(training: Training) -> None:
     """Between the look and the reading: what is evaluated is what is noted, and nothing is noted twice."""
-    save(folder, 1)
-    mark_finished(folder, 1)
-    late = [lambda: save(folder, 1, value=5)]
-    restore = ts.Checkpoint.restore
+    training.save(1)
+    training.end(1)
+    late, restore = [lambda: training.save(1, value=5)], ts.Checkpoint.restore
 
     def restored(self: ts.Checkpoint, path: Any) -> None:
         while late:
             late.pop()()
         restore(self, path)
 
-    monkeypatch.setattr(ts.Checkpoint, "restore", restored)
-    evaluator(folder, log_dir).start()
-    assert [line["metrics"]["error"] for line in lines(log_dir)] == pytest.approx([expected(5)], rel=1e-6)
-    assert evaluator(folder, log_dir).start() == []
+    with mock.patch.object(ts.Checkpoint, "restore", restored):
+        assert training.evaluated() == [1]
+    assert training.errors == [expected(5)]
+    assert training.evaluated() == []
 
 
-def test_only_the_newest_if_the_user_says_so(folder: Path, log_dir: Path) -> None:
-    save(folder, 1, 2, 3)
-    later = (lambda: save(folder, 4, 5), lambda: mark_finished(folder, 5))
-    evaluator(folder, log_dir, *later, newest_only=True).start()
-    assert_right(log_dir, 3, 5)
+def test_only_the_newest_if_the_user_says_so(ended: Training) -> None:
+    (ended.folder / "finished.json").unlink()
+    assert ended.evaluated(lambda: ended.save(4, 5), lambda: ended.end(5), newest_only=True) == [3, 5]
 
 
-def test_max_evaluations_counts_those_of_earlier_starts(folder: Path, log_dir: Path) -> None:
-    save(folder, 1, 2, 3, 4)
-    evaluator(folder, log_dir, max_evaluations=2).start()
-    assert_right(log_dir, 1, 2)
-    evaluator(folder, log_dir, max_evaluations=3).start()
-    assert_right(log_dir, 1, 2, 3)
-    assert evaluator(folder, log_dir, max_evaluations=3).start() == []
+def test_max_evaluations_counts_those_of_earlier_starts(training: Training) -> None:
+    training.save(1, 2, 3, 4)
+    assert [training.evaluated(max_evaluations=most) for most in (2, 3, 3)] == [[1, 2], [3], []]
 
 
-def test_a_model_and_its_name_in_the_checkpoint(folder: Path) -> None:
-    ts.Checkpoint(network=model_of(4)).save(folder / "step-00000004")
-    mark_finished(folder, 4)
+def test_a_model_and_its_name_in_the_checkpoint(training: Training) -> None:
+    ts.Checkpoint(network=model_of(4)).save(training.path(4))
+    training.end(4)
     model = make_model()
-    (evaluation,) = ts.SidecarEvaluator(
-        model, [(INPUTS, TARGETS)], folder, metrics={"error": squared_error}, name="network"
-    ).start()
-    assert evaluation.metrics["error"] == pytest.approx(expected(4), rel=1e-6)
+    [evaluation] = training.evaluator(model_fn=model, log_dir=None, name="network").start()
+    assert evaluation.metrics["error"] == expected(4)
     assert float(model.weight.detach()[0, 0]) == 4
 
 
-def test_a_function_of_the_model_and_the_data(folder: Path) -> None:
-    save(folder, 3)
-    mark_finished(folder, 3)
-    seen: list[tuple[bool, bool, Any]] = []
+def test_a_function_of_the_model_and_the_data(training: Training) -> None:
+    training.save(3)
+    training.end(3)
+    seen: list[Any] = []
 
     def evaluate(model: nn.Module, batches: Any) -> dict[str, Any]:
         seen.append((model.training, torch.is_grad_enabled(), batches))
-        return {"weight": model.weight.mean(), "rows": sum(len(batch[0]) for batch in batches)}
+        values = {"weight": model.weight.mean(), "rows": sum(len(batch[0]) for batch in batches)}
+        return {**values, "nan": float("nan"), "inf": float("inf")}
 
     told: list[Any] = []
-    (evaluation,) = evaluator(
-        folder, metrics=None, evaluate_fn=evaluate, on_evaluation=lambda *both: told.append(both)
+    [evaluation] = training.evaluator(
+        metrics=None, evaluate_fn=evaluate, on_evaluation=lambda *both: told.append(both)
     ).start()
-    assert evaluation.metrics == {"weight": 3.0, "rows": float(ROWS)}
+    assert {**evaluation.metrics, "nan": 0.0} == {"weight": 3.0, "rows": float(ROWS), "nan": 0.0, "inf": float("inf")}
+    assert training.lines[0]["metrics"] == {"weight": 3.0, "rows": float(ROWS), "nan": None, "inf": None}
     assert seen == [(False, False, LOADER)]
     assert [(one.step, float(model.weight.detach().mean())) for one, model in told] == [(3, 3.0)]
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "central"])
-def test_on_a_strategy(folder: Path, log_dir: Path, kind: str) -> None:
-    """Batches of 8, 8 and 5 rows over three replicas, the last of which gets 2 rows, or fewer."""
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
-    devices = ["cpu:0", "cpu:1", "cpu:2"]
-    make = {"mirrored": ts.MirroredStrategy, "central": ts.CentralStorageStrategy}[kind]
-    strategy = make(devices)
-    try:
-        evaluator(folder, log_dir, strategy=strategy).start()
-    finally:
-        strategy.close()
-    assert_right(log_dir, 1, 2)
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "metric"),
+    [(ts.MirroredStrategy, 20, nn.functional.mse_loss), (ts.CentralStorageStrategy, 8, squared_error)],
+)
+def test_on_a_strategy(kind: Any, batch_size: int, metric: Any, ended: Training) -> None:
+    """The last of the batches has no rows, or fewer, for some of the replicas; of none a mean is not a number."""
+    loader = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=batch_size)
+    with contextlib.closing(kind(["cpu:0", "cpu:1", "cpu:2"])) as strategy:
+        ended.evaluated(data=loader, metrics={"error": metric}, strategy=strategy)
+    ended.assert_noted(1, 2, 3)
 
 
-def test_a_replica_without_rows_counts_nothing(folder: Path, log_dir: Path) -> None:
-    """A metric that is a mean is not a number there."""
-    save(folder, 1)
-    mark_finished(folder, 1)
-    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    loader = DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=20)  # 20 rows, and 1 row
-    try:
-        (evaluation,) = ts.SidecarEvaluator(
-            make_model, loader, folder, metrics={"error": nn.functional.mse_loss}, strategy=strategy
-        ).start()
-    finally:
-        strategy.close()
-    assert evaluation.metrics["error"] == pytest.approx(expected(1), rel=1e-6)
+def test_metrics_may_be_means_numbers_or_one_for_each_row(training: Training) -> None:
+    training.save(1)
+    training.end(1)
+    metrics: dict[str, Any] = {
+        "rows": squared_error,
+        "mean": lambda outputs, targets: squared_error(outputs, targets).mean(),
+        "number": lambda outputs, targets: float(squared_error(outputs, targets).mean()),
+        "share": lambda outputs, targets: (outputs < targets).squeeze(1),
+    }
+    [evaluation] = training.evaluator(metrics=metrics).start()
+    below = float((model_of(1)(INPUTS) < TARGETS).double().mean())
+    means = dict.fromkeys(("rows", "mean", "number"), expected(1))
+    assert evaluation.metrics == {**means, "share": pytest.approx(below, rel=1e-6)}
 
 
 # ---- when it ends ----------------------------------------------------------------------------------------------------
 
 
-def test_the_end_mark_of_a_shorter_training_does_not_count(folder: Path, log_dir: Path) -> None:
-    save(folder, 1)
-    mark_finished(folder, 1)
-
-    def training_goes_on() -> None:
-        clear_finished(folder)
-        save(folder, 2)
-
-    evaluator(folder, log_dir, training_goes_on, lambda: mark_finished(folder, 2), until_step=2).start()
-    assert_right(log_dir, 1, 2)
+def test_the_end_mark_of_a_shorter_training_does_not_count(training: Training) -> None:
+    training.save(1)
+    training.end(1)
+    assert training.evaluated(lambda: training.save(2), lambda: training.end(2), until_step=2) == [1, 2]
 
 
-def test_stop_and_finish_let_it_catch_up(folder: Path, log_dir: Path) -> None:
-    ended: list[int] = []
+@pytest.mark.parametrize("how", ["stop", "finish", "SIGTERM"])
+def test_who_is_told_to_end_catches_up(how: str, training: Training) -> None:
+    told: list[bool] = []
 
     def end() -> None:
-        save(folder, 1, 2)
-        ended.append(1)
-
-    evaluator(folder, log_dir, end, stop=lambda: bool(ended)).start()
-    assert_right(log_dir, 1, 2)
-
-    def finish() -> None:
-        save(folder, 3, 4)
-        again.finish()
-
-    again = evaluator(folder, log_dir, finish)
-    again.start()
-    assert_right(log_dir, 1, 2, 3, 4)
-
-
-def test_sigterm_lets_it_catch_up(folder: Path, log_dir: Path) -> None:
-    def told() -> None:
-        save(folder, 1, 2)
-        os.kill(os.getpid(), signal.SIGTERM)
+        training.save(1, 2)
+        told.append(True)
+        if how == "finish":
+            evaluator.finish()
+        elif how == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
 
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    evaluator(folder, log_dir, told).start()
-    assert_right(log_dir, 1, 2)
+    evaluator = training.evaluator(end, stop=(lambda: bool(told)) if how == "stop" else None)
+    evaluator.start()
+    training.assert_noted(1, 2)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_handler_of_the_program_stays(folder: Path) -> None:
+def test_a_handler_of_the_program_stays(training: Training) -> None:
     def handler(*_: Any) -> None: ...
 
-    save(folder, 1)
-    handlers = []
+    training.save(1)
+    handlers: list[Any] = []
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        evaluator(
-            folder, None, stop=lambda: True, on_evaluation=lambda *_: handlers.append(signal.getsignal(15))
-        ).start()
+        training.evaluated(stop=lambda: True, on_evaluation=lambda *_: handlers.append(signal.getsignal(15)))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert handlers == [handler]
 
 
-def test_a_signal_wakes_a_real_wait() -> None:
-    request = FinishRequest()
-    before = signal.signal(signal.SIGTERM, lambda *_: request.set())
-    sender = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
-    sender.start()
-    try:
-        request.wait(3600)
-        request.wait(3600)  # and it stays set
-    finally:
-        sender.join()
-        signal.signal(signal.SIGTERM, before)
-    assert request.is_set()
+def test_a_signal_wakes_a_real_wait(training: Training) -> None:
+    senders: list[threading.Timer] = []
+
+    def looks() -> bool:
+        if not senders:  # by now it hears signals
+            senders.append(threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)))
+            senders[0].start()
+        return False
+
+    assert training.evaluated(clock=None, poll_seconds=3600, stop=looks) == []
+    senders[0].join()
 
 
 @pytest.mark.parametrize("timeout", [30, timedelta(seconds=30)])
-def test_a_training_that_saves_nothing_more(folder: Path, log_dir: Path, timeout: Any) -> None:
-    save(folder, 7)
-    clock = Script(*[lambda: None] * 40)
-    message = rf"waited 30 s for a checkpoint in {folder}, and none came after that of step 7\."
+def test_a_training_that_saves_nothing_more(timeout: Any, training: Training) -> None:
+    """Each new checkpoint starts the time anew."""
+    quiet = [nothing] * 14
+    clock = Script(*quiet, lambda: training.save(1), *quiet, lambda: training.save(7), *quiet, nothing)
+    message = rf"waited 30 s for a checkpoint in {training.folder}, and none came after that of step 7\."
     with pytest.raises(CommunicationTimeoutError, match=message):
-        evaluator(folder, log_dir, clock=clock, timeout=timeout, poll_seconds=2.0).start()
-    assert clock.seconds == 30
-    assert_right(log_dir, 7)
+        training.evaluated(clock=clock, timeout=timeout, poll_seconds=2.0)
+    assert clock.seconds == 90
+    training.assert_noted(1, 7)
 
 
-def test_a_new_checkpoint_starts_the_time_anew(folder: Path) -> None:
-    quiet = [lambda: None] * 9
-    clock = Script(*quiet, lambda: save(folder, 1), *quiet, lambda: save(folder, 2), *[lambda: None] * 10)
-    with pytest.raises(CommunicationTimeoutError, match="step 2"):
-        evaluator(folder, clock=clock, timeout=10).start()
-    assert clock.seconds == 30
-
-
-def test_the_time_of_an_evaluation_does_not_count(folder: Path, log_dir: Path) -> None:
-    save(folder, 1)
-    clock = Script(lambda: save(folder, 2), lambda: mark_finished(folder, 2))
+def test_the_time_of_an_evaluation_does_not_count(training: Training) -> None:
+    training.save(1)
+    clock = Script(lambda: training.save(2), lambda: training.end(2))
 
     def slow(_model: nn.Module, _batches: Any) -> dict[str, float]:
         clock.seconds += 3600
         return {"error": 0.0}
 
-    evaluator(folder, log_dir, clock=clock, timeout=10, metrics=None, evaluate_fn=slow).start()
-    assert steps(log_dir) == [1, 2]
-    assert lines(log_dir)[0]["seconds"] == 3600
+    assert training.evaluated(clock=clock, timeout=10, metrics=None, evaluate_fn=slow) == [1, 2]
+    assert training.lines[0]["seconds"] == 3600
 
 
-def test_a_directory_that_never_comes(folder: Path) -> None:
-    with pytest.raises(CommunicationTimeoutError, match=rf"in {folder}, which does not exist, and none came\."):
-        evaluator(folder, None, *[lambda: None] * 5, timeout=5).start()
+def test_a_directory_that_never_comes(training: Training) -> None:
+    message = rf"in {training.folder}, which does not exist, and none came\."
+    with pytest.raises(CommunicationTimeoutError, match=message):
+        training.evaluated(*[nothing] * 5, timeout=5)
 
 
 # ---- deletion under its hands ----------------------------------------------------------------------------------------
 
 
-def delete_as_the_manager_does(checkpoint: Path) -> None:
-    going = checkpoint.with_name(f".{checkpoint.name}.deleted-1")
-    checkpoint.rename(going)
-    shutil.rmtree(going)
+_told: list[Callable[[str], None]] = []
 
 
-class AtOpen:
-    """Something happens just before the given one of all openings of files in a folder, whoever opens them."""
-
-    def __init__(self) -> None:
-        self.folder: Path | None = None
-        sys.addaudithook(self._audit)  # stays for good, and looks away without a folder
-
-    @contextlib.contextmanager
-    def before(self, number: int, folder: Path, happens: Callable[[], None]) -> Iterator[AtOpen]:
-        self.seen, self.number, self.happens = 0, number, happens
-        self.folder = folder
-        try:
-            yield self
-        finally:
-            self.folder = None
-
-    @property
-    def fired(self) -> bool:
-        return self.seen > self.number
-
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.folder is None or event != "open" or not isinstance(arguments[0], str | os.PathLike):
-            return
-        if Path(os.fspath(arguments[0])).parent == self.folder:
-            self.seen += 1
-            if self.seen == self.number + 1:
-                self.folder = None
-                self.happens()
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str | os.PathLike):
+        for told in _told:
+            told(os.fspath(arguments[0]))
 
 
-at_open = AtOpen()
+sys.addaudithook(_hook)  # it stays for good
 
 
-@pytest.mark.parametrize("delete", [delete_as_the_manager_does, shutil.rmtree])
-def test_deleted_at_each_moment_of_the_reading(tmp_path: Path, delete: Callable[[Path], None]) -> None:
+@contextlib.contextmanager
+def before_opening(number: int, folder: Path, happens: Act) -> Iterator[list[int]]:
+    """Something happens before this one of all openings of files in a folder, whoever opens them. What is left of
+    the number, then; empty once it has happened."""
+    left = list(range(number + 1))
+
+    def told(path: str) -> None:
+        if left and Path(path).parent == folder:
+            left.pop()
+            if not left:
+                happens()
+
+    _told.append(told)
+    try:
+        yield left
+    finally:
+        _told.remove(told)
+
+
+@pytest.mark.parametrize("delete", [Training.delete, lambda training, step: shutil.rmtree(training.path(step))])
+def test_deleted_at_each_moment_of_the_reading(tmp_path: Path, delete: Callable[[Training, int], None]) -> None:
     """The next one's turn comes, without a warning; and what was read before is right, or is not there."""
     evaluated: list[bool] = []
     for moment in range(1000):
-        folder, log_dir = tmp_path / f"{moment}", tmp_path / f"log_{moment}"
-        save(folder, 1, 2, 3)
-        mark_finished(folder, 3)
-        going = folder / "step-00000002"
-        with at_open.before(moment, going, lambda going=going: delete(going)) as injected:
-            evaluator(folder, log_dir).start()  # nor is there a wait: the next one is there already
-        if not injected.fired:
+        training = Training(tmp_path / f"{moment}", tmp_path / f"log_{moment}")
+        training.save(1, 2, 3)
+        training.end(3)
+        with before_opening(moment, training.path(2), lambda training=training: delete(training, 2)) as left:
+            steps = training.evaluated()  # nor is there a wait: the next one is there already
+        training.assert_noted(*steps)
+        if left:
             break
-        assert not going.exists()
-        assert_right(log_dir, *[1, 2, 3] if 2 in steps(log_dir) else [1, 3])
-        evaluated.append(2 in steps(log_dir))
+        assert not training.path(2).exists()
+        assert steps in ([1, 2, 3], [1, 3])
+        evaluated.append(2 in steps)
     assert len(evaluated) >= 4, "the manifest, the index and the tensors are files of their own"
     assert not evaluated[0]
-    assert_right(log_dir, 1, 2, 3)
+    assert steps == [1, 2, 3]
 
 
-@pytest.mark.parametrize("moment", ["look", "evaluation", "noted"])
-def test_deleted_between_reading_and_noting(
-    folder: Path, log_dir: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(folder, 1, 2, 3)
-    mark_finished(folder, 3)
-    fired: list[str] = []
-
-    def delete(step: int) -> None:
-        if step == 2:
-            delete_as_the_manager_does(folder / "step-00000002")
-            fired.append(moment)
-
-    restore, add = ts.Checkpoint.restore, journal_module.Journal.add
-
-    def restored(self: ts.Checkpoint, path: Path) -> None:
-        delete(int(path.name[-1]))
-        restore(self, path)
-
-    def added(self: journal_module.Journal, evaluation: Any, fingerprint: str) -> None:
-        delete(evaluation.step)
-        add(self, evaluation, fingerprint)
-
-    options: dict[str, Any] = {}
-    if moment == "look":
-        monkeypatch.setattr(ts.Checkpoint, "restore", restored)
-    elif moment == "evaluation":
-        options["on_evaluation"] = lambda evaluation, _: delete(evaluation.step)
-    else:
-        monkeypatch.setattr(journal_module.Journal, "add", added)
-    evaluator(folder, log_dir, **options).start()
-    assert fired == [moment]
-    assert_right(log_dir, *[1, 3] if moment == "look" else [1, 2, 3])
+def test_deleted_between_evaluating_and_noting(ended: Training) -> None:
+    ended.evaluated(on_evaluation=lambda evaluation, _: ended.delete(evaluation.step))
+    ended.assert_noted(1, 2, 3)
 
 
-def test_deleted_file_by_file_is_no_damage(folder: Path, log_dir: Path) -> None:
+@pytest.mark.parametrize("is_copied", [True, False], ids=["copied", "deleted"])
+def test_what_comes_or_goes_file_by_file_is_no_damage(is_copied: bool, ended: Training) -> None:
     """It looks damaged for a while; there is a wait before it is called that."""
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
-    going = folder / "step-00000001"
-    next(going.glob("*.distcp")).unlink()
-    evaluator(folder, log_dir, lambda: shutil.rmtree(going)).start()
-    assert_right(log_dir, 2)
-
-
-def test_copied_file_by_file_is_no_damage(folder: Path, log_dir: Path) -> None:
-    save(folder, 1)
-    mark_finished(folder, 1)
-    (file,) = (folder / "step-00000001").glob("*.distcp")
-    file.rename(folder / "later")
-    evaluator(folder, log_dir, lambda: (folder / "later").rename(file)).start()
-    assert_right(log_dir, 1)
+    file, later = data_file(ended.path(1)), ended.folder / "later"
+    file.rename(later)
+    happens = (lambda: later.rename(file)) if is_copied else (lambda: shutil.rmtree(ended.path(1)))
+    assert ended.evaluated(happens) == ([1, 2, 3] if is_copied else [2, 3])
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -530,55 +431,30 @@ def test_copied_file_by_file_is_no_damage(folder: Path, log_dir: Path) -> None:
 
 def damage_tensors(checkpoint: Path) -> None:
     """All of them: the evaluator reads the model alone, and may not see what is wrong elsewhere."""
-    file = next(checkpoint.glob("*.distcp"))
+    file = data_file(checkpoint)
     file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
-
-
-def truncate_index(checkpoint: Path) -> None:
-    index = checkpoint / ".metadata"
-    index.write_bytes(index.read_bytes()[:40])
-
-
-def remove_index(checkpoint: Path) -> None:
-    (checkpoint / ".metadata").unlink()
-
-
-def remove_tensors(checkpoint: Path) -> None:
-    next(checkpoint.glob("*.distcp")).unlink()
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (damage_tensors, r"step-00000002/.*\.distcp is damaged"),
-        (truncate_index, r"step-00000002/\.metadata"),
-        (remove_index, "step-00000002 holds no complete checkpoint"),
-        (remove_tensors, r"step-00000002/.*\.distcp"),
+        (lambda checkpoint: os.truncate(checkpoint / ".metadata", 40), r"step-00000002/\.metadata"),
+        (lambda checkpoint: (checkpoint / ".metadata").unlink(), "step-00000002 holds no complete checkpoint"),
+        (lambda checkpoint: data_file(checkpoint).unlink(), r"step-00000002/.*\.distcp"),
     ],
+    ids=["tensors", "half an index", "no index", "no tensors"],
 )
-def test_a_damaged_one_is_left_out_with_one_warning(
-    folder: Path, log_dir: Path, damage: Callable[[Path], None], named: str
+def test_a_damaged_one_is_left_out_with_one_warning_until_it_is_saved_again(
+    damage: Callable[[Path], None], named: str, ended: Training
 ) -> None:
-    save(folder, 1, 2, 3)
-    damage(folder / "step-00000002")
-    mark_finished(folder, 3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        evaluator(folder, log_dir, *[lambda: None] * 3).start()
-    (warning,) = caught
-    assert warning.category is RuntimeWarning
-    with pytest.raises(AssertionError, match=named):
-        raise AssertionError(str(warning.message))
-    assert_right(log_dir, 1, 3)
-
-
-def test_a_damaged_one_that_is_saved_again_is_evaluated(folder: Path, log_dir: Path) -> None:
-    save(folder, 1)
-    damage_tensors(folder / "step-00000001")
-    happens = (lambda: None, lambda: None, lambda: save(folder, 1), lambda: mark_finished(folder, 1))
-    with pytest.warns(RuntimeWarning, match="left out"):
-        evaluator(folder, log_dir, *happens).start()
-    assert_right(log_dir, 1)
+    damage(ended.path(2))
+    (ended.folder / "finished.json").unlink()
+    saved_again = lambda: (shutil.rmtree(ended.path(2)), ended.save(2))  # noqa: E731
+    happens = (nothing, nothing, saved_again, lambda: ended.end(3))
+    with pytest.warns(RuntimeWarning, match=named) as caught:
+        assert ended.evaluated(*happens) == [1, 3, 2]
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(
@@ -590,152 +466,91 @@ def test_a_damaged_one_that_is_saved_again_is_evaluated(folder: Path, log_dir: P
     ],
 )
 def test_a_model_that_does_not_fit_is_an_error_and_no_damage(
-    folder: Path, model_fn: Any, name: str, message: str
+    model_fn: Any, name: str, message: str, ended: Training
 ) -> None:
-    save(folder, 1)
-    one = ts.SidecarEvaluator(
-        model_fn, LOADER, folder, metrics={"error": squared_error}, name=name, clock=Script(lambda: None)
-    )
     with pytest.raises(InvalidArgumentError, match=message):
-        one.start()
+        ended.evaluated(nothing, model_fn=model_fn, name=name)
 
 
 # ---- results on the disk ---------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_was_half_written_when_the_power_went(folder: Path, log_dir: Path) -> None:
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
-    evaluator(folder, log_dir).start()
-    file = log_dir / "metrics.jsonl"
-    file.write_bytes(file.read_bytes()[:-20])
-    evaluator(folder, log_dir).start()
-    assert_right(log_dir, 1, 2)
-
-
-def test_a_full_disk_leaves_whole_lines(folder: Path, log_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
+def test_a_full_disk_leaves_whole_lines(ended: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     write, calls = os.write, []
 
     def half(descriptor: int, data: bytes) -> int:
         calls.append(data)
         return write(descriptor, data if len(calls) == 1 else data[:9])
 
-    monkeypatch.setattr(journal_module.os, "write", half)
-    with pytest.raises(InvalidArgumentError, match=r"cannot write .*metrics\.jsonl: only 9 of \d+ bytes"):
-        evaluator(folder, log_dir).start()
-    monkeypatch.undo()
-    assert_right(log_dir, 1)
-    evaluator(folder, log_dir).start()
-    assert_right(log_dir, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", half)
+        with pytest.raises(InvalidArgumentError, match=r"cannot write .*metrics\.jsonl: only 9 of \d+ bytes"):
+            ended.evaluated()
+    ended.assert_noted(1)
+    assert ended.evaluated() == [2, 3]
 
 
-def test_a_file_of_another_program_is_left_alone(folder: Path, log_dir: Path) -> None:
-    log_dir.mkdir()
-    text = '{"event": "step", "step": 1, "loss": 0.5}\n'
-    (log_dir / "metrics.jsonl").write_text(text)
-    with pytest.raises(InvalidArgumentError, match=r"metrics\.jsonl, line 1, is not a SidecarEvaluator's"):
-        evaluator(folder, log_dir).start()
-    assert (log_dir / "metrics.jsonl").read_text() == text
-
-
-def test_two_evaluators_of_one_log_dir(folder: Path, log_dir: Path) -> None:
-    save(folder, 1)
-    mark_finished(folder, 1)
-
+def test_two_evaluators_of_one_log_dir(ended: Training) -> None:
     def another(*_: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match=f"{log_dir} is being written to by process {os.getpid()}"):
-            evaluator(folder, log_dir).start()
+        with pytest.raises(InvalidArgumentError, match=f"{ended.log_dir} is being written to by process {os.getpid()}"):
+            ended.evaluated()
 
-    evaluator(folder, log_dir, on_evaluation=another).start()
-    assert_right(log_dir, 1)
-
-
-def test_a_log_dir_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InvalidArgumentError, match="file"):
-        evaluator(folder, tmp_path / "file").start()
+    assert ended.evaluated(on_evaluation=another) == [1, 2, 3]
 
 
-def test_what_is_no_number_is_null(folder: Path, log_dir: Path) -> None:
-    save(folder, 1)
-    mark_finished(folder, 1)
-    values = {"a": float("nan"), "b": float("inf"), "c": 1.0}
-    evaluator(folder, log_dir, metrics=None, evaluate_fn=lambda *_: values).start()
-    assert lines(log_dir)[0]["metrics"] == {"a": None, "b": None, "c": 1.0}
-
-
-def test_tensorboard_has_the_same_numbers(folder: Path, log_dir: Path) -> None:
+def test_tensorboard_has_the_same_numbers(ended: Training) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
-    evaluator(folder, log_dir, tensorboard=True).start()
-    save(folder, 3)
-    evaluator(folder, log_dir, tensorboard=True).start()
-    events = accumulator.EventAccumulator(str(log_dir))
+    ended.evaluated(tensorboard=True)
+    ended.save(4)
+    ended.evaluated(tensorboard=True)
+    events = accumulator.EventAccumulator(str(ended.log_dir))
     events.Reload()
     points = events.Scalars("evaluation/error")
-    assert [point.step for point in points] == [1, 2, 3]
-    assert [point.value for point in points] == pytest.approx([expected(step) for step in (1, 2, 3)], rel=1e-6)
+    assert [(point.step, point.value) for point in points] == [(step, expected(step)) for step in (1, 2, 3, 4)]
 
 
-def test_without_tensorboard_there_is_a_warning_and_the_file(
-    folder: Path, log_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(folder, 1, 2)
-    mark_finished(folder, 2)
+def test_without_tensorboard_there_is_a_warning_and_the_file(ended: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.warns(RuntimeWarning, match="TensorBoard is not installed") as caught:
-        evaluator(folder, log_dir, tensorboard=True).start()
+        ended.evaluated(tensorboard=True)
     assert len(caught) == 1
-    assert_right(log_dir, 1, 2)
+    ended.assert_noted(1, 2, 3)
 
 
 # ---- the end mark ----------------------------------------------------------------------------------------------------
 
 
-def test_the_end_mark(tmp_path: Path) -> None:
-    assert last_step(tmp_path / "absent") is None
-    assert last_step(tmp_path) is None
-    mark_finished(tmp_path, 5)
-    mark_finished(tmp_path, 7)
-    assert last_step(tmp_path) == 7
-    assert json.loads((tmp_path / "finished.json").read_text()) == {"step": 7}
-    assert [file.name for file in tmp_path.iterdir()] == ["finished.json"]
-    clear_finished(tmp_path)
-    clear_finished(tmp_path)
-    assert last_step(tmp_path) is None
-
-
-def test_the_manager_leaves_the_mark_and_the_next_save_takes_it_away(folder: Path, log_dir: Path) -> None:
-    def train(*steps: int, finished: bool) -> None:
-        manager = CheckpointManager(folder, max_to_keep=2)
+def test_the_manager_leaves_the_mark_and_the_next_save_takes_it_away(training: Training) -> None:
+    def train(*steps: int, finished: bool) -> str | None:
+        """The mark, then."""
+        manager, mark = ts.CheckpointManager(training.folder, max_to_keep=2), training.folder / "finished.json"
         for step in steps:
             manager.save(ts.Checkpoint(model=model_of(step)), step)
         manager.close(finished=finished)
+        assert not list(training.folder.glob(".finished*"))
+        return mark.read_text() if mark.exists() else None
 
-    train(1, 2, 3, finished=True)
-    assert last_step(folder) == 3
-    evaluator(folder, log_dir).start()
-    train(4, finished=False)
-    assert last_step(folder) is None
-    train(finished=True)  # a training that had only its end before it
-    assert last_step(folder) == 4
-    evaluator(folder, log_dir).start()
-    assert_right(log_dir, 2, 3, 4)
+    assert train(1, 2, 3, finished=True) == '{"step": 3}'
+    training.evaluated()
+    assert train(4, finished=False) is None
+    assert train(5, finished=True) == '{"step": 5}'
+    assert train(finished=True) == '{"step": 5}'  # a training that had only its end before it
+    training.evaluated()
+    training.assert_noted(2, 3, 4, 5)
+    (training.folder / "finished.json").unlink()
+    with (
+        pytest.raises(InvalidArgumentError, match=r"the end of training cannot be marked in .*: full"),
+        mock.patch("os.fsync", side_effect=OSError("full")),
+    ):
+        train(finished=True)
+    assert not list(training.folder.glob("*finished*"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "7"}', '{"step": true}', "null"])
-def test_an_end_mark_of_somebody_else(tmp_path: Path, text: str) -> None:
-    (tmp_path / "finished.json").write_text(text)
+def test_an_end_mark_of_somebody_else(text: str, ended: Training) -> None:
+    (ended.folder / "finished.json").write_text(text)
     with pytest.raises(InvalidArgumentError, match=r"finished\.json"):
-        last_step(tmp_path)
-
-
-def test_an_end_mark_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="absent"):
-        mark_finished(tmp_path / "absent", 1)
+        ended.evaluated()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -758,11 +573,10 @@ def test_an_end_mark_that_cannot_be_written(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_mean_nothing(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+    options: dict[str, Any], error: type[Exception], message: str, training: Training
 ) -> None:
-    usual = {"model_fn": make_model, "data": LOADER, "checkpoint_dir": tmp_path, "metrics": {"error": squared_error}}
     with pytest.raises(error, match=message):
-        ts.SidecarEvaluator(**{**usual, **options})
+        training.evaluator(**options)
 
 
 @pytest.mark.parametrize(
@@ -773,32 +587,14 @@ def test_arguments_that_mean_nothing(
         ({"data": [(INPUTS, TARGETS, TARGETS)]}, WrongTypeError, "got tuple of 3"),
         ({"data": [(INPUTS, 3)]}, WrongTypeError, "no tensor with rows in dim 0"),
         ({"data": []}, InvalidArgumentError, "has no rows"),
-        ({"metrics": {"all": lambda o, t: o}}, InvalidArgumentError, r"metrics\['all'\] returned shape \(21, 1\)"),
+        ({"metrics": {"all": lambda o, t: o}}, InvalidArgumentError, r"metrics\['all'\] returned shape \(8, 1\)"),
         ({"metrics": None, "evaluate_fn": lambda *_: 3.0}, WrongTypeError, "evaluate_fn returned float 3.0"),
         ({"metrics": None, "evaluate_fn": lambda *_: {}}, WrongTypeError, "from names to numbers"),
         ({"metrics": None, "evaluate_fn": lambda *_: {"a": INPUTS}}, WrongTypeError, "not one number"),
     ],
 )
 def test_functions_that_return_something_else(
-    folder: Path, options: dict[str, Any], error: type[Exception], message: str
+    options: dict[str, Any], error: type[Exception], message: str, ended: Training
 ) -> None:
-    save(folder, 1)
-    usual = {"model_fn": make_model, "data": [(INPUTS, TARGETS)], "metrics": {"error": squared_error}}
     with pytest.raises(error, match=message):
-        ts.SidecarEvaluator(checkpoint_dir=folder, **{**usual, **options}).start()
-
-
-def test_metrics_may_be_means_numbers_or_one_for_each_row(folder: Path) -> None:
-    save(folder, 1)
-    mark_finished(folder, 1)
-    metrics: dict[str, Any] = {
-        "rows": squared_error,
-        "mean": lambda outputs, targets: squared_error(outputs, targets).mean(),
-        "number": lambda outputs, targets: float(squared_error(outputs, targets).mean()),
-        "share": lambda outputs, targets: (outputs < targets).squeeze(1),
-    }
-    (evaluation,) = evaluator(folder, metrics=metrics).start()
-    below = (model_of(1)(INPUTS) < TARGETS).double().mean()
-    assert evaluation.metrics == pytest.approx(
-        {**dict.fromkeys(("rows", "mean", "number"), expected(1)), "share": float(below)}, rel=1e-6
-    )
+        ended.evaluated(**options)

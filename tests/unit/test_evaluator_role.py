@@ -46,37 +46,31 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return with_settings
 
 
-def save(run: Run, *steps: int) -> None:
-    examples = data.load(run.config.data)
+def save(run: Run, *steps: int) -> dict[int, Any]:
+    """The scores of what is saved, by step."""
+    examples, scores = data.load(run.config.data), {}
     for step in steps:
         torch.manual_seed(step)
         model = build.model(run.config, examples)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         ts.Checkpoint(model=model, optimizer=optimizer).save(folder(run) / f"step-{step:08d}")
+        found = score(model, [examples.test.tensors], loss_of(run.config, examples))
+        scores[step] = pytest.approx({name: found[name] for name in ("loss", "accuracy")}, rel=1e-6)
+    return scores
 
 
 def folder(run: Run) -> Path:
     return Path(run.config.checkpoint.directory or "")
 
 
-def scores(run: Run, step: int) -> dict[str, float]:
-    examples = data.load(run.config.data)
-    torch.manual_seed(step)
-    model = build.model(run.config, examples)
-    found = score(model, [examples.test.tensors], loss_of(run.config, examples))
-    return {name: found[name] for name in ("loss", "accuracy")}
-
-
 def test_the_same_command_evaluates(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     this = run()
-    save(this, 2, 4)
+    expected = save(this, 2, 4)
     last = planned_steps(this.config, data.load(this.config.data))
     mark_finished(folder(this), last)
     train.train(this)
     lines = [json.loads(line) for line in (folder(this) / "evaluation" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4]
-    for line in lines:
-        assert line["metrics"] == pytest.approx(scores(this, line["step"]), rel=1e-6)
+    assert {line["step"]: line["metrics"] for line in lines} == expected
     said = capsys.readouterr().err.splitlines()
     assert said[1].startswith("evaluation of step 4: loss ")
     assert not this.folder.exists(), "it leaves the folder of the training alone"
@@ -103,15 +97,10 @@ def test_a_start_that_means_nothing(run: Any, settings: dict[str, Any], message:
         train.train(run(**settings))
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (EVALUATOR, True),
-        ('{"task": {"type": "evaluator"}}', True),
-        (EVALUATOR.replace("evaluator", "worker"), False),
-        (None, False),
-    ],
-)
+BARE, WORKER = '{"task": {"type": "evaluator"}}', EVALUATOR.replace("evaluator", "worker")
+
+
+@pytest.mark.parametrize(("text", "answer"), [(EVALUATOR, True), (BARE, True), (WORKER, False), (None, False)])
 def test_who_is_the_evaluator(monkeypatch: pytest.MonkeyPatch, text: str | None, answer: bool) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     if text is not None:
