@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 
 import torchstrat as ts
 from torchstrat.testing import Workers
@@ -15,7 +16,7 @@ from torchstrat.testing import Workers
 STEPS = 12
 
 
-def steps_until_told(rank_to_tell: int | None, at: int, *, agreed: bool = True) -> tuple[int, bool, bool]:
+def steps_until_told(ranks_to_tell: tuple[int, ...], at: int, *, agreed: bool = True) -> tuple[int, bool, bool]:
     """Steps taken, whether the loop was left early, and whether this process got the signal itself."""
     strategy = ts.MirroredStrategy(timeout=timedelta(minutes=1) if agreed else timedelta(seconds=5))
     with strategy.scope():
@@ -30,64 +31,61 @@ def steps_until_told(rank_to_tell: int | None, at: int, *, agreed: bool = True) 
     rank = int(os.environ["RANK"])
     stops, taken = False, 0
     try:
+        strategy.run(step)
+        groups = len(c10d._world.pg_map)
         with ts.PreemptionHandler() as preemption:
             while taken < STEPS and not stops:
                 strategy.run(step)
                 taken += 1
-                if rank == rank_to_tell and taken == at:
+                if rank in ranks_to_tell and taken == at:
                     os.kill(os.getpid(), signal.SIGTERM)
                 stops = preemption.should_stop() if agreed else preemption.received is not None
             heard = preemption.received is not None
+        assert len(c10d._world.pg_map) == groups, "nothing is under way or left"
     finally:
         strategy.close()
     return taken, stops, heard
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("at", [1, 7])
-def test_all_end_after_the_same_step(two_processes: Workers, rank: int, at: int) -> None:
-    found = two_processes.run(steps_until_told, rank, at)
-    assert found == [(at + 1, True, rank == 0), (at + 1, True, rank == 1)]
-
-
-def test_a_signal_after_the_last_step_comes_too_late(two_processes: Workers) -> None:
-    assert [found[:2] for found in two_processes.run(steps_until_told, 1, STEPS)] == [(STEPS, False)] * 2
-
-
-def test_nobody_told(two_processes: Workers) -> None:
-    assert two_processes.run(steps_until_told, None, 0) == [(STEPS, False, False)] * 2
+@pytest.mark.parametrize("ranks", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("at", [1, 7, STEPS])
+def test_all_end_after_the_same_step(two_processes: Workers, ranks: tuple[int, ...], at: int) -> None:
+    """A signal after the last step comes too late."""
+    in_time = bool(ranks) and at < STEPS
+    found = two_processes.run(steps_until_told, ranks, at)
+    assert found == [(at + 1 if in_time else STEPS, in_time, rank in ranks) for rank in range(2)]
 
 
 def without_agreement() -> str:
     try:
-        return f"took {steps_until_told(1, 3, agreed=False)[0]} steps"
+        return f"took {steps_until_told((1,), 3, agreed=False)[0]} steps"
     except ts.errors.CommunicationError as error:
         return str(error)
 
 
 def test_without_an_agreement_one_goes_on_alone(two_processes: Workers) -> None:
-    """Shows that the tests above test something: rank 0 waits in a step for rank 1, which has left."""
+    """Shows that the test above tests something: rank 0 waits in a step for rank 1, which has left."""
     first, second = two_processes.run(without_agreement)
     assert second == "took 3 steps"
     assert "replica 1 closed its strategy" in first
 
 
-def one_fails() -> str:
+def fail_after(asked: dict[int, int]) -> str:
+    """What each rank raises after it has asked so often."""
     strategy = ts.MirroredStrategy()
     try:
         with ts.PreemptionHandler(timeout=timedelta(seconds=5)) as preemption:
-            for step in range(3):
+            for _ in range(asked[int(os.environ["RANK"])]):
                 preemption.should_stop()
-                if os.environ["RANK"] == "1" and step == 1:
-                    raise RuntimeError("on purpose")
+            raise RuntimeError("on purpose")
     except (RuntimeError, ts.errors.CommunicationError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         strategy.close()
-    return "went on"
 
 
-def test_an_error_on_one_rank_hangs_nobody(two_processes: Workers) -> None:
-    first, second = two_processes.run(one_fails)
+def test_after_an_error_nobody_is_waited_for(two_processes: Workers) -> None:
+    assert two_processes.run(fail_after, {0: 1, 1: 2}) == ["RuntimeError: on purpose"] * 2
+    first, second = two_processes.run(fail_after, {0: 3, 1: 1})
     assert second == "RuntimeError: on purpose"
     assert "the agreement to stop (PreemptionHandler.should_stop)" in first
