@@ -105,8 +105,6 @@ def test_a_server_that_was_started_by_hand(keep: bool) -> None:
     assert (before - after > 120) is keep, "what is kept is given back on request"
 
 
-# ---- replicas in processes of torchrun's -----------------------------------------------------------------------------
-
 WIDTH, STEPS = 3200, 8  # 39 MiB: up to 32, glibc may stop to give blocks back by itself
 SMALL_PAGES = WIDTH * WIDTH * 4 // 4096
 HUGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
