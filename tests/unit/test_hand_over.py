@@ -22,54 +22,38 @@ def ranks():
     return [HandOver(store, rank, size=3) for rank in range(3)]
 
 
-def test_runs_arrive_in_order_and_then_the_end(ranks):
+def test_runs_arrive_in_order_and_then_the_end_until_which_the_leader_stays(ranks):
     leader, *followers = ranks
-    leader.publish({"folder": "a", "overrides": ["x=1"]})
-    leader.publish({"folder": "b", "overrides": []})
-    leader.publish(3)
-    for follower in followers:
-        assert follower.receive(SOON) == {"folder": "a", "overrides": ["x=1"]}
-        assert follower.receive(SOON) == {"folder": "b", "overrides": []}
-        assert follower.receive(SOON) == 3
-
-
-def test_waiting_for_a_silent_leader_ends(ranks):
-    with pytest.raises(CommunicationTimeoutError, match=r"rank 1 waited 0 s for rank 0 to hand over run 0"):
-        ranks[1].receive(SOON)
-
-
-def test_everyone_failed(ranks):
-    leader, *followers = ranks
-    leader.publish({})
-    for follower in followers:
-        follower.receive(SOON)
-    leader.report_outcome(succeeded=False)
-    followers[0].report_outcome(succeeded=False)
-    assert not leader.everyone_failed(SOON)  # rank 2 is still at it, and may be waiting for the others
-    followers[1].report_outcome(succeeded=False)
-    assert leader.everyone_failed(SOON)
-    assert followers[0].failed(0, SOON)
-
-
-def test_outcomes_belong_to_their_run(ranks):
-    leader, follower, _ = ranks
-    leader.publish({})
-    follower.receive(SOON)
-    leader.report_outcome(succeeded=False)
-    assert follower.failed(0, SOON)
-    leader.publish({})
-    follower.receive(SOON)
-    assert not follower.failed(0, SOON)
-    leader.report_outcome(succeeded=True)
-    assert not follower.failed(0, SOON)
-
-
-def test_the_leader_stays_until_the_end_was_read(ranks):
-    leader, *followers = ranks
-    leader.publish(0)
+    runs = [{"folder": "a", "overrides": ["x=1"]}, {"folder": "b", "overrides": []}, 3]
+    for run in runs:
+        leader.publish(run)
     with ThreadPoolExecutor(1) as pool:
         staying = pool.submit(leader.wait_until_read, LATER)
         for follower in followers:
             assert not staying.done()
-            assert follower.receive(SOON) == 0
+            assert [follower.receive(SOON) for _ in runs] == runs
         staying.result(timeout=30)
+    with pytest.raises(CommunicationTimeoutError, match=r"rank 1 waited 0 s for rank 0 to hand over run 3"):
+        ranks[1].receive(SOON)
+
+
+def test_outcomes_belong_to_their_run(ranks):
+    leader, *followers = ranks
+
+    def start():
+        leader.publish({})
+        for follower in followers:
+            follower.receive(SOON)
+
+    start()
+    leader.report_outcome(succeeded=False)
+    followers[0].report_outcome(succeeded=False)
+    assert followers[1].failed(0, SOON)
+    assert not leader.everyone_failed(SOON)  # rank 2 is still at it, and may be waiting for the others
+    followers[1].report_outcome(succeeded=False)
+    assert leader.everyone_failed(SOON)
+    start()
+    assert not followers[0].failed(0, SOON)
+    leader.report_outcome(succeeded=True)
+    assert not followers[0].failed(0, SOON)
+    assert not leader.everyone_failed(SOON)

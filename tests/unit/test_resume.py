@@ -22,14 +22,16 @@ pytest.importorskip("hydra")
 pytest.importorskip("cloudpickle")
 
 from tests.choices import chosen
+from tests.support.checkpoints import data_file, flip, same
 from tests.unit.fake_coordinator import FakeCoordinator, FakeStrategy
 from torchstrat import CheckpointManager, DistributedDataset
 from torchstrat import config as schema
+from torchstrat.checkpoint.items import Reads
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import asynchronous, build, data, loop
 from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of, directory_of
 from torchstrat.experiments.launch import Run, RunAgain
-from torchstrat.experiments.metrics_file import MetricsFile, read_metrics, records_until
+from torchstrat.experiments.metrics_file import read_metrics
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
 from torchstrat.experiments.position import Position
 from torchstrat.experiments.report import FolderReport, Report
@@ -38,10 +40,11 @@ ROWS, BATCH = 60, 9
 STEPS_PER_EPOCH, EPOCHS = 6, 2  # 48 rows to train on: five batches of 9, and one of 3
 STEPS = STEPS_PER_EPOCH * EPOCHS
 
-STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
-    "one_device": lambda: chosen("strategy=one_device"),
-    "mirrored": lambda: chosen("strategy=mirrored", replicas=2),
-    "central_storage": lambda: chosen("strategy=central_storage", replicas=2),
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "one_device": chosen("strategy=one_device"),
+    "mirrored": chosen("strategy=mirrored", replicas=2),
+    "central_storage": chosen("strategy=central_storage", replicas=2),
+    "parameter_server": chosen("strategy=parameter_server", workers=1, on_server_loss="raise"),
 }
 
 
@@ -98,20 +101,21 @@ class Runs:
         config = replace(self.config, checkpoint=kept, **changes)
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
+        run = self._run_on_servers if config.name_of("strategy") == "parameter_server" else loop.train
         try:
-            if config.name_of("strategy") == "parameter_server":
-                self._run_on_servers(Run(config, {}, folder, None))
-            else:
-                loop.train(Run(config, {}, folder, None))
+            run(Run(config, {}, folder, None))
         finally:
             self.at.clear()
         return folder
+
+    def resumed(self, name: str = "second", **changes: Any) -> Path:
+        return self.run(name, resume="auto", **changes)
 
     def interrupted(self, name: str, step: int, **changes: Any) -> Path:
         """A run that SIGTERM ends after ``step`` steps."""
         self.at[step] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(RunAgain) as ended:
-            self.run(name, resume="auto", **changes)
+            self.resumed(name, **changes)
         assert ended.value.code == 75
         return self.folder / name
 
@@ -140,18 +144,10 @@ def story(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
 
 
-def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(folder / "parameters.pt", weights_only=True)
-    return state
-
-
 def assert_the_same_run(one: Path, other: Path) -> None:
     assert story(one) == story(other)
-    for name, value in parameters(other).items():
-        assert torch.equal(parameters(one)[name], value), name
-
-
-# ---- the same curve --------------------------------------------------------------------------------------------------
+    found, wanted = (torch.load(run / "parameters.pt", weights_only=True) for run in (one, other))
+    assert same(found, wanted)
 
 
 @pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3, STEPS])
@@ -159,51 +155,42 @@ def assert_the_same_run(one: Path, other: Path) -> None:
 def test_a_run_that_was_told_to_end_goes_on_as_if_it_had_not(
     runs: Runs, with_dropout: None, strategy: str, step: int
 ) -> None:
-    undisturbed = runs.run("undisturbed", strategy=STRATEGIES[strategy]())
-    first = runs.interrupted("first", step, strategy=STRATEGIES[strategy]())
-    assert [record["step"] for record in read_metrics(first, "step")] == list(range(1, step + 1))
-    second = runs.run("second", strategy=STRATEGIES[strategy](), resume="auto")
-    assert_the_same_run(second, undisturbed)
-
-
-@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3])
-def test_under_parameter_servers_too(runs: Runs, step: int) -> None:
-    servers = chosen("strategy=parameter_server", workers=1, on_server_loss="raise")
-    undisturbed = runs.run("undisturbed", strategy=servers)
-    ended = runs.interrupted("first", step, strategy=servers)
-    assert len(read_metrics(ended, "step")) >= step, "steps that were under way end before the save"
-    assert_the_same_run(runs.run("second", strategy=servers, resume="auto"), undisturbed)
+    trains_on = STRATEGIES[strategy]
+    undisturbed = runs.run("undisturbed", strategy=trains_on)
+    taken = [record["step"] for record in read_metrics(runs.interrupted("first", step, strategy=trains_on), "step")]
+    assert taken == list(range(1, len(taken) + 1))
+    # On servers, steps that were under way end before the save.
+    assert len(taken) == step or (strategy == "parameter_server" and len(taken) > step)
+    assert_the_same_run(runs.resumed(strategy=trains_on), undisturbed)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "parameter_server"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_was_done_after_the_last_checkpoint_is_done_again(runs: Runs, strategy: str, asynchronous: bool) -> None:
     """As after kill -9, of which the process itself knows nothing. All in one folder: nothing doubled, nothing lost."""
 
     def end() -> None:
         raise RuntimeError("on purpose")
 
-    servers = chosen("strategy=parameter_server", workers=1, on_server_loss="raise")
-    trains_on = STRATEGIES.get(strategy, lambda: servers)()
-    kept = {"every_steps": 4, "asynchronous": asynchronous}
-    undisturbed = runs.run("undisturbed", strategy=trains_on)
+    changes = {"strategy": STRATEGIES[strategy], "checkpoint": {"every_steps": 4, "asynchronous": asynchronous}}
+    undisturbed = runs.run("undisturbed", strategy=STRATEGIES[strategy])
     for step in (7, 10):
         runs.at[step] = end
         with pytest.raises(RuntimeError, match="on purpose"):
-            runs.run("one folder", strategy=trains_on, checkpoint=kept, resume="auto")
+            runs.resumed("one folder", **changes)
         with (runs.folder / "one folder" / "metrics.jsonl").open("a") as file:
             file.write('{"event": "st')  # a process that is killed may leave half a line
-    assert_the_same_run(runs.run("one folder", strategy=trains_on, checkpoint=kept, resume="auto"), undisturbed)
+    assert_the_same_run(runs.resumed("one folder", **changes), undisturbed)
 
 
 def test_another_number_of_replicas_computes_the_same_but_for_rounding(runs: Runs) -> None:
-    undisturbed = runs.run("undisturbed", strategy=chosen("strategy=one_device"))
+    undisturbed = runs.run("undisturbed")
     for step, replicas in ((2, 2), (5, 3), (9, 1)):
         runs.interrupted(f"with {replicas}", step, strategy=chosen("strategy=mirrored", replicas=replicas))
-    last = runs.run("last", strategy=chosen("strategy=central_storage", replicas=4), resume="auto")
+    last = runs.resumed("last", strategy=chosen("strategy=central_storage", replicas=4))
     assert [record["rows"] for record in read_metrics(last, "step")] == [9, 9, 9, 9, 9, 3] * EPOCHS
-    for name, value in parameters(undisturbed).items():
-        torch.testing.assert_close(parameters(last)[name], value, rtol=0, atol=1e-5, msg=name)
+    found, wanted = (torch.load(run / "parameters.pt", weights_only=True) for run in (last, undisturbed))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("left_alone", ["the data's position", "the random numbers", "neither"])
@@ -215,32 +202,16 @@ def test_the_comparison_sees_what_is_not_restored(
     if left_alone == "the data's position":
         monkeypatch.setattr(DistributedDataset, "load_state_dict", lambda self, state: None)
     if left_alone == "the random numbers":
-        monkeypatch.setattr("torchstrat.checkpoint.job_state.reads", _reads_nothing)
-    second = runs.run("second", resume="auto")
-    assert (story(second) == story(undisturbed)) == (left_alone == "neither")
-
-
-def _reads_nothing(*_arguments: Any) -> Any:
-    from torchstrat.checkpoint.items import Reads
-
-    return Reads()
-
-
-# ---- which checkpoint ------------------------------------------------------------------------------------------------
+        monkeypatch.setattr("torchstrat.checkpoint.job_state.reads", lambda *_: Reads())
+    assert (story(runs.resumed()) == story(undisturbed)) == (left_alone == "neither")
 
 
 def test_without_these_settings_nothing_is_kept(runs: Runs) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    runs.at[1] = lambda: _require(signal.getsignal(signal.SIGTERM) == before)
+    handlers = [signal.getsignal(signal.SIGTERM)]
+    runs.at[1] = lambda: handlers.append(signal.getsignal(signal.SIGTERM))
     runs.run("plain")
+    assert handlers[0] == handlers[1]
     assert not (runs.folder / "checkpoints").exists()
-
-
-def _require(holds: bool) -> None:
-    assert holds
-
-
-def test_where_they_are_unless_somebody_says_otherwise() -> None:
     assert directory_of(schema.ExperimentConfig(name="digits")) == Path("outputs/digits/checkpoints")
 
 
@@ -252,32 +223,24 @@ def test_so_many_are_kept(runs: Runs) -> None:
 
 @pytest.mark.parametrize("max_steps", [None, 4, STEPS_PER_EPOCH])
 def test_a_run_that_is_over_has_nothing_left_to_do(runs: Runs, max_steps: int | None) -> None:
-    first = runs.run("first", resume="auto", max_steps=max_steps)
-    again = runs.run("again", resume="auto", max_steps=max_steps)
-    assert_the_same_run(again, first)
+    first = runs.resumed("first", max_steps=max_steps)
+    assert_the_same_run(runs.resumed("again", max_steps=max_steps), first)
 
 
 def test_a_longer_run_goes_on_where_a_shorter_one_ended(runs: Runs) -> None:
     undisturbed = runs.run("undisturbed")
-    runs.run("short", resume="auto", max_steps=4)
-    runs.run("shorter than an epoch", resume="auto", epochs=1)
-    assert_the_same_run(runs.run("long", resume="auto"), undisturbed)
+    runs.resumed("short", max_steps=4)
+    runs.resumed("shorter than an epoch", epochs=1)
+    assert_the_same_run(runs.resumed("long"), undisturbed)
 
 
 def test_a_damaged_checkpoint_is_passed_over(runs: Runs) -> None:
     undisturbed = runs.run("undisturbed")
     runs.interrupted("first", 8, checkpoint={"every_steps": 3})
-    for file in (runs.folder / "checkpoints" / "step-00000008").rglob("*.distcp"):
-        file.write_bytes(b"\0" * file.stat().st_size)
+    flip(data_file(runs.folder / "checkpoints" / "step-00000008"))
     with pytest.warns(UserWarning, match="step-00000008"):
-        second = runs.run("second", resume="auto", checkpoint={"every_steps": 3})
+        second = runs.resumed(checkpoint={"every_steps": 3})
     assert_the_same_run(second, undisturbed)
-
-
-def test_never_does_not_mix_with_another_run(runs: Runs) -> None:
-    runs.interrupted("first", 3)
-    with pytest.raises(InvalidArgumentError, match=r"resume=never, and .*step-00000003.*resume=auto"):
-        runs.run("second", checkpoint={"every_steps": 2})
 
 
 def test_an_earlier_checkpoint_can_be_gone_back_to(runs: Runs) -> None:
@@ -293,43 +256,41 @@ def test_an_earlier_checkpoint_can_be_gone_back_to(runs: Runs) -> None:
 def test_a_checkpoint_of_another_directory(runs: Runs, which: str) -> None:
     undisturbed = runs.run("undisturbed")
     runs.interrupted("first", 6)
-    elsewhere = {"directory": str(runs.folder / "elsewhere")}
-    second = runs.run("second", resume=str(runs.folder / which), checkpoint=elsewhere)
-    assert_the_same_run(second, undisturbed)
+    elsewhere = {"resume": str(runs.folder / which), "checkpoint": {"directory": str(runs.folder / "elsewhere")}}
+    assert_the_same_run(runs.run("second", **elsewhere), undisturbed)
     assert (runs.folder / "elsewhere" / "step-00000012").is_dir()
     with pytest.raises(InvalidArgumentError, match="has checkpoints already, the newest of them step-00000012"):
-        runs.run("third", resume=str(runs.folder / which), checkpoint=elsewhere)
-
-
-def test_a_path_without_a_checkpoint(runs: Runs) -> None:
-    with pytest.raises(InvalidArgumentError, match="nowhere"):
-        runs.run("first", resume=str(runs.folder / "nowhere"))
-    with pytest.raises(InvalidArgumentError, match="there is no checkpoint in that directory"):
-        runs.run("second", resume=str(runs.folder / "checkpoints"))
+        runs.run("third", **elsewhere)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"optimizer": chosen("optimizer=adam", lr=0.5)}, r"optimizer\.lr was 0\.001 and is 0\.5"),
-        ({"seed": 7}, "seed was 0 and is 7"),
-        ({"epochs": 1}, r"is of step 8 in epoch 2, .* epochs=1"),
-        ({"max_steps": 7}, "max_steps=7"),
+        ({"optimizer": chosen("optimizer=adam", lr=0.5), "resume": "auto"}, r"optimizer\.lr was 0\.001 and is 0\.5"),
+        ({"loss": {"_target_": "torch.nn.MSELoss"}, "resume": "auto"}, r"loss\._target_ was None and is 'torch.nn.MSE"),
+        ({"seed": 7, "resume": "auto"}, "seed was 0 and is 7"),
+        ({"epochs": 1, "resume": "auto"}, r"is of step 8 in epoch 2, .* epochs=1"),
+        ({"max_steps": 7, "resume": "auto"}, "max_steps=7"),
+        ({"checkpoint": {"every_steps": 2}}, r"resume=never, and .*step-00000008.*resume=auto"),
+        ({"checkpoint": {"directory": "{0}/new"}, "resume": "{0}/nowhere"}, "nowhere"),
+        ({"checkpoint": {"directory": "{0}/new"}, "resume": "{0}/new"}, "there is no checkpoint in that directory"),
     ],
 )
 def test_a_run_with_other_settings_is_another_run(runs: Runs, changes: dict[str, Any], says: str) -> None:
     first = runs.interrupted("first", 8)
     before = story(first)
+    placed = json.loads(json.dumps(changes).replace("{0}", str(runs.folder)))
     with pytest.raises(InvalidArgumentError, match=says):
-        runs.run("first", resume="auto", **changes)
+        runs.run("first", **placed)
     assert story(first) == before, "what was recorded stays"
 
 
 def test_settings_that_change_no_number_may_change(runs: Runs) -> None:
     undisturbed = runs.run("undisturbed")
     runs.interrupted("first", 8)
-    changed = {**runs.config.data, "workers": 1}
-    assert_the_same_run(runs.run("second", resume="auto", data=changed, progress="lines"), undisturbed)
+    default = {**runs.config.optimizer, "eps": 1e-8}  # which need not be said
+    changed = {"data": {**runs.config.data, "workers": 1}, "optimizer": default, "progress": "lines"}
+    assert_the_same_run(runs.resumed(**changed), undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -348,21 +309,13 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], says: str) -> None
         schema.experiment_from_mapping({"checkpoint": settings})
 
 
-# ---- the record ------------------------------------------------------------------------------------------------------
-
-
 def test_an_earlier_record_that_is_gone_is_missed_aloud(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    first = runs.interrupted("first", 8)
+    first = runs.interrupted("first", 8, snapshot_after_steps=3)
     (first / "metrics.jsonl").unlink()
-    second = runs.run("second", resume="auto")
+    second = runs.resumed(snapshot_after_steps=3)
     assert "has the record of 0 of these 8 steps" in capsys.readouterr().err
     assert [record["step"] for record in read_metrics(second, "step")] == list(range(9, STEPS + 1))
-
-
-def test_snapshots_come_along(runs: Runs) -> None:
-    runs.interrupted("first", 8, snapshot_after_steps=3)
-    second = runs.run("second", resume="auto", snapshot_after_steps=3)
-    assert (second / "parameters_after_step_3.pt").is_file()
+    assert (second / "parameters_after_step_3.pt").is_file(), "snapshots come along"
 
 
 def test_clocks_go_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,21 +335,6 @@ def test_clocks_go_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (later.training_seconds(), later.steady_examples_per_second()) == (20.0, 10.0)
 
 
-def test_records_until(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path)
-    for step in (1, 2, 3):
-        metrics.write({"event": "step", "step": step})
-        metrics.write({"event": "evaluation", "step": step})
-    metrics.write({"event": "result", "steps": 3})
-    metrics.close()
-    assert [(record["event"], record["step"]) for record in records_until(tmp_path, 2)] == [
-        ("step", 1),
-        ("evaluation", 1),
-        ("step", 2),
-    ]
-    assert records_until(tmp_path / "nowhere", 2) == []
-
-
 def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
     """All of them have to end within the grace, and then the save."""
     config = replace(runs.config, strategy=chosen("strategy=parameter_server", workers=2, on_server_loss="raise"))
@@ -409,10 +347,3 @@ def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:
     steps_ahead = asynchronous.AsynchronousLoop(training, coordinator, ClusterSize(2, 1))._steps_ahead
     assert [steps_ahead(*done) for done in ((0, 0.0), (1000, 1.0), (10, 10.0), (1, 60.0))] == [128, 128, 10, 4]
     strategy.close()
-
-
-def test_a_default_that_is_said_is_no_other_setting_and_another_call_is(runs: Runs, tmp_path: Path) -> None:
-    position = Position(runs.config, tmp_path)
-    position.require_fits(replace(runs.config, optimizer={**runs.config.optimizer, "eps": 1e-8}), tmp_path)
-    with pytest.raises(InvalidArgumentError, match=r"loss\._target_ was None and is 'torch.nn.MSELoss'"):
-        position.require_fits(replace(runs.config, loss={"_target_": "torch.nn.MSELoss"}), tmp_path)

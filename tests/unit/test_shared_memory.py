@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import math
 import os
@@ -18,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchstrat.collectives.shared_memory import blocks as blocks_module
 from torchstrat.collectives.shared_memory import futex, in_place_sum, segment
 from torchstrat.collectives.shared_memory.blocks import Blocks
 from torchstrat.collectives.shared_memory.in_place_sum import InPlaceSum, Piece, make_chunks
@@ -62,9 +62,6 @@ def on_ranks(size: int, pidfds: list[int], work: Callable[[Blocks], Any]) -> lis
         memory.close()
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_segment_is_zero_and_seen_through_every_mapping() -> None:
     one = Segment.allocate(8192)
     other = Segment(os.dup(one.descriptor), 8192)
@@ -97,9 +94,6 @@ def test_a_full_device_is_an_error_and_leaves_nothing_open() -> None:
     ):
         Segment.allocate(4096)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-# -- meeting -----------------------------------------------------------------------------------------------------------
 
 
 def locksteps(size: int, pidfds: list[int]) -> list[Lockstep]:
@@ -139,6 +133,13 @@ def test_counts_wrap_around(pidfds: list[int]) -> None:
     assert [one._count for one in ranks] == [5, 5]
 
 
+def missing(first: Lockstep, seconds: float = SECONDS) -> tuple[tuple[int, ...], ...]:
+    """Who is late, has ended and has closed, for who is there."""
+    with pytest.raises(PeersMissingError) as raised:
+        first.meet(seconds)
+    return raised.value.late, raised.value.ended, raised.value.closed
+
+
 def test_who_is_late_is_named(pidfds: list[int]) -> None:
     first, second, _ = locksteps(3, pidfds)
 
@@ -148,43 +149,26 @@ def test_who_is_late_is_named(pidfds: list[int]) -> None:
 
     helper = threading.Thread(target=come)
     helper.start()
-    with pytest.raises(PeersMissingError) as raised:
-        first.meet(0.3)
+    assert missing(first, 0.3) == ((2,), (), ())
     helper.join()
-    assert (raised.value.late, raised.value.ended, raised.value.closed) == ((2,), (), ())
 
 
 def test_who_has_left_is_not_waited_for(pidfds: list[int]) -> None:
     first, second = locksteps(2, pidfds)
     second.leave()
-    with pytest.raises(PeersMissingError) as raised:
-        first.meet(SECONDS)
-    assert raised.value.closed == (1,)
+    assert missing(first) == ((), (), (1,))
 
 
-def test_who_has_died_is_not_waited_for(pidfds: list[int]) -> None:
-    child = os.posix_spawn("/bin/true", ["true"], {})
-    dead = os.pidfd_open(child)
-    first, _ = locksteps(2, [pidfds[0], dead])
-    with pytest.raises(PeersMissingError) as raised:
-        first.meet(SECONDS)
-    assert raised.value.ended == (1,)
-    os.waitpid(child, 0)
-    os.close(dead)
-
-
-def test_who_dies_after_it_has_come_has_done_its_part(pidfds: list[int]) -> None:
+def test_who_has_died_is_waited_for_only_if_it_has_come(pidfds: list[int]) -> None:
     child = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     dead = os.pidfd_open(child)
     first, second = locksteps(2, [pidfds[0], dead])
     second._words[second._mine] = 1
-    first.meet(SECONDS)
+    first.meet(SECONDS)  # the dead one's part was done
+    assert missing(first)[1] == (1,)
     os.waitpid(child, 0)
     os.close(dead)
-
-
-# -- sums --------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -226,34 +210,39 @@ SHAPES = {
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_sums_are_those_of_a_loop_in_the_order_of_ranks(
+def test_sums_are_those_of_a_loop_in_the_order_of_ranks_and_owners_get_their_parts(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, size: int, pidfds: list[int]
 ) -> None:
+    """Each tensor is cut at thirds and its pieces are dealt out, to some ranks more than to others."""
     generator = torch.Generator().manual_seed(1)
     parts = [
         [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
         for _ in range(size)
     ]
+    owned: list[list[Piece]] = [[] for _ in range(size)]
+    for number, shape in enumerate(shapes):
+        cuts = [math.prod(shape) * third // 3 for third in range(4)]
+        for place, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            owned[(number + place) % size].append(Piece(number, start, stop))
 
-    def work(blocks: Blocks) -> list[list[torch.Tensor]]:
+    def work(blocks: Blocks) -> list[tuple[float, list[torch.Tensor], list[torch.Tensor]]]:
         add_up = InPlaceSum(blocks, lambda: blocks.lockstep.meet(SECONDS))
         results = []
         for factor in (1.0, 0.5, 1.0):  # several in a row take turns with the same blocks
-            mine = [part.clone() for part in parts[blocks.rank]]
-            add_up(mine, factor)
-            results.append(mine)
+            mine, whole = ([part.clone() for part in parts[blocks.rank]] for _ in range(2))
+            add_up.to_owners(mine, factor, owned)
+            add_up(whole, factor)
+            results.append((factor, mine, whole))
         return results
 
-    expected = []
-    for each in zip(*parts, strict=True):
-        total = each[0].clone()
-        for other in each[1:]:
-            total += other
-        expected.append(total)
-    for results in on_ranks(size, pidfds, work):
-        for factor, found in zip((1.0, 0.5, 1.0), results, strict=True):
-            for one, total in zip(found, expected, strict=True):
-                assert torch.equal(one, total * factor)
+    totals = [functools.reduce(torch.add, each) for each in zip(*parts, strict=True)]
+    is_small = sum(total.nbytes for total in totals) <= in_place_sum.SMALL_BYTES
+    for rank, results in enumerate(on_ranks(size, pidfds, work)):
+        for factor, mine, whole in results:
+            assert all(torch.equal(one, total * factor) for one, total in zip(whole, totals, strict=True))
+            for number, start, stop in owned[rank]:
+                assert torch.equal(mine[number].view(-1)[start:stop], whole[number].view(-1)[start:stop])
+            assert is_small == all(map(torch.equal, mine, whole))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -291,46 +280,3 @@ def test_others_do_not(tensors: list[torch.Tensor], pidfds: list[int]) -> None:
         return add_up.publish_small(tensors, 0, after_bytes=0) is None and not any(blocks.rows[0][blocks.rank])
 
     assert on_ranks(2, pidfds, work) == [True, True]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_owners_get_what_everybody_would(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype, size: int, pidfds: list[int]
-) -> None:
-    """Each tensor is cut at thirds and its pieces are dealt out, to some ranks more than to others."""
-    generator = torch.Generator().manual_seed(1)
-    parts = [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(size)]
-    owned: list[list[Piece]] = [[] for _ in range(size)]
-    for number, shape in enumerate(shapes):
-        cuts = [math.prod(shape) * third // 3 for third in range(4)]
-        for place, (start, stop) in enumerate(itertools.pairwise(cuts)):
-            owned[(number + place) % size].append(Piece(number, start, stop))
-
-    def work(blocks: Blocks) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        add_up = InPlaceSum(blocks, lambda: blocks.lockstep.meet(SECONDS))
-        results = []
-        for factor in (1.0, 0.5, 1.0):
-            mine, whole = ([part.clone() for part in parts[blocks.rank]] for _ in range(2))
-            add_up.to_owners(mine, factor, owned)
-            add_up(whole, factor)
-            results.append((mine, whole))
-        return results
-
-    is_small = sum(math.prod(shape) for shape in shapes) * dtype.itemsize <= in_place_sum.SMALL_BYTES
-    for rank, results in enumerate(on_ranks(size, pidfds, work)):
-        for mine, whole in results:
-            for number, start, stop in owned[rank]:
-                assert torch.equal(mine[number].view(-1)[start:stop], whole[number].view(-1)[start:stop])
-            assert is_small == all(map(torch.equal, mine, whole))
-
-
-def test_control_portions_that_move_are_overwritten_while_they_are_read() -> None:
-    """Why portions have one place: chunks of another length would have others, where the next but one is written."""
-    numels, size = (2 * blocks_module.BLOCK_BYTES // 4 + 40_000,), 2
-    first, _, third = make_chunks(numels, 4, size)
-    assert first[0].stop == third[0].start + first[0].stop  # both begin at 0
-    moved = third[0].stop  # where the last chunk's second portion would begin if portions were packed
-    assert first[0].start <= moved < first[0].stop
-    assert third[1].start == first[1].start
