@@ -185,7 +185,7 @@ KEPT = {**environment_that_keeps_pages(glibc_version()), **ON}
     [
         ({}, {}, KEPT),
         (
-            {"MALLOC_ARENA_MAX": "3"},
+            {"MALLOC_ARENA_MAX": "3", "MALLOC_TRIM_THRESHOLD_": "7"},
             {"env": {"MALLOC_TRIM_THRESHOLD_": "0"}},
             {**KEPT, "MALLOC_ARENA_MAX": "3", "MALLOC_TRIM_THRESHOLD_": "0"},
         ),

@@ -31,7 +31,7 @@ from torchstrat.errors import InvalidArgumentError
 from torchstrat.experiments import asynchronous, build, data, loop
 from torchstrat.experiments.checkpoints import Checkpoints, checkpoints_of, directory_of
 from torchstrat.experiments.launch import Run, RunAgain
-from torchstrat.experiments.metrics_file import read_metrics
+from torchstrat.experiments.metrics_file import MetricsFile, read_metrics, records_until
 from torchstrat.experiments.parameter_server_cluster import ClusterSize
 from torchstrat.experiments.position import Position
 from torchstrat.experiments.report import FolderReport, Report
@@ -333,6 +333,18 @@ def test_clocks_go_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert later.examples_per_second() == 10.0
     later.end_epoch()
     assert (later.training_seconds(), later.steady_examples_per_second()) == (20.0, 10.0)
+
+
+def test_records_until(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        metrics.write({"event": "step", "step": step})
+        metrics.write({"event": "evaluation", "step": step})
+    metrics.write({"event": "result", "steps": 3})
+    metrics.close()
+    found = [(record["event"], record["step"]) for record in records_until(tmp_path, 2)]
+    assert found == [("step", 1), ("evaluation", 1), ("step", 2)]
+    assert records_until(tmp_path / "nowhere", 2) == []
 
 
 def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:

@@ -163,9 +163,9 @@ def test_who_has_died_is_waited_for_only_if_it_has_come(pidfds: list[int]) -> No
     child = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     dead = os.pidfd_open(child)
-    first, second = locksteps(2, [pidfds[0], dead])
+    first, second, _ = locksteps(3, [pidfds[0], dead, pidfds[1]])
     second._words[second._mine] = 1
-    first.meet(SECONDS)  # the dead one's part was done
+    assert missing(first, 0.3) == ((2,), (), ())  # the dead one's part was done
     assert missing(first)[1] == (1,)
     os.waitpid(child, 0)
     os.close(dead)
