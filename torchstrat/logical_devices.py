@@ -10,7 +10,6 @@ import math
 import numbers
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,18 +95,14 @@ def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
 
 
 class Assignments:
-    """Which logical device tensors were meant for, on backends that keep none to one of them.
-
-    ``why``: the reason, for the warning.
-    """
+    """For backends that keep no tensor to one of the logical devices. ``why``: the reason, for the warning."""
 
     def __init__(self, why: str) -> None:
         self._why = why
-        self._assigned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._has_warned = False
 
     def assign(self, tensor: torch.Tensor, logical_device: int) -> torch.Tensor:
-        """Remember that ``tensor`` was meant for one logical device; say once that nothing was moved."""
+        """The tensor as it is; say once that nothing was moved."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -115,14 +110,7 @@ class Assignments:
                 "split_to_logical_devices to spread work and memory.",
                 stacklevel=3,
             )
-        key, assigned = id(tensor), self._assigned
-        assigned[key] = weakref.ref(tensor, lambda _: assigned.pop(key, None)), logical_device
         return tensor
-
-    def device_of(self, tensor: torch.Tensor) -> int | None:
-        """The logical device that ``tensor`` was assigned to."""
-        found = self._assigned.get(id(tensor))
-        return None if found is None or found[0]() is not tensor else found[1]
 
 
 class Annotator(Protocol):

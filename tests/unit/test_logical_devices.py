@@ -1,8 +1,10 @@
-"""What the logical-device annotations check, in which order; one logical device takes the trivial ones only."""
+"""Logical devices of a replica: what annotations check, in which order, and the axes that they make up."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrat as ts
-from torchstrat.data.spec import TensorSpec
-from torchstrat.errors import InvalidArgumentError, WrongTypeError
+from torchstrat.data import TensorSpec
+from torchstrat.dtensor.alone import Alone
+from torchstrat.dtensor.axes import LogicalAxes, cut_axes
+from torchstrat.dtensor.devices import LogicalDevices, make_groups
+from torchstrat.dtensor.traffic import Traffic
+from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.logical_devices import check_logical_device_id, check_split
+from torchstrat.sharding.grid import DeviceGrid, Sharding
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -38,58 +45,45 @@ def test_integers_of_any_library_become_pythons(dims: Any) -> None:
     assert [type(entry) for entry in checked] == [int, int]
 
 
-def test_sizes_that_are_not_fixed_divide() -> None:
-    assert check_split((None, 4), [3, 2], 6) == (3, 2)
-    with pytest.raises(InvalidArgumentError, match="dimension 1 has size 4"):
-        check_split((None, 4), [2, 3], 6)
-    with pytest.raises(InvalidArgumentError, match="number of dimensions is not known"):
-        check_split(None, [2, 3], 6)
-
-
 @pytest.mark.parametrize(
-    ("shape", "dims", "message"),
+    ("shape", "dims", "error", "message"),
     [
         # Each breaks all later conditions as well.
-        ((3, 8), [2], "entries and dimensions differ, 1 and 2"),
-        ((3, 8), [2, 3.5, 1], "entries and dimensions differ, 3 and 2"),
-        ((3, 8), [2, 1.5], "dimension 0 has size 3, which does not divide into 2"),
-        ((4, 8), [2, 2.0], "makes 4.0 parts, and a replica has 2 logical devices"),
-        ((4, 8), [2, 1.5], "dimension 1 has size 8"),
-        ((4, 8), [0, 2], "entry 0 is 0; the least is 1"),
-        ((4, 8), [-2, -1], "entry 0 is -2; the least is 1"),
-        ((None, 8), [-1, -2], "entry 0 is -1; the least is 1"),
-        ((4, 8), [2, float("nan")], "dimension 1"),
-        ((), [], "makes 1 parts"),
+        ((3, 8), [2], InvalidArgumentError, "entries and dimensions differ, 1 and 2"),
+        ((3, 8), [2, 3.5, 1], InvalidArgumentError, "entries and dimensions differ, 3 and 2"),
+        ((3, 8), [2, 1.5], InvalidArgumentError, "dimension 0 has size 3, which does not divide into 2"),
+        ((4, 8), [2, 2.0], InvalidArgumentError, "makes 4.0 parts, and a replica has 2 logical devices"),
+        ((4, 8), [2, 1.5], InvalidArgumentError, "dimension 1 has size 8"),
+        ((4, 8), [0, 2], InvalidArgumentError, "entry 0 is 0; the least is 1"),
+        ((4, 8), [-2, -1], InvalidArgumentError, "entry 0 is -2; the least is 1"),
+        ((None, 8), [-1, -2], InvalidArgumentError, "entry 0 is -1; the least is 1"),
+        ((4, 8), [2, float("nan")], InvalidArgumentError, "dimension 1"),
+        ((), [], InvalidArgumentError, "makes 1 parts"),
+        # sizes that are not fixed
+        ((None, 4), [2, 3], InvalidArgumentError, "dimension 1 has size 4"),
+        (None, [2, 3], InvalidArgumentError, "number of dimensions is not known"),
+        # what is not integers
+        ((4, 4), [1, 2.0], WrongTypeError, "entry 1 is float 2.0"),
+        ((4, 4), [1, np.float32(2)], WrongTypeError, "entry 1 is float32"),
+        ((4, 4), [1, "2"], WrongTypeError, "entry 1 is str '2'"),
+        ((4, 4), [None, 2], WrongTypeError, "entry 0 is NoneType"),
+        ((4, 4), [1, torch.tensor(2.0)], WrongTypeError, "entry 1 is Tensor"),
+        ((4, 4), 2, WrongTypeError, "must be a sequence of integers.*int 2"),
+        ((4, 4), "12", WrongTypeError, "must be a sequence of integers.*str '12'"),
+        ((4, 4), torch.tensor(2), WrongTypeError, "must be a sequence of integers.*Tensor"),
+        ((4, 4), None, WrongTypeError, "must be a sequence of integers"),
     ],
 )
 def test_the_first_condition_that_does_not_hold_is_reported(
-    shape: tuple[int | None, ...], dims: Any, message: str
+    shape: Any, dims: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
+    with pytest.raises(error, match=message):
         check_split(shape, dims, 2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dims", "message"),
-    [
-        ((4, 4), [1, 2.0], "entry 1 is float 2.0"),
-        ((4, 4), [1, np.float32(2)], "entry 1 is float32"),
-        ((4, 4), [1, "2"], "entry 1 is str '2'"),
-        ((4, 4), [None, 2], "entry 0 is NoneType"),
-        ((4, 4), [1, torch.tensor(2.0)], "entry 1 is Tensor"),
-        ((4, 4), 2, "must be a sequence of integers.*int 2"),
-        ((4, 4), "12", "must be a sequence of integers.*str '12'"),
-        ((4, 4), torch.tensor(2), "must be a sequence of integers.*Tensor"),
-        ((4, 4), None, "must be a sequence of integers"),
-    ],
-)
-def test_what_is_not_integers(shape: tuple[int, ...], dims: Any, message: str) -> None:
-    with pytest.raises(WrongTypeError, match=message):
-        check_split(shape, dims, 2)
-
-
-def test_a_scalar_cannot_be_split_even_into_one_part() -> None:
-    with pytest.raises(WrongTypeError, match="replicate_to_logical_devices"):
+def test_sizes_that_are_not_fixed_divide_and_a_scalar_cannot_be_split() -> None:
+    assert check_split((None, 4), [3, 2], 6) == (3, 2)
+    with pytest.raises(WrongTypeError, match="replicate_to_logical_devices"):  # even into one part
         check_split((), [], 1)
 
 
@@ -99,27 +93,29 @@ def test_ids(index: Any) -> None:
     assert type(check_logical_device_id(index, 4)) is int
 
 
-@pytest.mark.parametrize(("index", "count", "message"), [(-1, 4, "ids are 0 to 3"), (4, 4, "ids are 0 to 3"),
-                                                         (1, 1, "the only id is 0")])  # fmt: skip
-def test_ids_out_of_range(index: int, count: int, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"logical_device_id={index}.*{message}"):
+@pytest.mark.parametrize(
+    ("index", "count", "error", "message"),
+    [
+        (-1, 4, InvalidArgumentError, "logical_device_id=-1.*ids are 0 to 3"),
+        (4, 4, InvalidArgumentError, "logical_device_id=4.*ids are 0 to 3"),
+        (1, 1, InvalidArgumentError, "logical_device_id=1.*the only id is 0"),
+        *((index, 4, WrongTypeError, "must be an integer") for index in (1.0, "0", None, [0])),
+    ],
+)
+def test_what_is_no_id(index: Any, count: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         check_logical_device_id(index, count)
-
-
-@pytest.mark.parametrize("index", [1.0, "0", None, [0]])
-def test_ids_are_integers(index: Any) -> None:
-    with pytest.raises(WrongTypeError, match="must be an integer"):
-        check_logical_device_id(index, 4)
 
 
 @pytest.mark.parametrize(
     "make", [ts.OneDeviceStrategy, ts.MirroredStrategy, ts.CentralStorageStrategy, ts.get_strategy]
 )
 def test_one_logical_device_takes_the_trivial_annotations_and_no_others(make: Any) -> None:
-    strategy, value = make(), torch.ones(2, 3)
+    strategy, value, array = make(), torch.ones(2, 3), np.zeros((2, 3))
+    spec = TensorSpec((None, 3), torch.float32)
     try:
         for call in (strategy.split_to_logical_devices, strategy.experimental_split_to_logical_devices):
-            assert call(value, [1, 1]) is value
+            assert [call(one, [1, 1]) is one for one in (value, array, spec)] == [True] * 3
             with pytest.raises(InvalidArgumentError, match="1 logical device;"):
                 call(value, [2, 1])
             with pytest.raises(WrongTypeError, match="need a tensor; got float"):
@@ -132,14 +128,6 @@ def test_one_logical_device_takes_the_trivial_annotations_and_no_others(make: An
                 call(value, 1)
     finally:
         strategy.close()
-
-
-def test_arrays_and_specs_have_shapes_too() -> None:
-    strategy, spec = ts.OneDeviceStrategy("cpu"), TensorSpec((None, 3), torch.float32)
-    array = np.zeros((2, 3))
-    assert strategy.split_to_logical_devices(array, (1, 1)) is array
-    assert strategy.split_to_logical_devices(spec, (1, 1)) is spec
-    strategy.close()
 
 
 def test_annotations_work_in_a_step() -> None:
@@ -155,3 +143,80 @@ def test_annotations_work_in_a_step() -> None:
     assert torch.equal(strategy.run(step), torch.full((2, 2), 3.0))
     assert torch.equal(weight.grad, torch.full((2, 2), 3.0))  # type: ignore[arg-type]
     strategy.close()
+
+
+# == axes: tiles lie where the grid of a TPU has them ================================================================
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8, 12])
+def test_pieces_are_the_tiles_of_the_grid(count: int) -> None:
+    whole = torch.arange(48 * 24).reshape(48, 24)
+    grid = DeviceGrid((tuple(range(count)),))
+    for parts in itertools.product(range(1, count + 1), repeat=2):
+        if math.prod(parts) != count:
+            continue
+        sharding = Sharding.split(parts)
+        tiles = sharding.tiles(whole.shape, grid)
+        axes = LogicalAxes([size for size in parts if size > 1])
+        for arranged in (axes, LogicalAxes([count])):
+            try:
+                cut = arranged.cut_of(sharding)
+            except InvalidArgumentError as error:
+                assert arranged is not axes  # one arrangement cannot have all partitions of 12
+                assert f"logical_mesh_shape={parts}" in str(error)  # noqa: PT017
+                continue
+            mesh: Any = {arranged.names: None}
+            for own in range(count):
+                devices = LogicalDevices(arranged, mesh, own, {}, torch.device("cpu"))
+                piece = devices.own_piece(whole, cut)
+                assert torch.equal(piece, whole[tiles[own]])
+                assert arranged.piece_shape(whole.shape, cut) == piece.shape
+                assert arranged.whole_shape(piece.shape, cut) == whole.shape
+            assert arranged.sharding_of(cut, 2).tiles(whole.shape, grid) == tiles
+
+
+def test_rules_name_the_axes_of_the_mesh() -> None:
+    axes = LogicalAxes([4, 1, 3])
+    assert (axes.sizes, axes.names) == ((2, 2, 3), ("d0_0", "d0_1", "d2"))
+    assert axes.cut_of(Sharding((4, 1, 3), (("d2",), ("d0",)))) == (1, 1, 0)
+    assert axes.cut_of(Sharding((4, 1, 3), ((), ("d0", "d2")))) == (1, 1, 1)
+    with pytest.raises(UnsupportedError, match=r"dimension 1 is to be cut along d2, d0, in this order"):
+        axes.cut_of(Sharding((4, 1, 3), ((), ("d2", "d0"))))
+    with pytest.raises(InvalidArgumentError, match=r"parts \(3, 4\) do not fit .* Pass logical_mesh_shape=\(3, 4\)"):
+        axes.cut_of(Sharding.split((3, 4)))
+    assert cut_axes((None, 2, 0)) == (1, 2)
+
+
+def test_groups_are_those_that_differ_along_their_axes() -> None:
+    made: dict[int, list[tuple[int, ...]]] = {1: [], 6: []}
+
+    def groups_of(rank: int) -> Any:
+        def make(ranks: tuple[int, ...]) -> Any:
+            made[rank].append(ranks)
+            return ranks
+
+        return make_groups(LogicalAxes([4]), 2, rank, make)
+
+    assert groups_of(6) == {(0,): (4, 6), (1,): (6, 7), (0, 1): (4, 5, 6, 7)}
+    assert groups_of(1) == {(0,): (1, 3), (1,): (0, 1), (0, 1): (0, 1, 2, 3)}
+    assert made[1] == made[6], "all processes make all groups, in one order"
+
+
+def test_traffic_is_shown_by_kind() -> None:
+    traffic = Traffic()
+    assert str(traffic) == "nothing"
+    for kind, sent in (("sums", 1000), ("sums", 500), ("pieces", 7)):
+        traffic.add(kind, sent)
+    assert (str(traffic), traffic.total_bytes) == ("pieces 7 bytes in 1, sums 1,500 bytes in 2", 1507)
+    traffic.clear()
+    assert traffic.total_bytes == 0
+
+
+def test_a_process_alone_answers_itself() -> None:
+    alone, tensor = Alone(3, timedelta(seconds=1)), torch.tensor([2.0])
+    alone.all_reduce(tensor, "x").wait()
+    assert (alone.rank, alone.size, alone.ranks, float(tensor)) == (0, 1, (3,), 2.0)
+    assert alone.all_gather_numbers([1, 2], "x") == [[1.0, 2.0]]
+    assert alone.subgroup((0,)) is alone
+    alone.sum_in_place([tensor], 0.5, "x")
+    assert float(tensor) == 1.0

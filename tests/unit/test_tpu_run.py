@@ -1,23 +1,28 @@
-"""`TPUStrategy.run`: what steps are given, what `run` returns, and where it may be called; on the fake of the CPU."""
+"""`TPUStrategy.run`: what steps are given, may do and draw, and what comes back; on the fake of the CPU."""
 
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrat as ts
-from tests.unit.tpu_beside_mirrored import fake_tpu, here, own
-from torchstrat.errors import ContextError, InvalidArgumentError, StructureMismatchError, UnsupportedError
+from tests.support.tpu import fake_tpu, here, mirrored, own, rows_of, seen
+from torchstrat import RunOptions
+from torchstrat.errors import ContextError, OutOfRangeError
+from torchstrat.testing.fake_tpu import runtime_of
 
 Pair = namedtuple("Pair", ["left", "right"])
+X, ROWS, WIDE = own(1.0, 2.0), own([1.0, 2.0], [3.0, 4.0]), own(*torch.arange(24.0).reshape(2, 3, 4))
 
 
 @pytest.fixture
@@ -26,50 +31,121 @@ def strategy() -> Iterator[ts.TPUStrategy]:
         yield made
 
 
-# -- results --------------------------------------------------------------------------------------------------------
+def each(*values: Any) -> Any:
+    return "of each replica", [*values]
 
 
-def test_a_tensor_of_each_replica_is_a_per_replica_value(strategy: ts.TPUStrategy) -> None:
-    result = strategy.run(lambda x: x * 2, args=(own(1.0, 2.0),))
-    assert isinstance(result, ts.PerReplica)
-    assert repr(result) == "PerReplica:{\n  0: tensor(2.),\n  1: tensor(4.)\n}"
-    assert [float(one) for one in strategy.local_results(result)] == [2.0, 4.0]
-    assert float(strategy.reduce("sum", result)) == 6.0
-    assert float(strategy.reduce("mean", result)) == 3.0
+def opened(result: Any) -> Any:
+    """Values of each replica as `each` writes them, in the same structure."""
+    if isinstance(result, ts.PerReplica):
+        return each(*seen(result))
+    if isinstance(result, dict):
+        return {key: opened(value) for key, value in result.items()}
+    if isinstance(result, Pair):
+        return Pair(*map(opened, result))
+    return type(result)(map(opened, result)) if isinstance(result, list | tuple) else result
 
 
-def test_a_fresh_tensor_that_is_equal_everywhere_is_one_too(strategy: ts.TPUStrategy) -> None:
-    result = strategy.run(lambda: torch.ones(2))
-    assert isinstance(result, ts.PerReplica)
-    assert [one.tolist() for one in result.values] == [[1, 1], [1, 1]]
-    assert strategy.gather(result, axis=0).tolist() == [1, 1, 1, 1]
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = (x * torch.ones(2, requires_grad=True)).detach_()
+    assert not y.requires_grad
+    return y + x.data * 2
+
+
+def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x * 2
+
+
+RETURNED: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...]]] = {}
+
+
+def _returns(name: str, expected: Any, step: Callable[..., Any], *args: Any) -> None:
+    RETURNED[name] = expected, step, args
+
+
+_returns("a tensor of each replica", each(2.0, 4.0), lambda x: x * 2, X)
+_returns("a fresh tensor that is equal everywhere", each([1, 1], [1, 1]), lambda: torch.ones(2))
+_returns(
+    "a nest",
+    {"list": [each(1, 2), None], "pair": Pair(each(2, 3), ("a", 5))},
+    lambda x: {"list": [x, None], "pair": Pair(x + 1, ("a", 5))},
+    own(1, 2),
+)
+_returns(
+    "components in a nest",
+    (each(3, 7), each([2, 3], [4, 5]), each(20, 30)),
+    lambda a, nest, pair: (a.sum(), nest[0]["deep"][0] + 1, pair.left * pair.right),
+    *(ROWS, [{"deep": (ROWS, 1)}], Pair(ts.PerReplica([2, 3]), 10)),
+)
+_returns("a shape", [2, 1, torch.int64, 1, 2], lambda x: [x.ndim, len(x), x.dtype, *x.shape], own([[1, 2]], [[3, 4]]))
+_returns("numbers", each(1.5, 2.5), lambda x: x, ts.PerReplica([1.5, 2.5]))
+_returns("bools", each(True, False), lambda x: x, ts.PerReplica([True, False]))
+_returns("numbers of NumPy", each(1.0, 2.0), lambda x: x, ts.PerReplica([np.float64(1), np.float64(2)]))
+_returns("arrays", each([1, 1], [0, 0]), lambda x: x, ts.PerReplica([np.ones(2), np.zeros(2)]))
+_returns("equal texts", "a", lambda x: x, ts.PerReplica(["a", "a"]))
+_returns("equal Python numbers", 3, lambda x: x, ts.PerReplica([3, 3]))
+_returns("None twice", None, lambda x: x, ts.PerReplica([None, None]))
+_returns("a mirrored value", each([2, 3], [2, 3]), lambda x: x + 1, ts.Mirrored([torch.tensor([1.0, 2.0])] * 2))
+_returns("a replica's number", each(0, 1), lambda: torch.as_tensor(here().replica_id_in_sync_group))
+_returns("a row by number", each(5, 6), lambda x: x[here().replica_id_in_sync_group], torch.tensor([5.0, 6.0]))
+_returns("numbers of replicas and devices", [2, 1], lambda: [here().num_replicas_in_sync, len(here().devices)])
+_returns(
+    "other strides",
+    each([[1, 3], [2, 4]], [[13, 15], [14, 16]]),
+    lambda x: (x * 1).as_strided((2, 2), (1, 2), 1),
+    WIDE,
+)
+_returns(
+    "strides of a copy",
+    each([0, 4, 8, 1], [12, 16, 20, 13]),
+    lambda x: x.t().contiguous().as_strided((4,), (1,)),
+    WIDE,
+)
+_returns("data and detach_", each([3, 6], [9, 12]), without_gradient, ROWS)
+_returns("inference mode", each([2, 4], [6, 8]), in_inference_mode, ROWS)
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_a_run_returns(strategy: ts.TPUStrategy, name: str) -> None:
+    expected, step, args = RETURNED[name]
+    assert opened(strategy.run(step, args=args)) == expected
+    with torch.inference_mode():
+        assert opened(strategy.run(step, args=args)) == expected
+
+
+def test_values_of_each_replica_are_shown_and_combined(strategy: ts.TPUStrategy) -> None:
+    result = strategy.run(lambda x: (x * 2, x > 1, torch.ones(2), torch.stack([x + 1, x + 2])), args=(X,))
+    assert repr(result[0]) == "PerReplica:{\n  0: tensor(2.),\n  1: tensor(4.)\n}"
+    assert (float(strategy.reduce("sum", result[0])), float(strategy.reduce("mean", result[0]))) == (6.0, 3.0)
+    assert [bool(one) for one in strategy.local_results(result[1])] == [False, True]
+    assert strategy.gather(result[2], axis=0).tolist() == [1, 1, 1, 1]
+    again = strategy.run(lambda x: x * 2, args=(result[3],))
+    assert strategy.gather(again, axis=0).tolist() == [4, 6, 6, 8]
+    assert int(strategy.reduce("sum", strategy.run(lambda x: x, args=(own(1, 2),)))) == 3
+    for size in (3, 5000):  # large ones are not reduced in the program
+        large = strategy.run(lambda x, size=size: x.expand(size) + 0, args=(own(1.0, 5.0),))
+        assert set(strategy.reduce("mean", large).tolist()) == {3.0}
+        assert strategy.reduce("sum", large).shape == (size,)
+        assert float(strategy.reduce("sum", large, axis=0)) == 6.0 * size
 
 
 def test_what_all_replicas_share_is_not_wrapped(strategy: ts.TPUStrategy) -> None:
-    given = torch.ones(2)
     with strategy.scope():
         layer = nn.BatchNorm1d(2)
-    for value in (given, layer.weight, layer.running_mean, None, 3, "text", object()):
-        assert strategy.run(lambda value, own_value=value: value, args=(value,)) is value
+    same, array = object(), np.ones(2)
+    for value in (torch.ones(2), layer.weight, layer.running_mean, None, 3, "text", same, array):
+        assert strategy.run(lambda value: value, args=(value,)) is value
     assert strategy.run(lambda: layer.weight) is layer.weight
     assert strategy.run(lambda: layer.running_mean) is layer.running_mean
-
-
-def test_nests_keep_their_structure(strategy: ts.TPUStrategy) -> None:
-    result = strategy.run(lambda x: {"list": [x, None], "pair": Pair(x + 1, ("a", 5))}, args=(own(1, 2),))
-    assert [int(one) for one in result["list"][0].values] == [1, 2]
-    assert result["list"][1] is None
-    assert isinstance(result["pair"], Pair)
-    assert [int(one) for one in result["pair"].left.values] == [2, 3]
-    assert result["pair"].right == ("a", 5)
+    assert strategy.run(lambda x: x, args=(ts.PerReplica([same, same]),)) is same
 
 
 def test_one_replica_gives_bare_values() -> None:
     with fake_tpu(1) as strategy:
         result = strategy.run(lambda x: {"x": x + 1, "id": here().replica_id_in_sync_group}, args=(torch.ones(2),))
         assert isinstance(result["x"], torch.Tensor)
-        assert result["x"].tolist() == [2, 2]
-        assert result["id"] == 0
+        assert (result["x"].tolist(), result["id"]) == ([2, 2], 0)
         assert strategy.run(lambda x: x + 1, args=(own(1.0),)).item() == 2.0
 
 
@@ -84,131 +160,24 @@ def test_results_do_not_change_with_what_they_were_made_of(strategy: ts.TPUStrat
     assert [one.item() for one in (*before.values, *shared.values)] == [first] * 4
 
 
-def test_results_are_given_to_the_next_run(strategy: ts.TPUStrategy) -> None:
-    result = strategy.run(lambda x: x + 1, args=(own([1.0, 2.0], [3.0, 4.0]),))
-    again = strategy.run(lambda x: x * 2, args=(result,))
-    assert [one.tolist() for one in again.values] == [[4, 6], [8, 10]]
-    assert strategy.gather(again, axis=0).tolist() == [4, 6, 8, 10]
+def test_complex_numbers_by_their_parts(strategy: ts.TPUStrategy) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(x, x + 1)
+        return (z / z.conj()).abs() + (z + 1).angle() + z.mean().real
+
+    for found, x in zip(strategy.run(step, args=(WIDE,)).values, WIDE.values, strict=True):
+        torch.testing.assert_close(found, step(x))
 
 
-def test_large_results_are_reduced_as_small_ones_are(strategy: ts.TPUStrategy) -> None:
-    for size in (3, 5000):
-        result = strategy.run(lambda x, size=size: x.expand(size) + 0, args=(own(1.0, 5.0),))
-        assert set(strategy.reduce("mean", result).tolist()) == {3.0}
-        assert strategy.reduce("sum", result).shape == (size,)
-        assert float(strategy.reduce("sum", result, axis=0)) == 6.0 * size
+# -- calls in the wrong place ---------------------------------------------------------------------------------------
 
 
-def test_reduce_of_integers_and_bools(strategy: ts.TPUStrategy) -> None:
-    result = strategy.run(lambda x: (x, x > 1), args=(own(1, 2),))
-    assert int(strategy.reduce("sum", result[0])) == 3
-    assert [bool(one) for one in result[1].values] == [False, True]
-
-
-# -- inputs ---------------------------------------------------------------------------------------------------------
-
-
-def test_each_replica_sees_its_own_components(strategy: ts.TPUStrategy) -> None:
-    x = own([1.0, 2.0], [3.0, 4.0])
-    result = strategy.run(
-        lambda a, *rest, **named: (a.sum(), rest[0][0]["deep"][0] + 1, named["pair"].left * named["pair"].right),
-        args=(x, [{"deep": (x, 1)}]),
-        kwargs={"pair": Pair(ts.PerReplica([2, 3]), 10)},
-    )
-    assert [float(one) for one in result[0].values] == [3, 7]
-    assert [one.tolist() for one in result[1].values] == [[2, 3], [4, 5]]
-    assert [int(one) for one in result[2].values] == [20, 30]
-
-
-def test_a_step_sees_the_shape_of_one_replica(strategy: ts.TPUStrategy) -> None:
-    seen: list[Any] = []
-    strategy.run(lambda x: seen.append((x.shape, x.ndim, len(x), x.dtype)), args=(own([[1, 2]], [[3, 4]]),))
-    assert seen == [((1, 2), 2, 1, torch.int64)]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.5, 2.5], [1.5, 2.5]),
-        ([True, False], [True, False]),
-        ([np.float64(1), np.float64(2)], [1.0, 2.0]),
-        ([np.ones(2), np.zeros(2)], [[1, 1], [0, 0]]),
-    ],
-)
-def test_numbers_and_arrays_of_each_replica_are_tensors(
-    strategy: ts.TPUStrategy, values: list[Any], expected: list[Any]
-) -> None:
-    result = strategy.run(lambda x: x, args=(ts.PerReplica(values),))
-    assert [one.tolist() for one in result.values] == expected
-
-
-def test_equal_python_objects_are_one(strategy: ts.TPUStrategy) -> None:
-    same = object()
-    for first, second in (("a", "a"), (3, 3), (None, None), (same, same)):
-        assert strategy.run(lambda x: x, args=(ts.PerReplica([first, second]),)) is first
-
-
-@pytest.mark.parametrize("values", [["a", "b"], [object(), object()], [None, 1], [np.array(["a"]), np.array(["b"])]])
-def test_different_python_objects_are_refused(strategy: ts.TPUStrategy, values: list[Any]) -> None:
-    called: list[Any] = []
-    with pytest.raises(UnsupportedError, match=r"tensors or numbers|strings"):
-        strategy.run(called.append, args=(ts.PerReplica(values),))
-    assert called == []
-
-
-def test_mirrored_values_and_plain_ones(strategy: ts.TPUStrategy) -> None:
-    value = ts.Mirrored([torch.tensor([1.0, 2.0])] * 2)
-    array = np.ones(2)
-    result = strategy.run(lambda m, a: (m + 1, a), args=(value, array))
-    assert [one.tolist() for one in result[0].values] == [[2, 3], [2, 3]]
-    assert result[1] is array
-
-
-def test_values_without_a_component_for_a_replica(strategy: ts.TPUStrategy) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"components for replicas \[0\], not for replica 1"):
-        strategy.run(lambda x: x, args=(own(1.0),))
-
-
-def test_replicas_know_their_number(strategy: ts.TPUStrategy) -> None:
-    ids = strategy.run(lambda: torch.as_tensor(here().replica_id_in_sync_group))
-    assert [int(one) for one in ids.values] == [0, 1]
-    assert strategy.run(lambda: here().num_replicas_in_sync) == 2
-    assert strategy.run(lambda: len(here().devices)) == 1
-    rows = strategy.run(lambda x: x[here().replica_id_in_sync_group], args=(torch.tensor([5.0, 6.0]),))
-    assert [float(one) for one in rows.values] == [5, 6]
-
-
-# -- a step that fails, and calls in the wrong place ----------------------------------------------------------------
-
-
-def test_an_error_of_the_step_is_the_users_own(strategy: ts.TPUStrategy) -> None:
-    def step() -> None:
-        raise LookupError("mine")
-
-    with pytest.raises(LookupError, match="mine"):
-        strategy.run(step)
-    assert strategy.run(lambda: "still usable") == "still usable"
-    assert not ts.has_strategy()
-
-
-def test_run_in_a_run(strategy: ts.TPUStrategy) -> None:
-    with pytest.raises(ContextError, match=r"run was called inside .*replica.* it works outside of run"):
-        strategy.run(lambda: strategy.run(lambda: None))
-    assert strategy.run(lambda: 1) == 1
-
-
-def test_reduce_in_a_run(strategy: ts.TPUStrategy) -> None:
-    with pytest.raises(ContextError, match=r"reduce was called inside .*replica"):
-        strategy.run(lambda x: strategy.reduce("sum", x), args=(own(1.0, 2.0),))
-
-
-def test_after_close() -> None:
-    with fake_tpu(2) as strategy:
-        strategy.close()
-        with pytest.raises(ContextError, match="has been closed"):
-            strategy.run(lambda: None)
-        with pytest.raises(ContextError, match="has been closed"), strategy.scope():
-            pass
+def test_after_close(strategy: ts.TPUStrategy) -> None:
+    strategy.close()
+    with pytest.raises(ContextError, match="has been closed"):
+        strategy.run(lambda: None)
+    with pytest.raises(ContextError, match="has been closed"), strategy.scope():
+        pass
 
 
 def test_one_run_at_a_time(strategy: ts.TPUStrategy) -> None:
@@ -228,11 +197,6 @@ def test_one_run_at_a_time(strategy: ts.TPUStrategy) -> None:
         go_on.set()
         other.join()
     assert strategy.run(lambda: 2) == 2
-
-
-def test_passes_return_equal_structures(strategy: ts.TPUStrategy) -> None:
-    with pytest.raises(StructureMismatchError, match="the same structure"):
-        strategy.run(lambda x: [x] * len(x), args=(own([1.0], [1.0, 2.0]),))
 
 
 def test_copies(strategy: ts.TPUStrategy) -> None:
@@ -255,31 +219,25 @@ def test_copies(strategy: ts.TPUStrategy) -> None:
 
 def test_variables_of_elsewhere_are_adopted_with_a_warning(strategy: ts.TPUStrategy) -> None:
     model = nn.Linear(3, 1)
-
-    def step(x: torch.Tensor) -> None:
-        model(x).sum().backward()
-
     with pytest.warns(UserWarning, match=r"TPUStrategy\.scope\(\) has not seen: a Linear made outside of it"):
-        strategy.run(step, args=(own([[1.0, 0, 0]], [[3.0, 0, 0]]),))
+        strategy.run(lambda x: model(x).sum().backward(), args=(own([[1.0, 0, 0]], [[3.0, 0, 0]]),))
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[2, 0, 0]]
 
 
-def test_an_optimizer_of_another_thread_that_is_in_its_step_when_a_run_begins() -> None:
+def test_an_optimizer_of_another_thread_that_is_in_its_step_when_a_run_begins(strategy: ts.TPUStrategy) -> None:
     """The hooks that see when an optimizer steps are PyTorch's global ones."""
     begun, over = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             begun.set()
             assert over.wait(60)
 
-    failures: list[BaseException] = []
-    optimizer = Slow([nn.Parameter(torch.zeros(1))], lr=0.1)
-
     def train() -> None:
         try:
-            optimizer.step()
+            Slow([nn.Parameter(torch.zeros(1))], lr=0.1).step()
         except BaseException as error:
             failures.append(error)
 
@@ -292,6 +250,383 @@ def test_an_optimizer_of_another_thread_that_is_in_its_step_when_a_run_begins() 
         thread.join(60)
         return x + 1
 
-    with fake_tpu(2) as strategy:
-        strategy.run(step, args=(own(1.0, 2.0),))
+    strategy.run(step, args=(X,))
     assert not failures
+
+
+# == datasets: batches on their way to the devices, and those that do not divide =====================================
+
+
+def loader(rows: int = 10, batch: int = 4) -> DataLoader[Any]:
+    x = torch.arange(rows * 2.0).reshape(rows, 2)
+    return DataLoader(TensorDataset(x, torch.arange(rows)), batch_size=batch)
+
+
+def seen_batches(strategy: ts.Strategy, dataset: Any) -> list[Any]:
+    """Of each batch, what each replica that had rows saw."""
+    found: list[Any] = []
+    for batch in dataset:
+        result = strategy.run(lambda batch: (batch[0] * 1, batch[1] * 1), args=(batch,))
+        columns = [[one.tolist() for one in strategy.local_results(leaf)] for leaf in result]
+        found.append(list(zip(*columns, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(8, 4), (10, 4), (9, 3), (5, 4)])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_replicas_see_what_they_see_on_other_strategies(rows: int, batch: int, replicas: int) -> None:
+    with mirrored(replicas) as other:
+        dataset = other.distribute_dataset(loader(rows, batch))
+        expected, spec = seen_batches(other, dataset), repr(dataset.element_spec)
+    with fake_tpu(replicas) as strategy:
+        dataset = strategy.distribute_dataset(loader(rows, batch))
+        assert (seen_batches(strategy, dataset), repr(dataset.element_spec)) == (expected, spec)
+
+
+def test_even_batches_are_placed_once_and_uneven_ones_are_not(strategy: ts.TPUStrategy) -> None:
+    batches = list(strategy.distribute_dataset(loader(11, 4)))  # 4, 4 and 3 rows
+    assert runtime_of(strategy).placed == 4  # two leaves of two batches
+    assert [batch[0].batch_info.rows for batch in batches] == [(2, 2), (2, 2), (2, 1)]
+    strategy.run(lambda batch: batch[0].sum(), args=(batches[0],))
+    assert seen(batches[1][1]) == [[4, 5], [6, 7]]
+    with fake_tpu(1) as alone:
+        assert all(isinstance(leaf, torch.Tensor) for batch in alone.distribute_dataset(loader(4, 2)) for leaf in batch)
+
+
+def test_a_mean_over_uneven_batches_counts_rows(strategy: ts.TPUStrategy) -> None:
+    with strategy.scope():
+        weight = torch.nn.Linear(2, 1, bias=False)
+    for batch in strategy.distribute_dataset(loader(11, 4)):
+        weight.zero_grad()
+        strategy.run(lambda batch: weight(batch[0]).mean().backward(), args=(batch,))
+    last = torch.arange(22.0).reshape(11, 2)[8:]
+    torch.testing.assert_close(weight.weight.grad, last.mean(dim=0, keepdim=True))
+
+
+def test_one_after_the_other(strategy: ts.TPUStrategy) -> None:
+    iterator = iter(strategy.distribute_dataset(loader(8, 4)))
+    assert len(strategy.local_results(iterator.get_next())) == 2
+    assert iterator.get_next_as_optional().has_value()
+    with pytest.raises(OutOfRangeError):
+        iterator.get_next()
+
+
+def test_datasets_and_values_from_functions(strategy: ts.TPUStrategy) -> None:
+    contexts: list[Any] = []
+
+    def make(context: Any) -> Any:
+        contexts.append((context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync))
+        return loader(8, context.get_per_replica_batch_size(4))
+
+    found = seen_batches(strategy, strategy.distribute_datasets_from_function(make))
+    assert contexts == [(1, 0, 2)]
+    assert [[y for _, y in batch] for batch in found] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    values = strategy.distribute_values_from_function(lambda context: torch.tensor(context.replica_id_in_sync_group))
+    assert seen(strategy.run(lambda x: x + 1, args=(values,))) == [1, 2]
+
+
+def test_dicts_and_arrays(strategy: ts.TPUStrategy) -> None:
+    (batch,) = strategy.distribute_dataset([{"x": torch.arange(4.0), "n": torch.arange(4).numpy()}])
+    result = strategy.run(lambda batch: batch["x"] + batch["n"], args=(batch,))
+    assert seen(result) == [[0, 2], [4, 6]]
+
+
+# == edits in place: whose the edited tensor is ======================================================================
+
+PAIRS = own([1.0, 2.0], [5.0, 6.0])
+
+
+def test_a_variable_takes_what_the_first_replica_makes_of_it_and_a_buffer_the_mean() -> None:
+    def step(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            layer.weight.add_(x)
+            layer.weight.data.mul_(2)
+            layer.weight[0, 0] = x[0] * 10
+        layer.floating.mul_(0.5).add_(x[0])
+        layer.counts.add_(x[0].long())
+
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            layer = nn.Linear(2, 1)
+            nn.init.zeros_(layer.weight)
+            layer.register_buffer("floating", torch.tensor(2.0))
+            layer.register_buffer("counts", torch.tensor(10))
+        differ = r"buffer '(floating|counts)' of Linear differs|the replicas have changed Linear\.weight"
+        with pytest.warns(UserWarning, match=differ) as said:
+            strategy.run(step, args=(PAIRS,))
+        assert len({re.search(differ, str(one.message))[0] for one in said}) == len(said) == 3  # type: ignore[index]
+        assert layer.weight.tolist() == [[10.0, 4.0]]
+        assert float(layer.floating) == 4.0
+        assert int(layer.counts) == 11  # integers have no mean: the first replica's
+
+
+def test_gradients_that_a_step_writes_are_combined() -> None:
+    def step(x: torch.Tensor) -> None:
+        if weight.grad is None:
+            weight.grad = x * 1
+        else:
+            weight.grad.copy_(x * 1)
+
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            holder = nn.ParameterList([torch.zeros(2)])
+        weight = holder[0]
+        for _ in range(2):
+            strategy.run(step, args=(PAIRS,))
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [3.0, 4.0]
+
+
+def totals(x: torch.Tensor) -> Any:
+    total, count, product, quotient = torch.zeros(()), torch.zeros(()), torch.ones(()), torch.ones(())
+    for row in x:
+        total += row
+        count -= 1
+        product *= row
+        quotient /= row
+    return total, count, product, quotient
+
+
+def aliases_and_buffers(x: torch.Tensor) -> Any:
+    total = torch.zeros(2)
+    alias = total
+    total.add_(x)
+    buffer = torch.zeros(3, 2)
+    buffer[1] = x
+    buffer[2, 0] += x[1]
+    return alias, buffer
+
+
+def own_tensors(x: torch.Tensor) -> Any:
+    y = x * 1
+    y.add_(1).mul_(x)
+    y[0] = 7
+    y[1] += x[0]
+    return y, x.mul_(3)
+
+
+@pytest.mark.parametrize("step", [totals, aliases_and_buffers, own_tensors])
+def test_what_a_step_has_made_or_was_given_is_the_replicas_own(step: Any) -> None:
+    before = [one.clone() for one in PAIRS.values]
+    with fake_tpu(2) as strategy:
+        result = strategy.run(step, args=(PAIRS,))
+    assert [one.tolist() for one in PAIRS.values] == [one.tolist() for one in before]
+    for index, x in enumerate(before):
+        found = [one.values[index] for one in (result if isinstance(result, tuple) else (result,))]
+        assert [one.tolist() for one in found] == [one.tolist() for one in step(x)]
+
+
+def test_a_layer_that_is_made_when_it_is_first_called() -> None:
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            layer = nn.LazyLinear(2)
+        strategy.run(lambda x: layer(x).sum().backward(), args=(own([[1.0, 2.0]], [[3.0, 4.0]]),))
+        assert layer.weight.shape == (2, 2)
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.tolist() == [[2, 3], [2, 3]]
+        assert strategy.run(lambda: here().num_replicas_in_sync) == 2
+
+
+# == random numbers: whose they are ==================================================================================
+
+given = torch.Generator()
+
+
+def results(step: Callable[[], object], replicas: int = 2) -> list[torch.Tensor]:
+    with fake_tpu(replicas) as strategy:
+        torch.manual_seed(0)
+        return list(strategy.local_results(strategy.run(step)))
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(mine, wanted) for mine, wanted in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.randn(8),
+        lambda: torch.empty(8).normal_(),
+        lambda: torch.zeros(8).uniform_(),
+        lambda: (torch.zeros(8) + 1).exponential_(),
+        lambda: torch.empty(64).bernoulli_(0.5),
+        lambda: nn.init.normal_(torch.empty(8)),
+        lambda: nn.init.xavier_uniform_(torch.empty(3, 3)),
+        lambda: nn.init.normal_(tensor=torch.empty(8)),
+        lambda: torch.rand(8, generator=torch.default_generator),
+        lambda: torch.empty(8).normal_(generator=torch.default_generator),
+        lambda: nn.functional.dropout(torch.ones(64)),
+        lambda: torch.randn_like(torch.zeros(8)),
+        lambda: torch.randint(0, 1000, (8,)),
+    ],
+)
+def test_each_replica_draws_its_own_and_the_same_from_the_same_seed(draw: Callable[[], torch.Tensor]) -> None:
+    """By other numbers in the next run, and with another seed; the program's generator stays where it is."""
+
+    def runs(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        found = [one for _ in range(2) for one in strategy.local_results(strategy.run(draw))]
+        own = torch.rand(2)
+        torch.manual_seed(seed)
+        assert torch.equal(own, torch.rand(2))
+        return found
+
+    with fake_tpu(2) as strategy:
+        first, again, other = runs(3), runs(3), runs(4)
+    assert same(first, again)
+    drawn = [*first, *other]
+    assert not any(torch.equal(drawn[one], drawn[two]) for one in range(8) for two in range(one))
+
+
+def test_first_values_of_a_variable_are_one_for_all() -> None:
+    def step() -> None:
+        nn.init.normal_(layer.weight)
+        with torch.no_grad():
+            layer.bias.uniform_(5, 6)
+
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            layer = nn.Linear(3, 3)
+        for draw in (step, lambda: nn.init.normal_(layer.weight.data).sum()):
+            before = layer.weight.detach().clone()
+            strategy.run(draw)
+            assert not torch.equal(before, layer.weight)
+            assert torch.equal(*strategy.run(lambda: layer.weight * 1).values)
+        assert all(5 <= one <= 6 for one in layer.bias.tolist())
+
+
+def test_a_generator_of_the_steps_own_is_each_replicas() -> None:
+    def step() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        made = torch.rand(2, generator=generator)
+        filled = torch.empty(2).normal_(generator=generator)
+        return [made, filled, torch.randperm(5, generator=generator)]
+
+    first, second = results(step)
+    assert same(first, step())
+    assert same(second, step())
+
+
+def test_from_a_generator_that_was_given_the_replicas_draw_in_turns() -> None:
+    given.manual_seed(5)
+    seen = results(lambda: torch.rand(2, generator=given))
+    given.manual_seed(5)
+    assert torch.equal(torch.cat(seen), torch.cat([torch.rand(2, generator=given) for _ in range(2)]))
+
+
+def test_a_seed_in_a_step_is_every_replicas_seed() -> None:
+    def step() -> torch.Tensor:
+        torch.manual_seed(3)
+        return torch.cat([torch.rand(4), torch.empty(4).normal_()])
+
+    with fake_tpu(2) as strategy:
+        torch.manual_seed(7)
+        before = torch.default_generator.get_state()
+        runs = [strategy.local_results(strategy.run(step)) for _ in range(2)]
+        assert all(torch.equal(runs[0][0], one) for run in runs for one in run)
+        # It is a seed of the replicas' streams: outside the generator is where it was.
+        torch.manual_seed(7)
+        wanted = torch.rand(3)
+        torch.default_generator.set_state(before)
+        strategy.run(step)
+        assert torch.equal(torch.rand(3), wanted)
+
+
+def test_with_a_global_view_a_generator_and_a_seed_are_those_of_one_device() -> None:
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4)
+        return [torch.rand(3), torch.rand(3, generator=generator), torch.empty(3).normal_(generator=generator)]
+
+    with fake_tpu(2) as strategy:
+        runs = [strategy.run(step, options=RunOptions(global_view=True)) for _ in range(2)]
+    assert same(*runs)
+    assert same(runs[0][1:], step()[1:])
+
+
+# == a step that sees the batches of all replicas as one =============================================================
+
+GLOBAL = ts.RunOptions(global_view=True)
+
+
+class LastOutput(nn.Module):
+    """The last output of an LSTM over three numbers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def training(make: Callable[[], nn.Module], batches: list[Any], run: Callable[[Any, Any], Any]) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses = [run(step, batch) for batch in batches]
+    return [*losses, *(one.detach() for one in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("make", [LastOutput, normalised])
+@pytest.mark.parametrize("counts", [[(2, 2), (2, 2)], [(4, 4), (3, 1), (2, 0)]])
+def test_numbers_of_plain_training(make: Callable[[], nn.Module], counts: list[tuple[int, int]]) -> None:
+    batches = [rows_of(one, seed=seed) for seed, one in enumerate(counts)]
+    plain = training(lambda: make().double(), [torch.cat(one.values) for one in batches], lambda step, x: step(x))
+    with fake_tpu(2) as strategy:
+
+        def made() -> nn.Module:
+            with strategy.scope():
+                return make().double()
+
+        found = training(made, batches, lambda step, x: strategy.run(step, args=(x,), options=GLOBAL))
+    for mine, wanted in zip(found, plain, strict=True):
+        assert type(mine) in (torch.Tensor, nn.Parameter)
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_inputs_are_joined() -> None:
+    """Those of an earlier run too, and whatever is said of logical devices."""
+
+    def step(x: torch.Tensor, shared: torch.Tensor, more: Any, *, flag: bool) -> Any:
+        return strategy.split_to_logical_devices(x, [1, 2]) * 2, shared, more["numbers"], flag
+
+    with fake_tpu(2, 2) as strategy:
+        shared, rows = torch.ones(3), rows_of((2, 1), columns=4)
+        numbers = strategy.run(lambda x: x * 2, args=(own([1], [2]),))
+        x, same, joined, flag = strategy.run(
+            step, args=(rows, shared, {"numbers": numbers}), kwargs={"flag": True}, options=GLOBAL
+        )
+        assert torch.equal(x, 2 * torch.cat(rows.values))
+        assert same is shared
+        assert joined.tolist() == [2, 4]
+        assert flag is True
+
+
+def test_replicas_without_rows_add_none() -> None:
+    calls: list[int] = []
+    with fake_tpu(2) as strategy:
+        strategy.run(lambda x: calls.append(len(x)), args=(rows_of((2, 0)),), options=GLOBAL)
+        strategy.run(lambda x: calls.append(len(x)), args=(rows_of((0, 0)),), options=GLOBAL)
+    assert calls == [2]
+
+
+def test_options_are_told_apart_and_other_strategies_take_no_notice() -> None:
+    assert ts.RunOptions() != GLOBAL
+    assert hash(ts.RunOptions()) != hash(GLOBAL)
+    assert "global_view=True" in repr(GLOBAL)
+    assert "global_view" not in repr(ts.RunOptions())
+    with mirrored() as strategy:
+        assert seen(strategy.run(lambda x: x.sum(), args=(own([1.0], [2.0]),), options=GLOBAL)) == [1, 2]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.strategies.tpu import TPUStrategy
 from torchstrat.testing.fake_spmd import FakeSpmdRuntime
 from torchstrat.tpu.device_assignment import DeviceAssignment
 from torchstrat.tpu.topology import Topology
+from torchstrat.values import BatchInfo, PerReplica
 
 
 def fake_tpu_strategy(replicas: int = 1, logical_devices: int = 1, **options: Any) -> TPUStrategy:
@@ -38,3 +42,18 @@ def fake_tpu_strategy(replicas: int = 1, logical_devices: int = 1, **options: An
         _runtime=FakeSpmdRuntime(replicas * logical_devices, mesh_shape),
         **options,
     )
+
+
+def runtime_of(strategy: TPUStrategy) -> FakeSpmdRuntime:
+    """What the strategy of `fake_tpu_strategy` says its annotations to, and executes its programs on."""
+    runtime = strategy._system.runtime
+    assert isinstance(runtime, FakeSpmdRuntime)
+    return runtime
+
+
+def batch_of_replicas(parts: Sequence[torch.Tensor], *, run_empty: bool = False) -> PerReplica[torch.Tensor]:
+    """A batch as an input pipeline hands it out, which knows how many rows each replica has.
+
+    ``run_empty``: as of `InputOptions(empty_replicas="run")`.
+    """
+    return PerReplica(tuple(parts), batch_info=BatchInfo(tuple(map(len, parts)), run_empty=run_empty))
