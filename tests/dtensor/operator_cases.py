@@ -7,9 +7,11 @@ those of plain PyTorch for every way to cut every tensor among its arguments (a 
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +71,19 @@ def case(*operators: str, name: str = "", refuses: str = "") -> Callable[[Any], 
     return add
 
 
+def call(
+    operators: str, *functions: Any, of: list[tuple[int, ...]] | None = None, name: str = "", refuses: str = ""
+) -> None:
+    """Any of ``functions``, or of (function, shapes of its arguments), on normal numbers. ``of``: these shapes."""
+
+    def make(shapes: Shapes) -> tuple[Function, Arguments]:
+        chosen = shapes.choice(*functions)
+        function, dims = chosen if isinstance(chosen, tuple) else (chosen, of)
+        return function, [shapes.normal(*one) for one in dims]
+
+    case(*operators.split(), name=name, refuses=refuses)(make)
+
+
 # -- functions of elements -----------------------------------------------------------------------------------------
 
 _SIGNED = (
@@ -87,43 +102,27 @@ def _called(name: str) -> Function:
     return function
 
 
-def _unary(name: str, *, positive: bool) -> None:
-    @case(name)
-    def make(shapes: Shapes) -> tuple[Function, Arguments]:
-        dims = shapes.dims(shapes.size(1, 2, 3))
-        return _called(name), [shapes.positive(*dims) if positive else shapes.normal(*dims)]
+def _unary(name: str, shapes: Shapes) -> tuple[Function, Arguments]:
+    dims = shapes.dims(shapes.size(1, 2, 3))
+    return _called(name), [shapes.positive(*dims) if name in _POSITIVE else shapes.normal(*dims)]
 
 
-for _name in _SIGNED:
-    _unary(_name, positive=False)
-for _name in _POSITIVE:
-    _unary(_name, positive=True)
+for _name in (*_SIGNED, *_POSITIVE):
+    case(_name)(partial(_unary, _name))
 
+_OF_TORCH = (
+    *("add", "atan2", "div", "divide", "eq", "fmod", "ge", "greater", "greater_equal", "gt", "le", "less"),
+    *("less_equal", "logical_and", "logical_or", "logical_xor", "lt", "maximum", "minimum", "mul", "multiply"),
+    *("ne", "not_equal", "pow", "remainder", "rsub", "sub", "subtract", "true_divide"),
+)
 _PAIRS: dict[str, Function] = {
-    **{
-        name: getattr(torch, name)
-        for name in ("add", "atan2", "div", "divide", "eq", "fmod", "ge", "greater", "greater_equal", "gt", "le")
-    },
-    **{
-        name: getattr(torch, name)
-        for name in ("less", "less_equal", "logical_and", "logical_or", "logical_xor", "lt", "maximum", "minimum")
-    },
-    **{
-        name: getattr(torch, name)
-        for name in ("mul", "multiply", "ne", "not_equal", "pow", "remainder", "rsub", "sub", "subtract", "true_divide")
-    },
+    **{name: getattr(torch, name) for name in _OF_TORCH},
     "__rsub__": lambda x, y: 1 - x + y,
     "__rdiv__": lambda x, y: torch.Tensor.__rdiv__(x, 2.0) + y,
     "__rtruediv__": lambda x, y: 1 / x + y,
     "__pow__": lambda x, y: x**2 + y**x,
     "__rpow__": lambda x, y: 2**x + y,
-    "__eq__": lambda x, y: x == y,
-    "__ne__": lambda x, y: x != y,
-    "__lt__": lambda x, y: x < y,
-    "__le__": lambda x, y: x <= y,
-    "__gt__": lambda x, y: x > y,
-    "__ge__": lambda x, y: x >= y,
-    "__truediv__": lambda x, y: x / y,
+    **{f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "truediv")},
     "lerp": lambda x, y: torch.lerp(x, y, 0.3),
     "masked_fill": lambda x, y: x.masked_fill(y.detach() > 1, 0.25) * y,
     "where": lambda x, y: torch.where(x.detach() > 1, x, y),
@@ -136,17 +135,14 @@ _PAIRS: dict[str, Function] = {
 }
 
 
-def _pair(name: str) -> None:
-    @case(name)
-    def make(shapes: Shapes) -> tuple[Function, Arguments]:
-        dims = shapes.dims(3)
-        other = [size if shapes.choice(True, True, False) else 1 for size in dims][shapes.size(0, 1, 2) :]
-        pair = [shapes.positive(*dims), shapes.positive(*other)]
-        return _PAIRS[name], pair
+def _pair(name: str, shapes: Shapes) -> tuple[Function, Arguments]:
+    dims = shapes.dims(3)
+    other = [size if shapes.choice(True, True, False) else 1 for size in dims][shapes.size(0, 1, 2) :]
+    return _PAIRS[name], [shapes.positive(*dims), shapes.positive(*other)]
 
 
 for _name in _PAIRS:
-    _pair(_name)
+    case(_name)(partial(_pair, _name))
 
 
 @case("add", "mul", "sub", name="a tensor used twice, and scalars")
@@ -155,7 +151,7 @@ def _twice(shapes: Shapes) -> tuple[Function, Arguments]:
     return lambda x, y: (x * y + x.sin() * 3 - y) * x, [shapes.normal(*dims), shapes.normal(*dims)]
 
 
-# -- sums of products ----------------------------------------------------------------------------------------------
+# -- sums of products, attention and embedding ---------------------------------------------------------------------
 
 
 @case("linear")
@@ -165,43 +161,26 @@ def _linear(shapes: Shapes) -> tuple[Function, Arguments]:
     return F.linear, [shapes.normal(*batch, inputs), shapes.normal(outputs, inputs), shapes.normal(outputs)]
 
 
-@case("linear", name="linear without bias")
-def _linear_bare(shapes: Shapes) -> tuple[Function, Arguments]:
-    return F.linear, [shapes.normal(4, 8), shapes.normal(4, 8)]
+call("linear", F.linear, of=[(4, 8), (4, 8)], name="linear without bias")
 
 
 @case("matmul", "mm", "__matmul__")
 def _matmul(shapes: Shapes) -> tuple[Function, Arguments]:
     rows, inner, columns = shapes.size(3, 4), shapes.size(), shapes.size()
-    return shapes.choice(torch.matmul, torch.mm, lambda x, y: x @ y), [
-        shapes.normal(rows, inner),
-        shapes.normal(inner, columns),
-    ]
+    function = shapes.choice(torch.matmul, torch.mm, operator.matmul)
+    return function, [shapes.normal(rows, inner), shapes.normal(inner, columns)]
 
 
 @case("matmul", "bmm", "__rmatmul__", name="matmul of batches")
 def _matmul_batches(shapes: Shapes) -> tuple[Function, Arguments]:
     batch, heads = shapes.size(1, 4), shapes.size(3, 4)
-    left, right = [batch, heads, 4, 8], [shapes.choice(1, batch), heads, 8, 4]
-    return shapes.choice(torch.matmul, lambda x, y: torch.Tensor.__rmatmul__(y, x)), [
-        shapes.normal(*left),
-        shapes.normal(*right[shapes.size(0, 1) :]),
-    ]
+    right = [shapes.choice(1, batch), heads, 8, 4][shapes.size(0, 1) :]
+    function = shapes.choice(torch.matmul, lambda x, y: torch.Tensor.__rmatmul__(y, x))
+    return function, [shapes.normal(batch, heads, 4, 8), shapes.normal(*right)]
 
 
-@case("bmm")
-def _bmm(shapes: Shapes) -> tuple[Function, Arguments]:
-    return torch.bmm, [shapes.normal(4, 3, 8), shapes.normal(4, 8, 4)]
-
-
-@case("matmul", name="matmul with vectors")
-def _matmul_vectors(shapes: Shapes) -> tuple[Function, Arguments]:
-    if shapes.choice(True, False):
-        return torch.matmul, [shapes.normal(4, 8), shapes.normal(8)]
-    return torch.matmul, [shapes.normal(8), shapes.normal(8, 4)]
-
-
-# -- attention -----------------------------------------------------------------------------------------------------
+call("bmm", torch.bmm, of=[(4, 3, 8), (4, 8, 4)])
+call("matmul", (torch.matmul, [(4, 8), (8,)]), (torch.matmul, [(8,), (8, 4)]), name="matmul with vectors")
 
 
 @case("scaled_dot_product_attention")
@@ -213,28 +192,35 @@ def _attention(shapes: Shapes) -> tuple[Function, Arguments]:
     return function, [*tensors, shapes.normal(batch, heads, keys, 4)]
 
 
-@case("scaled_dot_product_attention", name="attention with a mask and a scale")
-def _attention_mask(shapes: Shapes) -> tuple[Function, Arguments]:
-    function = lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m, scale=0.3)  # noqa: E731
-    mask = shapes.normal(*shapes.choice((4, 8), (1, 4, 4, 8), (2, 1, 1, 8)))
-    return function, [shapes.normal(2, 4, 4, 8), shapes.normal(2, 4, 8, 8), shapes.normal(2, 4, 8, 4), mask]
-
-
-@case("scaled_dot_product_attention", name="attention with dropout")
-def _attention_dropout(shapes: Shapes) -> tuple[Function, Arguments]:
-    causal = shapes.choice(True, False)
-    function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.4, causal)  # noqa: E731
-    return function, [shapes.normal(2, 4, 4, 8), shapes.normal(2, 4, 4, 8), shapes.normal(2, 4, 4, 8)]
-
-
-@case("scaled_dot_product_attention", name="attention whose heads share keys")
-def _attention_shared(shapes: Shapes) -> tuple[Function, Arguments]:
-    heads = shapes.choice(2, 4)
-    function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # noqa: E731
-    return function, [shapes.normal(2, 8, 4, 4), shapes.normal(2, heads, 8, 4), shapes.normal(2, heads, 8, 4)]
-
-
-# -- embedding -----------------------------------------------------------------------------------------------------
+call(
+    "scaled_dot_product_attention",
+    *(
+        (
+            lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m, scale=0.3),
+            [(2, 4, 4, 8), (2, 4, 8, 8), (2, 4, 8, 4), mask],
+        )
+        for mask in ((4, 8), (1, 4, 4, 8), (2, 1, 1, 8))
+    ),
+    name="attention with a mask and a scale",
+)
+call(
+    "scaled_dot_product_attention",
+    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.4, True),
+    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.4, False),
+    of=[(2, 4, 4, 8)] * 3,
+    name="attention with dropout",
+)
+call(
+    "scaled_dot_product_attention",
+    *(
+        (
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            [(2, 8, 4, 4), (2, heads, 8, 4), (2, heads, 8, 4)],
+        )
+        for heads in (2, 4)
+    ),
+    name="attention whose heads share keys",
+)
 
 
 @case("embedding")
@@ -247,22 +233,20 @@ def _embedding(shapes: Shapes) -> tuple[Function, Arguments]:
 # -- reductions and softmax ----------------------------------------------------------------------------------------
 
 
-def _reduction(name: str) -> None:
-    @case(name)
-    def make(shapes: Shapes) -> tuple[Function, Arguments]:
-        function = getattr(torch, name)
-        dim, keepdim = shapes.choice(0, 1, -1, (0, 2), (1, 2)), shapes.choice(True, False)
-        if shapes.choice(True, False, False) or (name in ("any", "all") and not isinstance(dim, int)):
-            chosen = function
-        else:
-            chosen = lambda x: function(x, dim, keepdim=keepdim)  # noqa: E731
-        if name == "count_nonzero":
-            chosen = lambda x: torch.count_nonzero(x.round(), dim)  # noqa: E731
-        return chosen, [shapes.normal(4, shapes.size(3, 4), shapes.size(4, 8)).mul(1.5)]
+def _reduction(name: str, shapes: Shapes) -> tuple[Function, Arguments]:
+    function = getattr(torch, name)
+    dim, keepdim = shapes.choice(0, 1, -1, (0, 2), (1, 2)), shapes.choice(True, False)
+    if shapes.choice(True, False, False) or (name in ("any", "all") and not isinstance(dim, int)):
+        chosen = function
+    else:
+        chosen = lambda x: function(x, dim, keepdim=keepdim)  # noqa: E731
+    if name == "count_nonzero":
+        chosen = lambda x: torch.count_nonzero(x.round(), dim)  # noqa: E731
+    return chosen, [shapes.normal(4, shapes.size(3, 4), shapes.size(4, 8)).mul(1.5)]
 
 
 for _name in ("sum", "mean", "amax", "amin", "var", "std", "any", "all", "count_nonzero"):
-    _reduction(_name)
+    case(_name)(partial(_reduction, _name))
 
 
 @case("amax", "amin", "max", "min", name="extremes with ties")
@@ -292,31 +276,23 @@ def _softmax(shapes: Shapes) -> tuple[Function, Arguments]:
     return lambda x: function(x, dim=dim), [shapes.normal(*shapes.dims(2), 4) * 4]
 
 
-# -- losses --------------------------------------------------------------------------------------------------------
+# -- losses and normalisation --------------------------------------------------------------------------------------
 
 
 @case("cross_entropy")
 def _cross_entropy(shapes: Shapes) -> tuple[Function, Arguments]:
-    reduction, smoothing = shapes.choice("mean", "sum", "none"), shapes.choice(0.0, 0.2)
-    batch, classes = shapes.size(), shapes.size()
-    weight = shapes.choice(None, shapes.positive(classes))
-    places = shapes.choice((), (4,))
+    batch, classes, places = shapes.size(), shapes.size(), shapes.choice((), (4,))
+    options = {"reduction": shapes.choice("mean", "sum", "none"), "label_smoothing": shapes.choice(0.0, 0.2)}
+    options |= {"weight": shapes.choice(None, shapes.positive(classes)), "ignore_index": shapes.choice(-100, 1)}
     target = shapes.indices(classes, batch, *places)
-    ignored = shapes.choice(-100, 1)
-
-    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(x, y, weight, reduction=reduction, ignore_index=ignored, label_smoothing=smoothing)
-
-    return loss, [shapes.normal(batch, classes, *places) * 3, target]
+    return partial(F.cross_entropy, **options), [shapes.normal(batch, classes, *places) * 3, target]
 
 
 @case("cross_entropy", name="cross entropy with probabilities")
 def _cross_entropy_probabilities(shapes: Shapes) -> tuple[Function, Arguments]:
-    reduction, smoothing = shapes.choice("mean", "sum", "none"), shapes.choice(0.0, 0.2)
-    weight = shapes.choice(None, shapes.positive(8))
-    target = torch.softmax(shapes.normal(4, 8), 1)
-    function = lambda x, y: F.cross_entropy(x, y, weight, reduction=reduction, label_smoothing=smoothing)  # noqa: E731
-    return function, [shapes.normal(4, 8), target]
+    options = {"reduction": shapes.choice("mean", "sum", "none"), "label_smoothing": shapes.choice(0.0, 0.2)}
+    options["weight"] = shapes.choice(None, shapes.positive(8))
+    return partial(F.cross_entropy, **options), [shapes.normal(4, 8), torch.softmax(shapes.normal(4, 8), 1)]
 
 
 @case("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
@@ -326,21 +302,16 @@ def _elementwise_losses(shapes: Shapes) -> tuple[Function, Arguments]:
     return lambda x, y: function(x, y, reduction=reduction), [shapes.normal(4, 8), shapes.positive(4, 8) / 2]
 
 
-# -- normalisation -------------------------------------------------------------------------------------------------
-
-
 @case("layer_norm")
 def _layer_norm(shapes: Shapes) -> tuple[Function, Arguments]:
-    count = shapes.choice(1, 2)
-    dims = [shapes.size(3, 4), 4, 8]
+    count, dims = shapes.choice(1, 2), [shapes.size(3, 4), 4, 8]
     function = lambda x, w, b: F.layer_norm(x, dims[-count:], w, b)  # noqa: E731
     return function, [shapes.normal(*dims), shapes.normal(*dims[-count:]), shapes.normal(*dims[-count:])]
 
 
 @case("rms_norm")
 def _rms_norm(shapes: Shapes) -> tuple[Function, Arguments]:
-    count, eps = shapes.choice(1, 2), shapes.choice(None, 1e-3)
-    dims = [shapes.size(3, 4), 4, 8]
+    count, eps, dims = shapes.choice(1, 2), shapes.choice(None, 1e-3), [shapes.size(3, 4), 4, 8]
     return lambda x, w: F.rms_norm(x, dims[-count:], w, eps), [shapes.normal(*dims), shapes.normal(*dims[-count:])]
 
 
@@ -357,8 +328,7 @@ def _batch_norm(shapes: Shapes) -> tuple[Function, Arguments]:
 
     def normalized(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mean, var = torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype)
-        found = F.batch_norm(x, mean, var, w, b, training)
-        return found, mean, var
+        return F.batch_norm(x, mean, var, w, b, training), mean, var
 
     return normalized, [shapes.normal(4, 3, 4, 4), shapes.normal(3), shapes.normal(3)]
 
@@ -378,70 +348,65 @@ def _reshape(shapes: Shapes) -> tuple[Function, Arguments]:
     return shapes.choice(lambda x: x.reshape(new), lambda x: x.view(*new)), [shapes.normal(4, 8, 8)]
 
 
-@case("flatten", "unflatten", refuses="as reshape")
-def _flatten(shapes: Shapes) -> tuple[Function, Arguments]:
-    function = shapes.choice(lambda x: x.flatten(1), lambda x: torch.flatten(x), lambda x: x.unflatten(1, (4, -1)))
-    return function, [shapes.normal(4, 8, 4)]
-
-
-@case("transpose", "permute", "swapaxes", "swapdims", "t", "Tensor.T", "Tensor.mT", name="transpose and permute")
-def _transpose(shapes: Shapes) -> tuple[Function, Arguments]:
-    function = shapes.choice(
-        lambda x: x.transpose(0, -1),
-        lambda x: x.permute(2, 0, 1),
-        lambda x: torch.permute(x, (1, 2, 0)),
-        lambda x: x.swapaxes(0, 1),
-        lambda x: torch.swapdims(x, 1, 2),
-        lambda x: x.mT,
-        lambda x: x.select(1, 0).t(),
-        lambda x: x.select(1, 0).T,
-    )
-    return function, [shapes.normal(4, 1, 8)]
-
-
-@case("unsqueeze", "squeeze", "expand")
-def _unsqueeze(shapes: Shapes) -> tuple[Function, Arguments]:
-    function = shapes.choice(
-        lambda x: x.unsqueeze(shapes.size(1)) * 2,
-        lambda x: x.unsqueeze(-1),
-        lambda x: x.squeeze(),
-        lambda x: x.squeeze(1),
-        lambda x: x.squeeze((0, 1)),
-        lambda x: x.expand(-1, 3, -1),
-        lambda x: x.expand(2, 4, 5, 8),
-    )
-    return function, [shapes.normal(4, 1, 8)]
-
-
-@case("chunk", "split", "narrow", "select", "__getitem__", refuses="along a dimension that is cut")
-def _parts(shapes: Shapes) -> tuple[Function, Arguments]:
-    function = shapes.choice(
-        lambda x: x.chunk(2, dim=1),
-        lambda x: torch.chunk(x, 2, 2),
-        lambda x: torch.split(x, 4, dim=2),
-        lambda x: x.split([2, 2], 1),
-        lambda x: x.narrow(1, 1, 2),
-        lambda x: x.select(1, -1),
-        lambda x: x[:, 1],
-        lambda x: x[:, :, None, 2:5],
-        lambda x: x[..., 0, :],
-        lambda x: x[1],
-    )
-    return function, [shapes.normal(4, 4, 8)]
-
-
-@case("cat", "concat", "concatenate", "stack", refuses="cat along a dimension that is cut")
-def _joins(shapes: Shapes) -> tuple[Function, Arguments]:
-    function = shapes.choice(
-        lambda x, y: torch.cat([x, y], 1),
-        lambda x, y: torch.concat((x, y), dim=0),
-        lambda x, y: torch.concatenate((x, y), -1),
-        lambda x, y: torch.stack([x, y], shapes.size(1)),
-        lambda x, y: torch.stack([x, y], -1),
-    )
-    if shapes.choice(True, False):
-        return lambda x, y: torch.cat([x, y], 1), [shapes.normal(4, 8), shapes.normal(4, 3)]
-    return function, [shapes.normal(4, 8), shapes.normal(4, 8)]
+call(
+    "flatten unflatten",
+    lambda x: x.flatten(1),
+    lambda x: torch.flatten(x),
+    lambda x: x.unflatten(1, (4, -1)),
+    of=[(4, 8, 4)],
+    refuses="as reshape",
+)
+call(
+    "transpose permute swapaxes swapdims t Tensor.T Tensor.mT",
+    lambda x: x.transpose(0, -1),
+    lambda x: x.permute(2, 0, 1),
+    lambda x: torch.permute(x, (1, 2, 0)),
+    lambda x: x.swapaxes(0, 1),
+    lambda x: torch.swapdims(x, 1, 2),
+    lambda x: x.mT,
+    lambda x: x.select(1, 0).t(),
+    lambda x: x.select(1, 0).T,
+    of=[(4, 1, 8)],
+    name="transpose and permute",
+)
+call(
+    "unsqueeze squeeze expand",
+    lambda x: x.unsqueeze(1) * 2,
+    lambda x: x.unsqueeze(-1),
+    lambda x: x.squeeze(),
+    lambda x: x.squeeze(1),
+    lambda x: x.squeeze((0, 1)),
+    lambda x: x.expand(-1, 3, -1),
+    lambda x: x.expand(2, 4, 5, 8),
+    of=[(4, 1, 8)],
+)
+call(
+    "chunk split narrow select __getitem__",
+    lambda x: x.chunk(2, dim=1),
+    lambda x: torch.chunk(x, 2, 2),
+    lambda x: torch.split(x, 4, dim=2),
+    lambda x: x.split([2, 2], 1),
+    lambda x: x.narrow(1, 1, 2),
+    lambda x: x.select(1, -1),
+    lambda x: x[:, 1],
+    lambda x: x[:, :, None, 2:5],
+    lambda x: x[..., 0, :],
+    lambda x: x[1],
+    of=[(4, 4, 8)],
+    refuses="along a dimension that is cut",
+)
+call(
+    "cat concat concatenate stack",
+    (lambda x, y: torch.cat([x, y], 1), [(4, 8), (4, 3)]),
+    (lambda x, y: torch.cat([x, y], 1), [(4, 8), (4, 3)]),
+    lambda x, y: torch.cat([x, y], 1),
+    lambda x, y: torch.concat((x, y), dim=0),
+    lambda x, y: torch.concatenate((x, y), -1),
+    lambda x, y: torch.stack([x, y], 1),
+    lambda x, y: torch.stack([x, y], -1),
+    of=[(4, 8), (4, 8)],
+    refuses="cat along a dimension that is cut",
+)
 
 
 # -- images --------------------------------------------------------------------------------------------------------
@@ -451,71 +416,42 @@ _BANDS = "bands that do not make the same band of the result (see torchstrat.dte
 
 @case("conv2d", refuses=_BANDS)
 def _conv2d(shapes: Shapes) -> tuple[Function, Arguments]:
-    kernel, stride, padding, dilation = shapes.choice(
-        (3, 1, 1, 1),
-        (5, 1, 2, 1),
-        (1, 1, 0, 1),
-        (2, 2, 0, 1),
-        (3, 2, 1, 1),
-        (3, 1, "same", 1),
-        (2, 1, "same", 1),
-        (3, 1, 2, 2),
-    )
-    height, width = shapes.choice((8, 8), (16, 8), (8, 4))
-    function = lambda x, w, b: F.conv2d(x, w, b, stride, padding, dilation)  # noqa: E731
-    batch = shapes.choice([4], [1], [])
-    return function, [shapes.normal(*batch, 4, height, width), shapes.normal(8, 4, kernel, kernel), shapes.normal(8)]
+    ways = [(3, 1, 1, 1), (5, 1, 2, 1), (1, 1, 0, 1), (2, 2, 0, 1), (3, 2, 1, 1)]
+    kernel, *how = shapes.choice(*ways, (3, 1, "same", 1), (2, 1, "same", 1), (3, 1, 2, 2))
+    batch, image = shapes.choice([4], [1], []), shapes.choice((8, 8), (16, 8), (8, 4))
+    function = lambda x, w, b: F.conv2d(x, w, b, *how)  # noqa: E731
+    return function, [shapes.normal(*batch, 4, *image), shapes.normal(8, 4, kernel, kernel), shapes.normal(8)]
 
 
-@case("conv2d", refuses=_BANDS, name="conv2d in groups")
-def _conv2d_groups(shapes: Shapes) -> tuple[Function, Arguments]:
-    groups = shapes.choice(2, 4)
-    function = lambda x, w: F.conv2d(x, w, None, 1, 1, 1, groups)  # noqa: E731
-    return function, [shapes.normal(2, 4, 8, 8), shapes.normal(8, 4 // groups, 3, 3)]
-
-
-@case("conv1d", "conv3d", refuses=_BANDS)
-def _conv1d(shapes: Shapes) -> tuple[Function, Arguments]:
-    if shapes.choice(True, False):
-        return lambda x, w, b: F.conv1d(x, w, b, padding=1), [
-            shapes.normal(2, 4, 8),
-            shapes.normal(4, 4, 3),
-            shapes.normal(4),
-        ]
-    return lambda x, w, b: F.conv3d(x, w, b, padding=1), [
-        shapes.normal(1, 3, 4, 8, 4),
-        shapes.normal(4, 3, 3, 3, 3),
-        shapes.normal(4),
-    ]
-
-
-@case("avg_pool1d", "avg_pool2d", "avg_pool3d", refuses=_BANDS)
-def _avg_pool(shapes: Shapes) -> tuple[Function, Arguments]:
-    kernel, stride, padding = shapes.choice((2, None, 0), (3, 1, 1), (3, 2, 1), (2, 2, 0))
-    rank = shapes.choice(1, 2, 3)
-    function = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[rank]
-    return lambda x: function(x, kernel, stride, padding), [shapes.normal(4, 4, *[8, 8, 4][:rank])]
-
-
-@case("max_pool1d", "max_pool2d", "max_pool3d", refuses=_BANDS)
-def _max_pool(shapes: Shapes) -> tuple[Function, Arguments]:
-    kernel, stride, padding = shapes.choice((2, None, 0), (3, 1, 1), (3, 2, 1), (2, 2, 0))
-    rank = shapes.choice(1, 2, 3)
-    function = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[rank]
-    return lambda x: function(x, kernel, stride, padding), [shapes.normal(4, 4, *[8, 8, 4][:rank])]
-
-
-@case(
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    refuses="averages of other sizes than 1 over what is cut",
+call(
+    "conv2d",
+    *(
+        (partial(F.conv2d, bias=None, padding=1, groups=groups), [(2, 4, 8, 8), (8, 4 // groups, 3, 3)])
+        for groups in (2, 4)
+    ),
+    refuses=_BANDS,
+    name="conv2d in groups",
 )
-def _adaptive(shapes: Shapes) -> tuple[Function, Arguments]:
+call(
+    "conv1d conv3d",
+    (partial(F.conv1d, padding=1), [(2, 4, 8), (4, 4, 3), (4,)]),
+    (partial(F.conv3d, padding=1), [(1, 3, 4, 8, 4), (4, 3, 3, 3, 3), (4,)]),
+    refuses=_BANDS,
+)
+
+
+def _pool(kind: str, shapes: Shapes) -> tuple[Function, Arguments]:
     rank = shapes.choice(1, 2, 3)
-    function = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[rank]
-    size = shapes.choice(1, 1, 2)
-    return lambda x: function(x, size), [shapes.normal(4, 4, *[8, 8, 4][:rank])]
+    how = shapes.choice((2, None, 0), (3, 1, 1), (3, 2, 1), (2, 2, 0))
+    if kind == "adaptive_avg":
+        how = (shapes.choice(1, 1, 2),)
+    function = getattr(F, f"{kind}_pool{rank}d")
+    return lambda x: function(x, *how), [shapes.normal(4, 4, *[8, 8, 4][:rank])]
+
+
+for _kind in ("avg", "max", "adaptive_avg"):
+    _refuses = "averages of other sizes than 1 over what is cut" if _kind == "adaptive_avg" else _BANDS
+    case(*(f"{_kind}_pool{rank}d" for rank in (1, 2, 3)), refuses=_refuses)(partial(_pool, _kind))
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------

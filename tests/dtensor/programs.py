@@ -5,14 +5,17 @@ Each has once been, or looked like being, a wrong number that nothing told of.
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
@@ -29,18 +32,18 @@ def layers(middle: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
 class Program:
     """A model, its optimizer, and batches; ``seen`` is what is compared, with the state at the end."""
 
-    def __init__(self, logical: int, build: Callable[[], nn.Module] = layers, rules: Any = RULES, **options: Any):
+    def __init__(self, logical: int, build: Callable[[], nn.Module] = layers, rules: Any = RULES) -> None:
         torch.manual_seed(3)
         more = {"logical_devices_per_replica": logical, "sharding_rules": rules}
         self.logical = logical
         self.strategy: Any = ts.MirroredStrategy(**(more if logical > 1 else {}), timeout=TIMEOUT)
         with self.strategy.scope():
             self.model = build().double()
-            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), **{"lr": 0.01} | options)
+            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(7)
         self.inputs = torch.randn(STEPS, ROWS, 6, generator=generator, dtype=torch.float64)
         self.targets = torch.randint(4, (STEPS, ROWS), generator=generator)
-        self.first = self.model[0].weight if isinstance(self.model, nn.Sequential) else None  # one that is cut
+        self.first: Any = self.model[0].weight if isinstance(self.model, nn.Sequential) else None  # one that is cut
         self.seen: list[Any] = []
 
     def loss(self, number: int) -> torch.Tensor:
@@ -54,13 +57,15 @@ class Program:
         (result,) = self.strategy.local_results(self.strategy.run(step))
         self.seen.append(result)
 
-    def train(self, loss: Callable[[int], torch.Tensor], before_step: Callable[[], Any] = lambda: None) -> None:
+    def train(
+        self, loss: Callable[[int], torch.Tensor] | None = None, before_step: Callable[[], Any] = lambda: None
+    ) -> None:
         """`STEPS` steps as usual."""
         for number in range(STEPS):
 
             def step(number: int = number) -> torch.Tensor:
                 self.optimizer.zero_grad()
-                value = loss(number)
+                value = (loss or self.loss)(number)
                 value.backward()
                 before_step()
                 self.optimizer.step()
@@ -72,9 +77,19 @@ class Program:
 PROGRAMS: dict[str, Callable[[int], Program]] = {}
 
 
-def program(make: Callable[[int], Program]) -> Callable[[int], Program]:
-    PROGRAMS[make.__name__] = make
-    return make
+def program(name: str = "", **made_with: Any) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
+    """``made_with``: of `Program`."""
+
+    def add(work: Callable[[Program], None]) -> Callable[[Program], None]:
+        def make(logical: int) -> Program:
+            one = Program(logical, **made_with)
+            work(one)
+            return one
+
+        PROGRAMS[name or work.__name__] = make
+        return work
+
+    return add
 
 
 def run_all(logical: int, names: list[str]) -> dict[str, tuple[list[Any], dict[str, torch.Tensor]]]:
@@ -91,23 +106,17 @@ def run_all(logical: int, names: list[str]) -> dict[str, tuple[list[Any], dict[s
 # -- gradients outside of a run ------------------------------------------------------------------------------------
 
 
-def _forgets_outside(name: str, forget: Callable[[Program], Any]) -> None:
-    def make(logical: int) -> Program:
-        one = Program(logical)
-        for number in range(STEPS):
-            forget(one)
+def _forgets_outside(forget: Callable[[Program], Any], one: Program) -> None:
+    for number in range(STEPS):
+        forget(one)
 
-            def step(number: int = number) -> torch.Tensor:
-                loss = one.loss(number)
-                loss.backward()
-                one.optimizer.step()
-                return loss.detach()
+        def step(number: int = number) -> torch.Tensor:
+            loss = one.loss(number)
+            loss.backward()
+            one.optimizer.step()
+            return loss.detach()
 
-            one.run(step)
-        return one
-
-    make.__name__ = name
-    program(make)
+        one.run(step)
 
 
 def _without_gradients(one: Program) -> None:
@@ -115,78 +124,55 @@ def _without_gradients(one: Program) -> None:
         parameter.grad = None
 
 
-_forgets_outside("zero_grad_outside_of_a_run", lambda one: one.optimizer.zero_grad())
-_forgets_outside("zero_grad_of_the_model_outside", lambda one: one.model.zero_grad())
-_forgets_outside("gradients_set_to_none_outside", _without_gradients)
-_forgets_outside("gradients_that_nobody_forgets", lambda one: None)
+program("zero_grad_outside_of_a_run")(partial(_forgets_outside, lambda one: one.optimizer.zero_grad()))
+program("zero_grad_of_the_model_outside")(partial(_forgets_outside, lambda one: one.model.zero_grad()))
+program("gradients_set_to_none_outside")(partial(_forgets_outside, _without_gradients))
+program("gradients_that_nobody_forgets")(partial(_forgets_outside, lambda one: None))
 
 
-@program
-def gradients_accumulated_over_runs(logical: int) -> Program:
-    one = Program(logical)
+@program()
+def gradients_accumulated_over_runs(one: Program) -> None:
     one.run(lambda: (one.loss(0) / 2).backward())
     one.run(lambda: (one.loss(1) / 2).backward())
     one.run(lambda: one.optimizer.step())
     one.optimizer.zero_grad()
-    one.train(one.loss)
-    return one
+    one.train()
 
 
-@program
-def a_backward_pass_outside(logical: int) -> Program:
-    one = Program(logical)
+@program()
+def a_backward_pass_outside(one: Program) -> None:
     one.run(lambda: one.seen.append(one.loss(0)))
     one.seen.pop(0).backward()
     one.run(lambda: one.optimizer.step())
-    return one
 
 
 # -- gradients in a run --------------------------------------------------------------------------------------------
 
 
-@program
-def backward_by_its_other_name(logical: int) -> Program:
-    one = Program(logical)
-
+@program()
+def backward_by_its_other_name(one: Program) -> None:
     def step() -> None:
         one.optimizer.zero_grad()
         torch.autograd.backward([one.loss(0), sum(each.square().sum() for each in one.model.parameters())])
         one.optimizer.step()
 
     one.run(step)
-    return one
 
 
-@program
-def two_backward_passes_through_one_graph(logical: int) -> Program:
-    one = Program(logical)
-
-    def loss(number: int) -> torch.Tensor:
-        found = one.loss(number)
-        found.backward(retain_graph=True)
-        return found
-
-    one.train(loss)
-    return one
-
-
-@program
-def gradients_that_are_replaced(logical: int) -> Program:
+@program(build=lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)))
+def gradients_that_are_replaced(one: Program) -> None:
     """By ones of the same cut, of another, and whole."""
-    one = Program(logical, lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)))
 
     def replace() -> None:
         one.model[2].weight.grad = one.model[2].weight.grad * 0.5
         one.model[0].weight.grad = one.cut(one.model[0].weight.grad, 1)
         one.model[0].bias.grad = torch.arange(6.0, dtype=torch.float64) / 10
 
-    one.train(one.loss, replace)
-    return one
+    one.train(before_step=replace)
 
 
-@program
-def a_whole_gradient_of_something_cut(logical: int) -> Program:
-    one = Program(logical)
+@program()
+def a_whole_gradient_of_something_cut(one: Program) -> None:
     weights = torch.linspace(0, 1, ROWS * HIDDEN, dtype=torch.float64).reshape(ROWS, HIDDEN)
 
     def loss(number: int) -> torch.Tensor:
@@ -195,44 +181,34 @@ def a_whole_gradient_of_something_cut(logical: int) -> Program:
         return functional.cross_entropy(one.model[2](hidden), one.targets[number])
 
     one.train(loss)
-    return one
 
 
-@program
-def clipping_by_the_largest(logical: int) -> Program:
-    one = Program(logical)
-    norm = float("inf")
-    one.train(one.loss, lambda: one.seen.append(nn.utils.clip_grad_norm_(one.model.parameters(), 0.01, norm)))
-    return one
+@program()
+def clipping(one: Program) -> None:
+    """By the norm of all of them, and by the largest."""
+    for norm in (2.0, float("inf")):
+        clip = lambda norm=norm: nn.utils.clip_grad_norm_(one.model.parameters(), 0.01, norm)  # noqa: E731
+        one.train(before_step=lambda: one.seen.append(clip()))  # noqa: B023
 
 
 # -- parameters that a step reaches by other ways than as members of modules ----------------------------------------
 
 
-def _recomputed(name: str, use_reentrant: bool) -> None:
-    def make(logical: int) -> Program:
-        one = Program(logical)
+def _recomputed(use_reentrant: bool, one: Program) -> None:
+    def loss(number: int) -> torch.Tensor:
+        inputs = one.inputs[number].clone().requires_grad_()
+        products = checkpoint(lambda x: torch.tanh(x @ one.first.t()).sum(1), inputs, use_reentrant=use_reentrant)
+        return one.loss(number) + products.square().sum()
 
-        def loss(number: int) -> torch.Tensor:
-            inputs = one.inputs[number].clone().requires_grad_()
-            products = checkpoint(lambda x: torch.tanh(x @ one.first.t()).sum(1), inputs, use_reentrant=use_reentrant)
-            return one.loss(number) + products.square().sum()
-
-        one.train(loss)
-        return one
-
-    make.__name__ = name
-    program(make)
+    one.train(loss)
 
 
-_recomputed("a_parameter_in_a_checkpointed_function", use_reentrant=False)
-_recomputed("a_parameter_in_a_reentrant_checkpoint", use_reentrant=True)
+program("a_parameter_in_a_checkpointed_function")(partial(_recomputed, False))
+program("a_parameter_in_a_reentrant_checkpoint")(partial(_recomputed, True))
 
 
-@program
-def a_parameter_in_a_thread(logical: int) -> Program:
-    one = Program(logical)
-
+@program()
+def a_parameter_in_a_thread(one: Program) -> None:
     def loss(number: int) -> torch.Tensor:
         found: list[torch.Tensor] = []
         thread = threading.Thread(target=lambda: found.append(one.first.square().sum()))
@@ -241,34 +217,89 @@ def a_parameter_in_a_thread(logical: int) -> Program:
         return one.loss(number) + found[0]
 
     one.train(loss)
-    return one
 
 
-@program
-def a_parameter_that_is_annotated_again(logical: int) -> Program:
-    one = Program(logical)
+@program()
+def a_parameter_that_is_annotated_again(one: Program) -> None:
     one.train(lambda number: one.loss(number) + one.cut(one.first, 1).square().sum())
-    return one
 
 
-@program
-def parameters_by_functional_call(logical: int) -> Program:
-    one = Program(logical)
-    parameters = dict(one.model.named_parameters())
+@program()
+def a_parameter_for_all_replicas(one: Program) -> None:
+    one.run(lambda: ts.get_replica_context().all_reduce("sum", one.first).detach())
+
+
+@program(build=lambda: nn.Sequential(nn.Linear(1, 1)), rules=None)
+def parameters_of_no_module(one: Program) -> None:
+    with one.strategy.scope():
+        first = nn.Parameter(torch.arange(32.0).reshape(4, 8).double() / 32)
+        second = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        one.cut(first, 1)
+        optimizer = torch.optim.SGD([first, second], lr=0.1)
 
     def loss(number: int) -> torch.Tensor:
-        logits = torch.func.functional_call(one.model, parameters, (one.inputs[number],))
-        return functional.cross_entropy(logits, one.targets[number])
+        optimizer.zero_grad()
+        return ((first @ torch.ones(8, dtype=torch.float64)) * second).square().sum() + one.model[0].weight.sum()
 
-    one.train(loss)
-    return one
+    def update() -> None:
+        one.seen.append([tuple(first.shape), tuple(first.grad.shape)])  # type: ignore[union-attr]
+        one.seen.append(first.grad.sum())  # type: ignore[union-attr]
+        optimizer.step()
+
+    one.train(loss, update)
+    if one.logical > 1:
+        layout = ts.explain_sharding(first, strategy=one.strategy)
+        assert layout.bytes_per_device == 4 * 4 * 8
+        assert "1 replica × 2 logical devices" in str(layout)
+        assert "rank 1" in str(layout)
 
 
-@program
-def a_parameter_for_all_replicas(logical: int) -> Program:
-    one = Program(logical)
-    one.run(lambda: ts.get_replica_context().all_reduce("sum", one.first).detach())
-    return one
+# -- averages of weights, kept in the step ----------------------------------------------------------------------------
+
+
+def _by_copies(mean: Any, model: nn.Module) -> None:
+    for old, new in zip(mean.parameters(), model.parameters(), strict=True):
+        old.copy_(old * 0.9 + new * 0.1)
+
+
+def _by_lerp(mean: Any, model: nn.Module) -> None:
+    for old, new in zip(mean.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, 0.1)
+
+
+def _by_data(mean: Any, model: nn.Module) -> None:
+    for old, new in zip(mean.parameters(), model.parameters(), strict=True):
+        old.data = 0.9 * old.data + 0.1 * new.data
+
+
+def _by_lists(mean: Any, model: nn.Module) -> None:
+    torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()), 0.1)
+
+
+def _averaged(make: Callable[[nn.Module], Any], update: Callable[[Any, nn.Module], None], one: Program) -> None:
+    with one.strategy.scope():
+        mean = make(one.model)
+    if update is _by_copies:
+        mean.load_state_dict(one.model.state_dict())
+    for number in range(STEPS):
+
+        def step(number: int = number) -> None:
+            one.optimizer.zero_grad()
+            one.loss(number).backward()
+            one.optimizer.step()
+            with torch.no_grad():
+                update(mean, one.model)
+
+        one.run(step)
+    one.seen.extend(copied(mean.state_dict()).values())
+
+
+_average = partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+program("an_averaged_model")(partial(_averaged, _average, lambda mean, model: mean.update_parameters(model)))
+program("an_average_by_copies")(partial(_averaged, lambda model: layers().double(), _by_copies))
+program("an_average_by_lerp")(partial(_averaged, copy.deepcopy, _by_lerp))
+program("an_average_by_data")(partial(_averaged, copy.deepcopy, _by_data))
+program("an_average_by_lists")(partial(_averaged, copy.deepcopy, _by_lists))
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -284,35 +315,25 @@ class Tied(nn.Module):
         return self.out(self.embedding(indices).mean(1))  # type: ignore[no-any-return]
 
 
-def _tied(name: str, rules: Any) -> None:
-    def make(logical: int) -> Program:
-        one = Program(logical, Tied, rules)
-        indices, targets = torch.tensor([[1, 7, 3], [0, 0, 5]]), torch.tensor([2, 6])
-        one.train(lambda number: functional.cross_entropy(one.model(indices), targets))
-        return one
-
-    make.__name__ = name
-    program(make)
+def _tied(one: Program) -> None:
+    indices, targets = torch.tensor([[1, 7, 3], [0, 0, 5]]), torch.tensor([2, 6])
+    one.train(lambda number: functional.cross_entropy(one.model(indices), targets))
 
 
-_tied("a_table_that_is_the_last_layer_too", {"embedding.weight": ("d0", None)})
-_tied("a_table_that_is_the_last_layer_too_by_columns", {"embedding.weight": (None, "d0")})
+for _name, _cut in {"": ("d0", None), "_by_columns": (None, "d0")}.items():
+    program(f"a_table_that_is_the_last_layer_too{_name}", build=Tied, rules={"embedding.weight": _cut})(_tied)
 
 
-@program
-def one_module_under_two_names(logical: int) -> Program:
+def _twice() -> nn.Module:
     shared = nn.Linear(6, 6)
-    one = Program(
-        logical, lambda: nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(6, 4)), {"0.weight": ("d0", None)}
-    )
-    one.train(one.loss)
-    return one
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(6, 4))
 
 
-@program
-def statistics_of_batches_that_are_cut(logical: int) -> Program:
-    one = Program(logical, lambda: layers(lambda: nn.BatchNorm1d(HIDDEN)), {"2.weight": (None, "d0")})
+program("one_module_under_two_names", build=_twice, rules={"0.weight": ("d0", None)})(Program.train)
 
+
+@program(build=lambda: layers(lambda: nn.BatchNorm1d(HIDDEN)), rules={"2.weight": (None, "d0")})
+def statistics_of_batches_that_are_cut(one: Program) -> None:
     def loss(number: int) -> torch.Tensor:
         hidden = one.model[1](one.cut(one.model[0](one.inputs[number]), 0))
         return functional.cross_entropy(one.model[2](hidden), one.targets[number])
@@ -320,47 +341,14 @@ def statistics_of_batches_that_are_cut(logical: int) -> Program:
     one.train(loss)
     one.model.eval()
     one.run(lambda: loss(0).detach())
-    return one
 
 
-@program
-def parameters_that_are_frozen_for_a_while(logical: int) -> Program:
-    one = Program(logical)
-    one.first.requires_grad_(False)
-    one.train(one.loss)
-    one.first.requires_grad_(True)
-    one.train(one.loss)
-    return one
+# -- modes and precisions -------------------------------------------------------------------------------------------
 
 
-# -- optimizers, and modes -----------------------------------------------------------------------------------------
-
-
-@program
-def two_optimizers_and_a_schedule(logical: int) -> Program:
-    one = Program(logical)
-    with one.strategy.scope():
-        other = torch.optim.SGD(
-            [{"params": [one.first], "lr": 0.3}, {"params": one.model[2].parameters()}], lr=0.1, momentum=0.9
-        )
-    schedule = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
-    one.train(one.loss, lambda: (other.step(), other.zero_grad(set_to_none=False)))
-    schedule.step()
-    one.train(one.loss, lambda: (other.step(), schedule.step()))
-    return one
-
-
-@program
-def steps_of_several_parameters_at_a_time(logical: int) -> Program:
-    one = Program(logical, foreach=True)
-    one.train(one.loss)
-    return one
-
-
-@program
-def evaluation_in_other_modes(logical: int) -> Program:
+@program()
+def evaluation_in_other_modes(one: Program) -> None:
     """What is made for talking there is used in training as well."""
-    one = Program(logical)
     for mode in (torch.inference_mode, torch.no_grad):
 
         def evaluate(mode: Any = mode) -> torch.Tensor:
@@ -370,14 +358,12 @@ def evaluation_in_other_modes(logical: int) -> Program:
         one.run(evaluate)
         with mode():
             one.run(lambda: one.loss(1) * 1)
-    one.train(one.loss)
-    return one
+    one.train()
 
 
-@program
-def half_precision(logical: int) -> Program:
+@program()
+def half_precision(one: Program) -> None:
     """Values whose squares are beyond the largest number of float16, in operators that add these up."""
-    one = Program(logical)
 
     def step() -> torch.Tensor:
         x = one.cut(torch.linspace(-900, 900, 8 * HIDDEN).reshape(8, HIDDEN).half(), 1)
@@ -394,12 +380,10 @@ def half_precision(logical: int) -> Program:
         return torch.cat([one.strategy.replicate_to_logical_devices(each).flatten() for each in found])
 
     one.run(step)
-    return one
 
 
-@program
-def autocast(logical: int) -> Program:
-    one = Program(logical, lambda: nn.Sequential(nn.Linear(6, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4)))
+@program(build=lambda: nn.Sequential(nn.Linear(6, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4)))
+def autocast(one: Program) -> None:
     one.model.load_state_dict({name: value.bfloat16() for name, value in one.model.state_dict().items()})
 
     def step() -> torch.Tensor:
@@ -412,4 +396,3 @@ def autocast(logical: int) -> Program:
         return torch.cat([kinds.float(), loss.reshape(1).float()])
 
     one.run(step)
-    return one

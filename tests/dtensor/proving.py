@@ -70,22 +70,12 @@ _BREAKS = {
 }
 
 REFUSED: dict[str, Any] = {
-    "linalg_inv": lambda x: torch.linalg.inv(x),
     "cumsum": lambda x: x.cumsum(0),
-    "sort": lambda x: torch.sort(x),
-    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
     "add_": lambda x: x.add_(1),
-    "mul_": lambda x: x.__imul__(2),
-    "relu": lambda x: functional.relu(x, inplace=True),
-    "copy_": lambda x: torch.zeros(4, 4).copy_(x),
     "item": lambda x: x.item(),
     "backward": lambda x: x.backward(),
-    "requires_grad_": lambda x: x.requires_grad_(False),
     "numpy": lambda x: x.numpy(),
-    "normal_": lambda x: torch.nn.init.normal_(x),
     "mm": lambda x: torch.ops.aten.mm.default(x, x),
-    "interpolate": lambda x: functional.interpolate(x[None, None], scale_factor=2),
-    "max": lambda x: x.max(0),
     "to_local": lambda x: x.to_local(),
     "redistribute": lambda x: x.redistribute(),
     "softmax": lambda x: torch.softmax(x, 0, out=torch.zeros(4, 4)),
@@ -99,7 +89,7 @@ REFUSED: dict[str, Any] = {
     "unexpected keyword argument 'axis'": lambda x: torch.sum(x, axis=0),
     "a DTensor of another kind": lambda x: x + DTensor.from_local(torch.ones(4, 4), x.device_mesh, [Replicate()]),
 }
-"""By words of the message."""
+"""By words of the message. The table of stand-ins in tests/matrix asks for every other operation of PyTorch."""
 
 RAISED_BY_PLAIN: dict[str, Any] = {
     "mm": lambda x: torch.mm(x.unsqueeze(2), x),
@@ -197,14 +187,12 @@ def _difference(found: list[torch.Tensor | None], expected: list[torch.Tensor | 
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         if (one is None) != (other is None):
             return f"number {index} is {'missing' if one is None else 'too many'}"
-        if one is None or other is None:
+        if other is None:
             continue
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return f"number {index} is {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
-        tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(one.dtype, TOLERANCE)
-        if one.is_floating_point():
-            if not torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
-                return f"number {index} differs by {float((one - other).abs().max()):.2e}"
-        elif not torch.equal(one, other):
-            return f"number {index} differs"
+        near = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(other.dtype, TOLERANCE)
+        near = near if other.is_floating_point() else 0.0
+        try:
+            torch.testing.assert_close(one, other, rtol=near, atol=near, equal_nan=True)
+        except AssertionError as error:
+            return f"number {index}: {error}"
     return ""

@@ -71,7 +71,8 @@ def batches_of(kind: str, dtype: torch.dtype) -> torch.utils.data.DataLoader[Any
 def make_strategy(kind: str, logical: int, **options: Any) -> Any:
     model, _, settings = KINDS.get(kind, (None, (), {}))
     rules = model.sharding_rules(["d0"], **settings) if hasattr(model, "sharding_rules") else None
-    return ts.MirroredStrategy(logical_devices_per_replica=logical, sharding_rules=rules, timeout=TIMEOUT, **options)
+    options = {"sharding_rules": rules, "timeout": TIMEOUT} | options
+    return ts.MirroredStrategy(logical_devices_per_replica=logical, **options)
 
 
 def train(kind: str, logical: int, dtype_name: str) -> Outcome:

@@ -1,26 +1,102 @@
-"""Replicas of several processes: memory, checkpoints, parameters of no module, clipping, and what mistakes say."""
+"""Replicas of several processes: numbers, bytes, memory, checkpoints, programs, and what mistakes say."""
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.dtensor import jobs, training
+from tests.dtensor import jobs, programs, proving, training
+from tests.dtensor.operator_cases import CASES, PROVEN_ELSEWHERE
+from tests.dtensor.operator_list import DOCUMENT, text
+from torchstrat.dtensor.cut_tensor import CutTensor
+from torchstrat.dtensor.operators import operators
+from torchstrat.dtensor.parameters import CutVariables
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.testing import Workers
+from torchstrat.sharding.grid import Sharding
+from torchstrat.testing import Workers, contract
+from torchstrat.testing import training as testing
 
 pytestmark = pytest.mark.multiprocess
+
+DTYPES = ["float32", "float64"]
+LOSSES = {"float32": 1e-6, "float64": 1e-9}
+PARAMETERS = {"float32": 1e-5, "float64": 1e-9}
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5}
 
 
 @pytest.fixture(scope="module")
 def four_processes() -> Iterator[Workers]:
     with Workers(4, timeout_seconds=300) as workers:
         yield workers
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+def check(outcomes: list[dict[tuple[str, str], training.Outcome]], replicas: int) -> None:
+    for (kind, dtype), first in outcomes[0].items():
+        losses, state, last = training.train_by_hand(kind, first.initial, replicas)
+        for of_rank in outcomes:
+            found = of_rank[kind, dtype]
+            assert found.losses == pytest.approx(losses, abs=LOSSES[dtype]), kind
+            assert training.distance(found.state, state) < PARAMETERS[dtype], kind
+            # Adam makes as much of the rounding of a single row's gradients as of the gradients.
+            assert training.distance(found.last, last) < 10 * PARAMETERS[dtype], kind
+            assert all(torch.equal(one, found.state[name]) for name, one in first.state.items()), kind
+        assert losses[-1] != losses[0], kind
+        assert training.distance(state, first.initial) > 0.01, kind  # there was something to be wrong about
+
+
+@pytest.mark.deadline(400)
+def test_two_replicas_of_two_logical_devices(four_processes: Workers) -> None:
+    check(four_processes.run(training.train_all, [*training.KINDS], 2, DTYPES), replicas=2)
+
+
+@pytest.mark.deadline(400)
+def test_four_logical_devices(four_processes: Workers) -> None:
+    outcomes = four_processes.run(training.train_all, [*training.KINDS], 4, DTYPES)
+    check(outcomes, replicas=1)
+    kinds = outcomes[0]["mlp", "float32"].kinds
+    cut = {"1.weight", "1.bias", "3.weight", "5.weight", "5.bias", "7.weight"}
+    assert {name for name, kind in kinds.items() if kind == "CutTensor"} == cut
+    # By hand: layers are 6 → 16 → 12 → 8 → 4, of which 16 and 8 are cut. Forward, the two layers behind these add up
+    # their outputs, 12 and 4 wide; backward, the layer 12 → 8 adds up the gradient of its input, and the first needs
+    # none. A sum of n bytes over 4 processes makes each send 2 n 3 / 4.
+    for dtype, item_bytes in (("float32", 4), ("float64", 8)):
+        expected = 2 * training.ROWS * (12 + 4 + 12) * item_bytes * 3 // 4
+        for of_rank in outcomes:
+            assert of_rank["mlp", dtype].sent_bytes[: training.STEPS] == [expected] * training.STEPS
+
+
+def test_programs_give_the_numbers_of_one_process(two_processes: Workers) -> None:
+    names = [*programs.PROGRAMS]
+    expected = programs.run_all(1, names)
+    for found in two_processes.run(programs.run_all, 2, names, timeout_seconds=200):
+        for name, (seen, state) in expected.items():
+            same(found[name][0], seen, name)
+            same([*found[name][1].values()], [*state.values()], name)
+
+
+def same(found: list[Any], expected: list[Any], name: str) -> None:
+    assert len(found) == len(expected), name
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, torch.Tensor):
+            tolerance = TOLERANCES.get(other.dtype, 1e-9)
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        else:
+            assert one == other, name
+
+
+# -- memory and checkpoints ----------------------------------------------------------------------------------------
 
 
 def test_a_linear_too_large_for_one_process() -> None:
@@ -31,16 +107,13 @@ def test_a_linear_too_large_for_one_process() -> None:
             # With its gradient, which autograd copies once on its way to the parameter.
             assert found["trained"] <= 1.15 * 3 * found["share"], found
             assert found["losses"][1] < found["losses"][0]
-            print({name: f"{value / 2**20:.1f} MiB" for name, value in found.items() if name in ("share", "made")})
 
 
 def test_first_values_drawn_in_pieces_are_those_of_one_process(two_processes: Workers) -> None:
-    torch.manual_seed(11)
-    model = nn.Sequential(nn.Embedding(700, 52), nn.Linear(52, 44), nn.LayerNorm(44), nn.Linear(44, 3))
+    expected = jobs.layers_of_many_kinds().state_dict()
     for on_meta in (True, False):
         for found in two_processes.run(jobs.first_values, 2, on_meta, timeout_seconds=200):
-            assert found.keys() == model.state_dict().keys()
-            assert all(torch.equal(found[name], value) for name, value in model.state_dict().items()), on_meta
+            assert equal(found, expected), on_meta
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -50,109 +123,199 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
 def test_checkpoints_are_whole(kind: str, four_processes: Workers, two_processes: Workers, tmp_path: Path) -> None:
     """Saved over 1x4, restored over 2x2 and 1x2 and in one process; saved in one process, restored over 1x4."""
-    path = str(tmp_path / "cut")
-    saved = four_processes.run(jobs.save, kind, 4, path)
-    assert all(equal(one, saved[0]) for one in saved)
-    for workers, logical in ((four_processes, 2), (two_processes, 2)):
-        for found in workers.run(jobs.restore, kind, logical, path):
-            assert equal(found, saved[0])
-    assert equal(jobs.restore(kind, 1, path), saved[0])
-    gone_on = four_processes.run(jobs.go_on, kind, 4, path)
-    plain = jobs.go_on(kind, 1, path)
-    assert training.distance(gone_on[0], plain) < 1e-9
-    whole = str(tmp_path / "whole")
-    first = jobs.save(kind, 1, whole)
-    for found in four_processes.run(jobs.restore, kind, 4, whole):
-        assert equal(found, first)
+    cut, whole = str(tmp_path / "cut"), str(tmp_path / "whole")
+    saved = four_processes.run(jobs.trained, kind, 4, 3, "", cut)
+    restored = [jobs.trained(kind, 1, 0, cut)]
+    for workers in (four_processes, two_processes):
+        restored += workers.run(jobs.trained, kind, 2, 0, cut)
+    assert all(equal(one, saved[0]) for one in (*saved, *restored))
+    gone_on = four_processes.run(jobs.trained, kind, 4, 3, cut)
+    assert training.distance(gone_on[0], jobs.trained(kind, 1, 3, cut)) < 1e-9
+    first = jobs.trained(kind, 1, 3, "", whole)
+    assert all(equal(found, first) for found in four_processes.run(jobs.trained, kind, 4, 0, whole))
 
 
-def test_parameters_of_no_module(two_processes: Workers) -> None:
-    first = nn.Parameter(torch.arange(32.0).reshape(4, 8).double() / 32)
-    second = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    optimizer = torch.optim.SGD([first, second], lr=0.1)
-    expected, sums = [], []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = ((first @ torch.ones(8, dtype=torch.float64)) * second).square().sum()
-        loss.backward()
-        sums.append(float(first.grad.sum()))  # type: ignore[union-attr]
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    for losses, seen, held, text in two_processes.run(jobs.bare_parameters, 2):
-        assert losses == pytest.approx(expected, rel=1e-12)
-        assert [one[:2] for one in seen] == [((4, 8), (4, 8))] * 3
-        assert [one[2] for one in seen] == pytest.approx(sums, rel=1e-12)
-        assert held == 4 * 4 * 8
-        assert "1 replica × 2 logical devices" in text
-        assert "rank 1" in text
-
-
-def test_gradients_are_clipped_by_the_norm_of_all_of_them(four_processes: Workers) -> None:
-    """And ``zero_grad`` of the model reaches them: what is not forgotten would be in the second norm."""
-    for initial, state, norms in four_processes.run(jobs.clipped, 4):
-        expected, wanted = jobs.clipped_by_hand(initial)
-        assert norms == pytest.approx(wanted, rel=1e-9)
-        assert training.distance(state, expected) < 1e-9
-
-
-@pytest.mark.parametrize("way", jobs.AVERAGES)
-def test_averages_of_weights_that_are_cut(way: str, two_processes: Workers) -> None:
-    plain = jobs.averaged(way, 1)
-    for found in two_processes.run(jobs.averaged, way, 2):
-        assert training.distance(found, plain) < 1e-10
-
-
-def test_one_process_that_logs_a_sum_is_told_so(two_processes: Workers) -> None:
-    for message in two_processes.run(jobs.logged_by_one):
-        assert "no longer make the same calls" in message
-        assert "sum on a tensor that is cut over logical devices" in message
+# -- mistakes ------------------------------------------------------------------------------------------------------
 
 
 def test_what_mistakes_say(two_processes: Workers) -> None:
-    expected = {
-        "hooked": r"UnsupportedError: Linear.weight \(16, 6\) is cut over logical devices and has a hook of its own",
-        "other dtype": "ContextError: half was called outside of run with a variable that is cut",
-        "copied": "nothing",
-        "other rows": "ReplicaDivergenceError: run got other arguments on other logical devices",
-        "other random numbers": "ReplicaDivergenceError: .* have drawn different random numbers in the last run",
-        "changed outside": "ContextError: mul_ was called outside of run with a variable that is cut",
-        "stepped outside": r"ContextError: Adam.step\(\) was called outside of run",
-        "unknown optimizer": "UnsupportedError: Adafactor steps 6 parameters that are cut",
-        "closure": r"UnsupportedError: SGD.step\(closure\)",
-        "cut outside": r"ContextError: a tensor of shape \(4, 4\) was to be cut .* outside of run",
-        "does not divide": "InvalidArgumentError: .* dimension 0 has size 3, which does not divide into 2",
-        "other number of parts": "InvalidArgumentError: .* makes 4 parts, and a replica has 2 logical devices",
-        "used outside": "ContextError: linear was called outside of run with a variable that is cut",
-        "made into something outside": "ContextError: t was called outside of run with a variable that is cut",
-        "gradient changed outside": "ContextError: mul_ was called outside of run with the gradient of a variable",
-        "gradient used outside": "ContextError: linalg_vector_norm was called outside of run with the gradient",
-        "hook on steps": "UnsupportedError: Adam has a hook on its steps",
-        "hook in a step": "UnsupportedError: register_hook .* would last for this run only",
-        "written to": "UnsupportedError: zero_ on a tensor that is cut over logical devices would change it in place",
-        "written to with a graph": "UnsupportedError: mul_ .*; do it under torch.no_grad",
-        "compiled": "^UnsupportedError: torch.compile of a function that works on tensors that are cut",
-        "mapped": r"^UnsupportedError: linear on a tensor that is cut .* in a transform of torch.func",
-        "scaled": "UnsupportedError: _amp_foreach_non_finite_check_and_unscale_ on a tensor that is cut",
-        "nothing": "nothing",
-    }
-    for found in two_processes.run(jobs.mistakes, timeout_seconds=200):
-        assert found.keys() == expected.keys()
-        for name, pattern in expected.items():
-            with pytest.raises(AssertionError, match=pattern):
-                raise AssertionError(found[name])
+    for found in two_processes.run(jobs.said_of_mistakes, timeout_seconds=200):
+        assert found.keys() == jobs.MISTAKES.keys()
+        wrong = {name: said for name, said in found.items() if not re.search(jobs.MISTAKES[name][0], said)}
+        assert not wrong
 
 
 def test_processes_that_do_not_make_whole_replicas(two_processes: Workers) -> None:
     for message in two_processes.run(jobs.odd_world):
         assert "logical_devices_per_replica=3" in message
         assert "there are 2 processes" in message
-    with pytest.raises(InvalidArgumentError, match=r"=2 needs a process for each .*, and this process is alone; start"):
-        ts.MirroredStrategy(logical_devices_per_replica=2)
-    with pytest.raises(InvalidArgumentError, match=r"=2 needs a process for each .*, and this process is alone; start"):
-        ts.MultiWorkerMirroredStrategy(logical_devices_per_replica=2)
-    with pytest.raises(InvalidArgumentError, match=r"logical_devices_per_replica=0; the least is 1"):
-        ts.MirroredStrategy(logical_devices_per_replica=0)
-    with pytest.raises(WrongTypeError, match=r"must be an integer; got 2\.0"):
-        ts.MirroredStrategy(logical_devices_per_replica=2.0)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"logical_mesh_shape=\[3\] has 3 places, and a replica has 2"):
-        ts.MirroredStrategy(logical_devices_per_replica=2, logical_mesh_shape=[3])
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        *(
+            (
+                make,
+                {"logical_devices_per_replica": 2},
+                InvalidArgumentError,
+                "=2 needs a process for each .* is alone; start",
+            )
+            for make in (ts.MirroredStrategy, ts.MultiWorkerMirroredStrategy)
+        ),
+        (ts.MirroredStrategy, {"logical_devices_per_replica": 0}, InvalidArgumentError, "=0; the least is 1"),
+        (ts.MirroredStrategy, {"logical_devices_per_replica": 2.0}, WrongTypeError, r"must be an integer; got 2\.0"),
+        (
+            ts.MirroredStrategy,
+            {"logical_devices_per_replica": 2, "logical_mesh_shape": [3]},
+            InvalidArgumentError,
+            r"logical_mesh_shape=\[3\] has 3 places, and a replica has 2",
+        ),
+    ],
+)
+def test_numbers_of_logical_devices(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+# == every operator on tensors that are cut equals plain PyTorch, however they are cut ===============================
+
+OPERATORS = [case.name for case in CASES]
+PARTS_OF_OPERATORS = [OPERATORS[start::6] for start in range(6)]
+
+
+def test_every_operator_has_a_case() -> None:
+    assert len(set(OPERATORS)) == len(OPERATORS)
+    assert {operator for case in CASES for operator in case.operators} | set(PROVEN_ELSEWHERE) == set(operators())
+
+
+def check_proofs(proofs: list[list[proving.Proof]], names: list[str]) -> None:
+    assert [proof.case for proof in proofs[0]] == [name for name in OPERATORS if name in names]
+    for of_rank in proofs:
+        for proof in of_rank:
+            assert not proof.failures, proof
+            assert proof.proven, proof
+        assert [proof[:3] for proof in of_rank] == [proof[:3] for proof in proofs[0]]
+
+
+@pytest.mark.parametrize("part", range(len(PARTS_OF_OPERATORS)))
+@pytest.mark.parametrize(
+    ("logical", "seeds", "ways"),
+    [(2, 3, 6), (4, 3, 4), pytest.param(4, 6, 24, marks=[pytest.mark.soak, pytest.mark.deadline(400)])],
+)
+def test_operators(
+    logical: int, seeds: int, ways: int, part: int, two_processes: Workers, four_processes: Workers
+) -> None:
+    workers, names = two_processes if logical == 2 else four_processes, PARTS_OF_OPERATORS[part]
+    check_proofs(workers.run(proving.prove, names, logical, seeds, ways, timeout_seconds=300), names)
+
+
+def test_the_list_in_the_docs_is_of_these_cases() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == text(), "run python -m tests.dtensor.operator_list"
+
+
+def test_everything_else_raises(two_processes: Workers) -> None:
+    for messages in two_processes.run(proving.refusals):
+        assert set(messages) == {*proving.REFUSED, *proving.RAISED_BY_PLAIN}
+        whole = torch.rand(4, 4)
+        for name, function in proving.RAISED_BY_PLAIN.items():
+            with pytest.raises(Exception) as raised:  # of the same class
+                function(whole)
+            assert messages.pop(name) == type(raised.value).__name__, name
+        for name, message in messages.items():
+            assert name in message, message
+            assert "replicate_to_logical_devices" in message, message
+            assert "split" in message or "cut over logical devices" in message, message
+
+
+CONTROLS = {
+    # what is broken → a case that has to fail then
+    "sums going backward": "linear without bias",
+    "sums going forward": "softmax",
+    "neighbours' rows": "conv2d",
+    "which part is whose": "embedding",
+    "random numbers": "dropout",
+}
+
+
+@pytest.mark.parametrize("broken", CONTROLS)
+def test_a_broken_rule_is_noticed(broken: str, two_processes: Workers) -> None:
+    name = CONTROLS[broken]
+    for rule in (None, broken):
+        of_ranks = two_processes.run(proving.prove, [name], 2, 4, 12, rule)
+        assert all(bool(proofs[0].failures) == (rule is not None) for proofs in of_ranks), (rule, of_ranks)
+
+
+# == every training case with two replicas of two processes each ===================================================
+
+RAISE_WHERE_CUT = {
+    # optimizers, and what is done to gradients
+    *("adafactor", "third_party_optimizer", "sparse_adam", "lbfgs", "lbfgs_strong_wolfe", "closure_of_sgd"),
+    *("clip_twice", "gradient_noise", "gradient_noise_drawn_in_step", "grad_scaler", "grad_scaler_overflow"),
+    *("grad_scaler_clip_overflow", "tensor_hooks", "gradient_penalty", "assigned_gradients"),
+    *("assigned_gradients_in_place", "func_grad"),
+    # writing to parameters, copying and replacing them
+    *("parameter_decay_first", "parameter_decay_last", "parameter_decay_through_data", "parameter_decay_between"),
+    *("parameter_clamp", "moving_average_in_step", "moving_average_outside", "averaged_model_in_step"),
+    *("averaged_model_outside", "deepcopy_in_step", "deepcopy_kept_between_steps", "assigned_state_dict"),
+    *("pruned_half_way", "edited_between_steps", "evaluated_between_steps"),
+    # operators
+    *("lstm", "transformer_encoder", "weight_norm", "channels_last", "compiled"),
+    # variables made in a run, which are cut after it only: the case reads them before
+    *("built_in_run", "built_in_run_drawn"),
+}
+ALWAYS = ("several_backwards", "functional_call", "frozen_then_unfrozen", "adam_foreach", "gan", "scheduler_in_step")
+NAMES = [name for name, case in contract.CASES.items() if not case.needs_compiler]
+PARTS = [[*dict.fromkeys((*ALWAYS, *NAMES[::4]))], *(NAMES[start::4] for start in (1, 2, 3))]
+"""The first one always, the others in soak."""
+
+
+_CUT: set[tuple[int, ...]] = set()
+"""Shapes of what has been cut in this process."""
+
+
+def planned(variables: CutVariables, tensor: torch.Tensor) -> Sharding:
+    """Weights are cut along their inputs if these are even, as the first layer's are."""
+    known = variables.find(tensor)
+    if known is not None:
+        return known.sharding
+    if isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and tensor.shape[1] % 2 == 0:
+        _CUT.add(tuple(tensor.shape))
+        return Sharding((2,), tuple(("d0",) if dim == 1 else () for dim in range(tensor.ndim)))
+    return Sharding.replicated(tensor.ndim, 2)
+
+
+def numbers(value: Any, plain: Any = testing._numbers) -> dict[str, Any]:
+    """Of a model with variables that are cut, all of these."""
+    if not isinstance(value, nn.Module):
+        return plain(value)  # type: ignore[no-any-return]
+    found = {**dict(value.named_parameters()), **dict(value.named_buffers())}
+    if any(isinstance(one, CutTensor) for one in found.values()):  # read in a run
+        return {name: one.full_tensor() if isinstance(one, CutTensor) else one for name, one in found.items()}
+    return {name: one for name, one in value.state_dict(keep_vars=False).items() if name in found}
+
+
+def run_cases(names: list[str]) -> list[contract.Snapshot]:
+    row = contract.Row("2x2", 2, lambda **options: ts.MirroredStrategy(logical_devices_per_replica=2, **options))
+    warnings.simplefilter("error")
+    found = []
+    for name in names:
+        if name in RAISE_WHERE_CUT:
+            found.append(contract.run_row(contract.CASES[name], row))
+            continue
+        with mock.patch.object(CutVariables, "planned", planned), mock.patch.object(testing, "_numbers", numbers):
+            found.append(contract.run_row(contract.CASES[name], row))
+    assert (5, 6) in _CUT  # the first layer of most models
+    return found
+
+
+@pytest.mark.parametrize("part", [0, *[pytest.param(part, marks=pytest.mark.soak) for part in range(1, len(PARTS))]])
+def test_training_cases_give_the_numbers_of_one_device(part: int, four_processes: Workers) -> None:
+    of_ranks = four_processes.run(run_cases, PARTS[part])
+    for number, name in enumerate(PARTS[part]):
+        case = contract.CASES[name]
+        snapshots = [snapshots[number] for snapshots in of_ranks]
+        contract.check_agreement(case, snapshots)
+        expected = contract.reference(case, 2)
+        for snapshot in snapshots:
+            contract.check(case, snapshot, expected)
