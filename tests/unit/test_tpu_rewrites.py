@@ -207,6 +207,15 @@ def others() -> Iterator[Same]:
     x, y, threes = draws(4, 5), draws(4, 5, seed=1), torch.full((REPLICAS, 4), 3)
     yield same(F.layer_norm, x + 1e3, leaves=affine(5), tolerance=1e-9, normalized_shape=[5])
     yield same(F.group_norm, draws(2, 6, 4) + 1e3, leaves=affine(6), tolerance=1e-9, num_groups=2)
+    for spatial, reduction, weighted, ignored in product([(), (2,)], REDUCTIONS, [False, True], [-100, 1]):
+        weight = shared(5, seed=2).abs() if weighted else None
+        options = {"weight": weight, "reduction": reduction, "ignore_index": ignored, "label_smoothing": 0.2}
+        yield same(F.cross_entropy, draws(4, 5, *spatial), indices(5, 4, *spatial), **options)
+    for beta in (1.0, 0.3):
+        yield same(F.smooth_l1_loss, x, y, beta=beta)
+    narrow = {"weight": shared(4, 1, 3, 3)}
+    yield same(F.conv2d, draws(2, 2, 5, 5), leaves=narrow, padding="valid", groups=2)
+    yield same(F.conv2d, draws(2, 6, 5), leaves=narrow, stride=(1, 2), padding=(0, 1), groups=2)
     for reduction in REDUCTIONS:  # single rows
         for func in (F.cross_entropy, F.nll_loss):
             yield same(func, draws(5), indices(5), weight=shared(5, seed=2).abs(), reduction=reduction)
