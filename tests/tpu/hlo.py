@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 DUMP_FLAGS = "--xla_dump_hlo_as_text --xla_dump_hlo_pass_re=spmd-partitioning"
 """What ``XLA_FLAGS`` needs besides the folder, ``--xla_dump_to=``."""
@@ -23,8 +24,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 Groups = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """One device's piece: ``str()`` is HLO's own ``f32[4,8]``, without the layout."""
 
     dtype: str
@@ -38,8 +38,7 @@ class Shape:
         return math.prod(self.dims)
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """``shapes``: of the result, more than one for a tuple. ``operands``: names. ``attributes``: what follows them."""
 
     name: str
@@ -50,12 +49,8 @@ class Instruction:
     in_entry: bool
 
 
-@dataclass(frozen=True)
-class Collective:
-    """Communication between devices.
-
-    ``groups``: the partitions that exchange with each other; for a collective-permute the pairs (from, to).
-    """
+class Collective(NamedTuple):
+    """``groups``: the partitions that exchange with each other; for a collective-permute the pairs (from, to)."""
 
     opcode: str
     groups: Groups
@@ -93,12 +88,8 @@ class Module:
     @cached_property
     def parameters(self) -> tuple[Shape, ...]:
         """The program's arguments in order: on each device the piece that it holds."""
-        found = {
-            int(one.operands[0]): one.shapes[0]
-            for one in self.instructions
-            if one.in_entry and one.opcode == "parameter"
-        }
-        return tuple(found[number] for number in sorted(found))
+        arguments = [one for one in self.instructions if one.in_entry and one.opcode == "parameter"]
+        return tuple(one.shapes[0] for one in sorted(arguments, key=lambda one: int(one.operands[0])))
 
     def shapes_of(self, *opcodes: str) -> tuple[Shape, ...]:
         """Results of instructions, in the order of the program: of ``"convolution"`` and ``"dot"`` the activations."""
@@ -144,11 +135,7 @@ class DumpFolder:
         return [module for module in modules if 2 * len(module.instructions) >= longest]
 
     def training_step(self, *, after: int = 0) -> Module:
-        """The last of `training_steps`: the one that all later steps are.
-
-        Raises:
-            LookupError: nothing has been compiled (and partitioned) since.
-        """
+        """The last of `training_steps`: the one that all later steps are."""
         steps = self.training_steps(after=after)
         if not steps:
             raise LookupError(f"{self.folder} has no partitioned program of number {after} or later")
@@ -194,22 +181,25 @@ def _closing(text: str, opening: int) -> int:
     raise ValueError(f"a parenthesis is not closed: {text!r}")
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, filter(None, text.split(","))))
+
+
 def _shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(Shape(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(text))
+    return tuple(Shape(dtype, _numbers(dims)) for dtype, dims in _SHAPE.findall(text))
 
 
 def _groups(attributes: str, num_partitions: int) -> Groups:
     """Of ``replica_groups={{0,1},{2,3}}``, its short form ``[2,2]<=[4]``, or ``source_target_pairs={{0,1}}``."""
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", attributes)
     if listed:
-        groups = tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+        groups = tuple(map(_numbers, re.findall(r"\{([\d,]+)\}", listed[1])))
         return groups or (tuple(range(num_partitions)),)  # {}: all together
     short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if short is None:
         raise ValueError(f"no groups of devices in {attributes!r}")
-    count, size = map(int, short[1].split(","))
-    dims = tuple(map(int, short[2].split(",")))
-    order = tuple(map(int, short[3].split(","))) if short[3] else tuple(range(len(dims)))
+    (count, size), dims = _numbers(short[1]), _numbers(short[2])
+    order = _numbers(short[3]) if short[3] else tuple(range(len(dims)))
     # iota over dims, transposed by order, in rows of `size`
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
     flat = [

@@ -7,7 +7,7 @@ statistics start each step from the same values on all replicas, and go on from 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,34 +106,30 @@ def dataset(steps: Sequence[int], shape: Sequence[int], classes: int, seed: int 
     ]
 
 
+def classification_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
 # --- plain PyTorch ----------------------------------------------------------------------------------------------------
 
 
-def chunks_of(batch: Batch, rows: Sequence[int]) -> list[Batch]:
-    """Each replica's part; replicas without rows are left out."""
-    parts = [part.split(list(rows)) for part in batch]
-    return [chunk for chunk, count in zip(zip(*parts, strict=True), rows, strict=True) if count]
-
-
-def weighted_backward(
-    model: nn.Module, chunks: Sequence[Batch], loss_of: Callable[..., torch.Tensor], op: str = "mean"
-) -> list[torch.Tensor]:
-    """Add the gradient of all replicas' losses; each replica's loss, in order.
-
-    A replica's loss counts as much as its rows; with ``op="sum"`` all count fully.
-    """
+def weighted_backward(model: nn.Module, batch: Batch, rows: Sequence[int], loss_of: Callable[..., Any]) -> torch.Tensor:
+    """Add the gradient of all replicas' losses, each of which counts as much as its rows; the losses, in order."""
     before = copy.deepcopy(dict(model.named_buffers()))
     after: list[dict[str, torch.Tensor]] = []
     losses = []
-    total_rows = sum(len(chunk[0]) for chunk in chunks)
-    for chunk in chunks:
+    for chunk in zip(*(part.split(list(filter(None, rows))) for part in batch), strict=True):
         _set_buffers(model, before)
         loss = loss_of(model, *chunk)
-        (loss * (len(chunk[0]) / total_rows if op == "mean" else 1.0)).backward()
+        (loss * len(chunk[0]) / sum(rows)).backward()
         losses.append(loss.detach())
         after.append(copy.deepcopy(dict(model.named_buffers())))
     _set_buffers(model, {name: _merged([one[name] for one in after]) for name in before})
-    return losses
+    return torch.stack(losses)
 
 
 def _merged(values: list[torch.Tensor]) -> torch.Tensor:
@@ -146,25 +142,69 @@ def _set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         buffer.copy_(values[name])
 
 
-def train_plainly(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[Batch],
-    replicas: int,
-    loss_of: Callable[..., torch.Tensor],
-) -> list[torch.Tensor]:
-    """The losses of each step, ``[replicas]``; all replicas have equally many rows."""
-    history = []
-    for batch in batches:
+def stacked(strategy: ts.TPUStrategy, result: Any) -> torch.Tensor:
+    """What each replica has, on the host."""
+    return torch.stack([value.cpu() for value in strategy.local_results(result)])
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A model with its optimizer on a strategy, and the same in plain PyTorch; they are trained side by side.
+
+    ``build``: of what is said of activations, the model. ``before_step``: what is done to its gradients, and gives a
+    number that is compared too; ``after_step``: what the loop does with an optimizer, of which each is made anew.
+    """
+
+    def __init__(
+        self,
+        strategy: ts.TPUStrategy,
+        build: Callable[[Annotation], nn.Module],
+        annotation: Annotation = unchanged,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+        before_step: Callable[[nn.Module], torch.Tensor] = lambda _: torch.zeros(()),
+        after_step: Callable[[torch.optim.Optimizer], Callable[[], object]] = lambda _: lambda: None,
+    ) -> None:
+        self.strategy, self.before_step = strategy, before_step
+        with strategy.scope():
+            self.model = seeded(lambda: build(annotation))
+            self.optimizer = optimizer(self.model)
+        self.plain = seeded(lambda: build(unchanged))
+        self.plain_optimizer = optimizer(self.plain)
+        self._after = [after_step(one) for one in (self.optimizer, self.plain_optimizer)]
+        self.step = _step_of(self.model, self.optimizer, before_step)
+
+    def train(self, batches: Sequence[Batch], **options: Any) -> list[list[int]]:
+        """Every number of each step has to be the same, and the state at the end; each replica's rows, by step."""
+        rows, run_options = [], ts.RunOptions(**options)
+        for distributed, batch in zip(self.strategy.distribute_dataset(batches), batches, strict=True):
+            results = self.strategy.run(self.step, args=(distributed,), options=run_options)
+            losses, numbers, counts = (stacked(self.strategy, result) for result in results)
+            rows.append(counts.tolist())
+            self.plain_optimizer.zero_grad()
+            require_same_losses(losses, weighted_backward(self.plain, batch, rows[-1], classification_loss))
+            wanted = self.before_step(self.plain)
+            self.plain_optimizer.step()
+            for after in self._after:
+                after()
+            torch.testing.assert_close(numbers, wanted.expand(len(numbers)), rtol=1e-5, atol=0)
+        require_same_state(self.model, self.plain)
+        return rows
+
+
+def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, before_step: Callable[[nn.Module], Any]) -> Any:
+    """From which the plain model cannot be reached."""
+
+    def step(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         optimizer.zero_grad()
-        rows = [len(batch[0]) // replicas] * replicas
-        history.append(torch.stack(weighted_backward(model, chunks_of(batch, rows), loss_of)))
+        loss = classification_loss(model, *batch)
+        loss.backward()
+        number = before_step(model)
         optimizer.step()
-    return history
+        return loss.detach(), number, torch.full((), len(batch[0]))
 
-
-def classification_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(x), y)
+    return step
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
@@ -182,19 +222,15 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted.double()).abs().max() / scale)
 
 
-def require_same_losses(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative error; at most `LOSS_TOLERANCE`."""
-    assert len(got) == len(wanted) > 0
-    error = max(relative_error(one, other) for one, other in zip(got, wanted, strict=True))
+def require_same_losses(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = relative_error(got, wanted)
     assert error <= LOSS_TOLERANCE, f"losses differ by {error:.2e}"
-    return error
 
 
-def require_same_state(got: nn.Module, wanted: nn.Module) -> float:
-    """Parameters and buffers: the largest relative error; at most `PARAMETER_TOLERANCE`."""
+def require_same_state(got: nn.Module, wanted: nn.Module) -> None:
+    """Parameters and buffers."""
     ours, theirs = got.state_dict(), wanted.state_dict()
     assert list(ours) == list(theirs)
     errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= PARAMETER_TOLERANCE, f"{worst} differs by {errors[worst]:.2e}; all: {errors}"
-    return errors[worst]

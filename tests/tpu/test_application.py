@@ -1,4 +1,4 @@
-"""``scripts/train.py strategy=tpu`` as users start it, on eight virtual devices: real processes, data and files."""
+"""``scripts/train.py strategy=tpu`` and the documents' example as users start them, on eight virtual devices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,22 +33,19 @@ SHORT = [
 ]
 """Held out are 180 rows, three whole batches: no program is compiled for a smaller one."""
 
-SPATIAL = ["experiment=digits_convnet_spatial"]
 TENSOR_PARALLEL = ["experiment=digits_mlp_tensor_parallel"]
-TRANSFORMER = ["experiment=digits_transformer_tensor_parallel", "model.blocks=1"]
 ON_DEVICES = ["strategy.virtual_devices=8", "strategy.replicas=4", "strategy.logical_devices=2"]
 
 
-def train(folder: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def started(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A run in a shell of a user: the suite asks for virtual devices in its environment, users need not."""
     taken = ("TORCHELASTIC_", "HYDRA_", "PJRT_", "XLA_", "CPU_NUM_DEVICES")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     folder.mkdir(exist_ok=True)
     return subprocess.run(
-        [sys.executable, str(TRAIN), *overrides],
+        [sys.executable, *command],
         cwd=folder,
-        env=environment,
+        env={**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
@@ -57,7 +54,7 @@ def train(folder: Path, *overrides: str, **variables: str) -> subprocess.Complet
 
 
 def trained(folder: Path, *overrides: str, **variables: str) -> tuple[Path, str]:
-    finished = train(folder, *SHORT, *overrides, **variables)
+    finished = started(folder, str(TRAIN), *SHORT, *overrides, **variables)
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
     return folder / "run", finished.stderr
 
@@ -69,31 +66,31 @@ def distance(one: Path, other: Path) -> float:
     return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    experiment: list[str]
+class Comparison(NamedTuple):
+    """``plain``: the strategy whose replicas have one logical device, and see the same statistics; ``percent``: of the
+    parameters on each device, at most; ``activations``: what instructions of ``opcode`` compute forward on one device,
+    from the 15 rows of its replica; ``gathered``: of activations, between logical devices, forward and backward.
+    """
+
+    overrides: list[str]
     plain: list[str]
-    """The strategy whose replicas have one logical device, and see the same statistics."""
     tolerance: float
     percent: int
-    """Of the parameters on each device, at most."""
     opcode: str
     activations: list[str]
-    """What instructions of ``opcode`` compute forward on one device, from the 15 rows of its replica."""
-    between_logical_devices: dict[str, set[str]]
-    """Forward and backward, by kind: of activations; smaller tensors are sums over what is cut."""
+    gathered: set[str]
 
 
 COMPARISONS = {
     "spatial": Comparison(
-        SPATIAL,
+        ["experiment=digits_convnet_spatial"],
         ["strategy=mirrored", "strategy.replicas=4"],
         tolerance=1e-6,
         percent=100,
         opcode="convolution",
         activations=["f32[15,16,4,8]", "f32[15,32,4,8]", "f32[15,32,2,4]"],  # half as high as the images
         # The last pooling leaves bands of one row, put together for the last layer.
-        between_logical_devices={"all-gather": {"f32[1,1,15,32,1,2]"}},
+        gathered={"f32[1,1,15,32,1,2]"},
     ),
     "tensor_parallel": Comparison(
         TENSOR_PARALLEL,
@@ -102,21 +99,17 @@ COMPARISONS = {
         percent=51,
         opcode="dot",
         activations=["f32[15,128]", "f32[15,256]", "f32[15,64]", "f32[15,10]"],  # every second half as wide
-        between_logical_devices={"all-gather": set(), "all-to-all": set(), "collective-permute": set()},
+        gathered=set(),
     ),
     "transformer": Comparison(
-        TRANSFORMER,
+        ["experiment=digits_transformer_tensor_parallel", "model.blocks=1"],
         ["strategy=one_device"],
         tolerance=2e-5,
         percent=60,
         opcode="dot",
         activations=["f32[15,10]"],  # the head, which is not cut; the block's have all tokens in one dimension
         # XLA multiplies batches of matrices that have one dimension, and cannot cut the heads within that.
-        between_logical_devices={
-            "all-gather": {"f32[1,15,2,8,16]", "f32[1,15,2,16,8]"},
-            "all-to-all": set(),
-            "collective-permute": set(),
-        },
+        gathered={"f32[1,15,2,8,16]", "f32[1,15,2,16,8]"},
     ),
 }
 
@@ -128,12 +121,11 @@ COMPARISONS = {
     "name",
     [pytest.param(name, marks=[] if name == "tensor_parallel" else pytest.mark.soak) for name in COMPARISONS],
 )
-def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path, name):
+def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path: Path, name: str) -> None:
     comparison = COMPARISONS[name]
-    dumps = tmp_path / "dumps"
-    dumping = f"{DUMP_FLAGS} --xla_dump_to={dumps}"
-    run, said = trained(tmp_path / "tpu", *comparison.experiment, *ON_DEVICES, XLA_FLAGS=dumping)
-    plain, _ = trained(tmp_path / "plain", *comparison.experiment, *comparison.plain)
+    dumping = f"{DUMP_FLAGS} --xla_dump_to={tmp_path / 'dumps'}"
+    run, said = trained(tmp_path / "tpu", *comparison.overrides, *ON_DEVICES, XLA_FLAGS=dumping)
+    plain, _ = trained(tmp_path / "plain", *comparison.overrides, *comparison.plain)
     assert distance(run, plain) <= comparison.tolerance
     losses, plain_losses = ([record["loss"] for record in read_metrics(folder, "step")] for folder in (run, plain))
     assert len(losses) == STEPS
@@ -148,8 +140,7 @@ def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path, name)
     assert (programs["devices"], programs["replicas"], programs["logical_devices"]) == (8, 4, 2)
     assert len(programs["compilations"]) == 3, "two for the training step, one for evaluation"
     assert programs["compilations"][0] == "run 0: it is the first"
-    assert "tpu 4×2: 8 devices, 4 replicas × 2 logical devices, 3 compilations" in said
-    for line in programs["compilations"]:
+    for line in ("8 devices, 4 replicas × 2 logical devices, 3 compilations", *programs["compilations"]):
         assert f"tpu 4×2: {line}" in said
     held = re.search(r"tpu 4×2: each device holds .* \((\d+)%\)", said)
     assert held is not None
@@ -158,15 +149,20 @@ def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path, name)
     assert not read_metrics(plain, "programs")
     assert not (plain / "sharding.png").exists()
 
-    step = DumpFolder(dumps).training_step()
+    step = DumpFolder(tmp_path / "dumps").training_step()
     assert step.num_partitions == 8
     forward = [shape for shape in map(str, step.shapes_of(comparison.opcode)) if shape.startswith("f32[15,")]
     assert forward[: len(comparison.activations)] == comparison.activations
-    for opcode, expected in comparison.between_logical_devices.items():
-        assert {str(shape) for one in step.collectives(opcode) for shape in one.operands} == expected
+    sent = {
+        opcode: {str(shape) for one in step.collectives(opcode) for shape in one.operands}
+        for opcode in ("all-gather", "all-to-all", "collective-permute")
+    }
+    assert sent["all-gather"] == comparison.gathered
     if name == "spatial":
-        edges = [str(one.operands[0]) for one in step.collectives("collective-permute")]
-        assert {"f32[15,1,1,8]", "f32[15,16,1,8]", "f32[15,32,1,4]"} <= set(edges), "a row at each edge, every layer"
+        edges = {"f32[15,1,1,8]", "f32[15,16,1,8]", "f32[15,32,1,4]"}
+        assert edges <= sent["collective-permute"], "a row at each edge, every layer"
+    else:
+        assert not sent["all-to-all"] | sent["collective-permute"]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +182,10 @@ def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path, name)
     ],
     ids=["environment", "no_tpu", "rules"],
 )
-def test_mistakes_are_one_line(tmp_path, overrides, variables, message):
+def test_mistakes_are_one_line(tmp_path: Path, overrides: list[str], variables: dict[str, str], message: str) -> None:
     if not overrides and any(Path("/dev").glob("accel*")):
         pytest.skip("there is a TPU")
-    finished = train(tmp_path, *TENSOR_PARALLEL, *SHORT, *overrides, **variables)
+    finished = started(tmp_path, str(TRAIN), *TENSOR_PARALLEL, *SHORT, *overrides, **variables)
     assert finished.returncode == 1
     (line,) = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
     assert re.search(message, line), line
@@ -197,17 +193,21 @@ def test_mistakes_are_one_line(tmp_path, overrides, variables, message):
 
 
 @pytest.mark.soak  # the same error as one line in one process
-def test_several_processes_are_an_error_on_all_of_them(tmp_path):
+def test_several_processes_are_an_error_on_all_of_them(tmp_path: Path) -> None:
     """Before any of them starts the runtime: two would fight for the devices."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    finished = subprocess.run(
-        [*launcher, str(TRAIN), *TENSOR_PARALLEL, *SHORT, *ON_DEVICES],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    finished = started(tmp_path, *launcher, str(TRAIN), *TENSOR_PARALLEL, *SHORT, *ON_DEVICES)
     assert finished.returncode != 0
     assert "error: strategy=tpu drives all devices from one process, and a launcher started 2;" in finished.stderr
+
+
+def test_the_example_of_the_documents_trains_and_explains(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "tutorials" / "tpu.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r":caption: train_tpu.py\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "train.py").write_text(example, encoding="utf-8")
+    finished = started(tmp_path, "train.py")
+    assert finished.returncode == 0, finished.stderr
+    assert len(re.findall(r"^epoch \d: [\d.]+$", finished.stdout, re.MULTILINE)) == 2
+    assert "(d0, –)" in finished.stdout
+    assert "each device holds 1.1 KiB of 2.3 KiB (50%)" in finished.stdout
+    assert [int(run) for run in re.findall(r"^run (\d+): ", finished.stdout, re.MULTILINE)] == [0, 1, 3]

@@ -1,4 +1,4 @@
-"""What everyday programs met with torch_xla itself: copies, complex values, mixed precision, inference mode."""
+"""What everyday programs met with torch_xla itself: copies, complex values, mixed precision, inference mode, edits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import torchstrat as ts
+from tests.migration import losses, program, run
 from torchstrat import PerReplica
 from torchstrat.errors import ContextError, UnsupportedError
 
@@ -29,6 +30,15 @@ def strategy_of(replicas: int, logical_devices: int = 1, **options: Any) -> ts.T
     shape = [1, 1, 1, logical_devices]
     assignment = ts.tpu.DeviceAssignment.build(topology, computation_shape=shape, num_replicas=replicas)
     return ts.TPUStrategy(device_assignment=assignment, **options)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_program_of_the_guide_for_migration(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = run(program("tpu"))["strategy"]
+    assert (strategy.num_replicas_in_sync, strategy.num_logical_devices) == (4, 2)
+    found = losses(capsys.readouterr().out)
+    assert len(found) == 15
+    assert found[-1] < found[0] * 0.95
 
 
 def test_copies_of_cut_variables() -> None:
@@ -87,36 +97,35 @@ LAYERS: dict[str, Callable[[torch.Tensor, nn.Module, nn.Module], torch.Tensor]] 
 }
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_autocast_is_that_of_a_step_that_is_not_mapped(layer: str) -> None:
+def test_autocast_is_that_of_a_step_that_is_not_mapped() -> None:
     strategy = strategy_of(2)
     with strategy.scope():
         linear, conv = nn.Linear(8, 8), nn.Conv1d(1, 4, 3)
     x = PerReplica((torch.randn(2, 8), torch.randn(2, 8)))
 
-    def dtype(**options: Any) -> torch.dtype:
-        seen: list[torch.dtype] = []
+    def dtypes(**options: Any) -> dict[str, torch.dtype]:
+        seen: dict[str, torch.dtype] = {}
 
         def step(rows: torch.Tensor) -> torch.Tensor:
             with torch.autocast(rows.device.type, torch.bfloat16):
-                seen.append(LAYERS[layer](rows, linear, conv).dtype)
+                seen.update({name: layer(rows, linear, conv).dtype for name, layer in LAYERS.items()})
             return rows.sum()
 
         strategy.run(step, args=(x,), options=ts.RunOptions(**options))
-        return seen[0]
+        return seen
 
-    assert dtype() == dtype(global_view=True)
+    found = dtypes()
+    assert found == dtypes(global_view=True)
+    assert set(found.values()) == {torch.bfloat16, torch.float32}
 
 
 def test_autocast_of_the_host_is_refused() -> None:
-    strategy = strategy_of(2)
-
     def step(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return x @ x
 
     with pytest.raises(ContextError, match=r"torch\.autocast\(x\.device\.type"):
-        strategy.run(step, args=(PerReplica((torch.ones(2, 2), torch.ones(2, 2))),))
+        strategy_of(2).run(step, args=(PerReplica((torch.ones(2, 2), torch.ones(2, 2))),))
 
 
 def test_inference_mode_and_kept_tensors() -> None:
@@ -153,39 +162,42 @@ EDITS = {
     "rows": lambda model, x: model.rows.add_(x.sum().long()),
     "weight": torch.no_grad()(lambda model, x: model.weight.add_(x.sum())),
 }
-BECOMES = [
-    ("total", None, 4.0, "buffer 'total' .* is their mean"),
-    ("rows", None, 2, "buffer 'rows' .* is the first replica's"),
-    ("weight", None, 2.0, r"the replicas have changed Counting.weight \(1,\) in the step, each in another way"),
-    ("total", "sum", 7.0, ""),
-    ("rows", "sum", 7, ""),
-    ("total", "only_first_replica", 2.0, ""),
-]
 
 
-@pytest.mark.parametrize(("name", "aggregation", "becomes", "warns"), BECOMES)
-def test_what_replicas_change_differently(name: str, aggregation: str | None, becomes: float, warns: str) -> None:
+@pytest.mark.parametrize(
+    ("aggregation", "becomes", "warns"),
+    [
+        (
+            None,
+            [4.0, 2, 2.0],
+            ["'total' .* is their mean", "'rows' .* is the first replica's", r"changed Counting\.weight"],
+        ),
+        ("sum", [7.0, 7, 2.0], [r"changed Counting\.weight"]),
+        ("only_first_replica", [2.0, 2, 2.0], [r"changed Counting\.weight"]),
+        ("none", None, []),
+    ],
+)
+def test_what_replicas_change_differently(aggregation: str | None, becomes: list[Any], warns: list[str]) -> None:
     """On every strategy; here an operand that differs between replicas is what tells."""
     strategy = strategy_of(2)
     with strategy.scope():
         model = Counting()
-    if aggregation is not None:
+    for name in ("total", "rows") if aggregation is not None else ():
         strategy.extended.set_aggregation(model, name, aggregation)
     rows = PerReplica([torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])])
+
+    def step(x: torch.Tensor) -> None:
+        for edit in EDITS.values():
+            edit(model, x)
+
+    if becomes is None:
+        with pytest.raises(UnsupportedError, match=r"'total', 'none'.*one for all of them"):
+            strategy.run(step, args=(rows,))
+        return
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        strategy.run(lambda x: EDITS[name](model, x), args=(rows,))
-    assert getattr(model, name).item() == becomes
+        strategy.run(step, args=(rows,))
+    assert [getattr(model, name).item() for name in EDITS] == becomes
     texts = [str(one.message) for one in said if "replica" in str(one.message)]
-    assert len(texts) == bool(warns), texts
-    assert all(re.search(warns, text) for text in texts), texts
-
-
-def test_a_buffer_of_each_replica_is_refused() -> None:
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model = Counting()
-    strategy.extended.set_aggregation(model, "total", "none")
-    rows = PerReplica([torch.tensor([0.0, 1.0]), torch.tensor([2.0, 3.0])])
-    with pytest.raises(UnsupportedError, match=r"'total', 'none'.*one for all of them"):
-        strategy.run(lambda x: model.total.add_(x.sum()), args=(rows,))
+    assert len(texts) == len(warns), texts
+    assert all(any(re.search(pattern, text) for text in texts) for pattern in warns), texts
