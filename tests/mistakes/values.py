@@ -22,7 +22,14 @@ class Results(Area):
         return strategy, strategy.run(lambda: torch.rand(shape))
 
     @each(
-        ("an unknown operation", {"reduce_op": "max"}, InvalidArgumentError, "'max'", "unknown reduce_op", "'sum' or"),
+        (
+            "an unknown operation",
+            {"reduce_op": "max"},
+            InvalidArgumentError,
+            "'max'",
+            "unknown reduce_op",
+            "'sum' or 'mean'",
+        ),
         ("no operation", {"reduce_op": None}, WrongTypeError, "NoneType", "'sum', 'mean'", r"reduce\('mean', value\)"),
         ("a list of axes", {"axis": [0]}, WrongTypeError, r"list \[0\]", "a tuple of ints", "None combines"),
         ("an axis of scalars", {"shape": (), "axis": 0}, InvalidArgumentError, "axis=0", "have no axis", "axis=None"),
@@ -32,7 +39,7 @@ class Results(Area):
             InvalidArgumentError,
             "weighted",
             "mean",
-            "weighted out",
+            "leave weighted out",
         ),
     )
     def reduced(self, options: dict[str, Any]) -> None:
