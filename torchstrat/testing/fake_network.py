@@ -19,6 +19,7 @@ time out, and stopped tasks are found to be silent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -26,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -41,11 +42,19 @@ from torchstrat.errors import (
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.wire.answers import Answerer, Incoming, pack_request, result_of
-from torchstrat.parameter_server.wire.payloads import Packed
+from torchstrat.parameter_server.wire.payloads import Packed, unpack
 from torchstrat.parameter_server.wire.waiting import Waiting
 
 OnLost = Callable[[Peer, str], None]
 When = Literal["before", "after"]
+
+
+class Message(NamedTuple):
+    """What travelled: a call's payload, or its result, to or from the process that was called."""
+
+    peer: Peer
+    kind: Literal["call", "result"]
+    value: Any
 
 
 class FakeNetwork:
@@ -65,6 +74,7 @@ class FakeNetwork:
         self._endpoints: dict[str, FakeEndpoint] = {}
         self._calls: set[_Call] = set()
         self._holds: list[Hold] = []
+        self._records: list[tuple[str, list[Message]]] = []
 
     def endpoint(self, task: Task) -> FakeEndpoint:
         """A process that starts as ``task``: a fresh incarnation at each call."""
@@ -99,6 +109,14 @@ class FakeNetwork:
         with self._changed:
             self._holds.append(hold)
         return hold
+
+    def record(self, method: str) -> list[Message]:
+        """Copies of all calls of ``method`` from now on, as they are made, and of their results, as they leave: of a
+        call that fails there is none."""
+        messages: list[Message] = []
+        with self._changed:
+            self._records.append((method, messages))
+        return messages
 
     def advance(self, seconds: float) -> None:
         """Let time pass. When this returns, calls that are over their time have failed, and those have been told who
@@ -152,6 +170,7 @@ class FakeNetwork:
             call.due = self._now + call.seconds
             self._calls.add(call)
         call.future.add_done_callback(lambda _: self._forget(call))
+        self._note(call, "call", call.payload)
         _in_thread(f"fake-{call.method}", self._deliver, call)
 
     def _deliver(self, call: _Call) -> None:
@@ -162,6 +181,7 @@ class FakeNetwork:
             )
 
     def _return(self, call: _Call, answer: Packed) -> None:
+        self._note(call, "result", answer)
         # The thread of the handler is free as soon as it has answered, whatever becomes of the answer.
         with self._changed:
             is_open = self._is_open(call, "after")
@@ -173,6 +193,13 @@ class FakeNetwork:
     def _arrive(self, call: _Call, answer: Packed) -> None:
         if self._pass(call, "after"):
             call.settle(_copied(answer))
+
+    def _note(self, call: _Call, kind: Literal["call", "result"], packed: Packed) -> None:
+        for method, messages in list(self._records):
+            if method == call.method:
+                with contextlib.suppress(Exception):  # what the handler raised
+                    read = unpack if kind == "call" else result_of
+                    messages.append(Message(call.to, kind, read(_copied(packed))))
 
     def _pass(self, call: _Call, when: When) -> bool:
         """Wait while somebody is stopped or something is held. False if one of the two processes has ended."""
