@@ -1,7 +1,14 @@
-"""Optimizers of classes that may do anything: one object, on the one server that has their variables."""
+"""Optimizers of classes that may do anything: one object, on the one server that has their variables.
+
+That many such classes have the numbers of one device is in tests/matrix/optimizers.py.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,31 +16,48 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.matrix.own_optimizers import CountsInGroup, KeepsParameters, Lion, Lists, Normalised, Own
-from tests.unit.ps_server_helpers import add_optimizer, dense_step, make_store, options_of, push_of, whole
-from torchstrat import host_memory
+from tests.support.parameter_servers import WAIT, PerTensor, on_servers, states_are_close
 from torchstrat.errors import InvalidArgumentError, NotSendableError, TorchstratError, UnsupportedError
-from torchstrat.parameter_server.messages import OptimizerStep, Snapshot
-from torchstrat.testing.fake_cluster import FakeCluster
 
 ONES = torch.ones(3)
 
 
-def parameters(count: int = 1) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(3)) for _ in range(count)]
+class CountsInGroup(PerTensor):
+    """Its step divides the rate by how many there have been, which it keeps in ``param_groups``."""
 
-
-class Wrong(Own):
-    """Makes another shape of its parameter."""
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        p.data = p.data[:2]
+        p.sub_(grad, alpha=group["lr"] / group["k"])
 
 
-class StartsWithState(Own):
+class Lists(PerTensor):
+    """State in a list beside the parameters, all of which each step changes."""
+
+    velocities: tuple[torch.Tensor, ...] = ()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.velocities = self.velocities or tuple(map(torch.zeros_like, every))
+        for p, velocity in zip(every, self.velocities, strict=True):
+            velocity.mul_(0.5).add_(0 if p.grad is None else p.grad)
+            p.sub_(velocity)
+
+
+class Average(PerTensor):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        p.sub_(self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(grad, 0.25))
+
+
+class StartsWithState(PerTensor):
     """Its constructor makes state from values that parameters have then."""
 
-    def prepare(self) -> None:
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["first"] = p.detach().clone()
@@ -43,202 +67,171 @@ class StartsWithState(Own):
         p.lerp_(self.state[p]["first"], 0.5)
 
 
-def test_steps_without_a_gradient_are_steps():
-    optimizer = CountsInGroup(parameters(2), lr=1.0)
-    store = make_store(torch.zeros(3), torch.zeros(3))
-    add_optimizer(store, optimizer, [[0, 1]])
-    store.push(push_of(steps=(dense_step(optimizer),)))
-    store.push(push_of(steps=(dense_step(optimizer, v1=ONES),)))
-    assert torch.equal(whole(store, 1), -ONES / 2)
-    assert torch.equal(whole(store, 0), torch.zeros(3))
+class Shrinks(PerTensor):
+    """Makes another shape of its parameter."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        p.data = p.data[:2]
 
 
-def test_all_parameters_change_whatever_has_a_gradient():
-    optimizer = Lists(parameters(2), lr=1.0)
-    store = make_store(torch.zeros(3), torch.zeros(3))
-    add_optimizer(store, optimizer, [[0, 1]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES, v1=ONES),)))
-    store.push(push_of(steps=(dense_step(optimizer, v1=ONES),)))
-    torch.testing.assert_close(whole(store, 0), -ONES * (1 + 0.9 / 2))
+def parameters(count: int = 1, start: float = 0.0) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.full((3,), start)) for _ in range(count)])
 
 
-def test_what_the_program_sets_and_what_steps_set():
-    optimizer = CountsInGroup(parameters(), lr=1.0)
-    store = make_store(torch.zeros(3))
-    add_optimizer(store, optimizer, [[0]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    optimizer.param_groups[0]["lr"] = 4.0  # as a scheduler does
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert torch.equal(whole(store), -ONES * 3)
-    optimizer.param_groups[0]["k"] = 7
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert torch.equal(whole(store), -ONES * 3.5)
+class Job:
+    """A program whose functions step vectors with the gradients that they are given."""
+
+    def __init__(self, program: Any) -> None:
+        self.program, self.strategy = program, program.strategy
+        self.parameters, self.optimizer = program.made
+        self.group, self.lists = self.optimizer.param_groups[0], [self.parameters]
+
+    def step(self, *gradients: torch.Tensor | None) -> None:
+        def function(lists: list[nn.ParameterList], optimizer: Any) -> None:
+            for parameter, gradient in zip([one for of_list in lists for one in of_list], gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+
+        self.program.run(function, self.lists, self.optimizer)
+
+    def values(self) -> list[float]:
+        """Of each vector, all of whose elements are equal."""
+        found = [value for one in self.lists for value in one.state_dict().values()]
+        assert all(bool((value == value[0]).all()) for value in found)
+        return [float(value[0]) for value in found]
 
 
-def test_what_the_program_was_told_comes_back_and_is_no_wish():
-    optimizer = CountsInGroup(parameters(), lr=1.0)
-    store = make_store(torch.zeros(3))
-    add_optimizer(store, optimizer, [[0]])
-    for count in (1, 2):
-        store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-        assert store.optimizer_options(0) == [{"k": count}]
-    optimizer.param_groups[0]["k"] = 1  # as it was told once, in functions that were scheduled then
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert store.optimizer_options(0) == [{"k": 3}]
-    store.load_optimizer_options(0, [{"lr": 2.0, "k": 1}])
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert store.optimizer_options(0) == [{"k": 2}]
-    torch.testing.assert_close(whole(store), -ONES * (1 + 1 / 2 + 1 / 3 + 1 / 2))  # lr is the program's: 1
+@contextmanager
+def stepping(cls: type[PerTensor], count: int = 1, start: float = 0.0, **settings: Any) -> Iterator[Job]:
+    def make() -> tuple[nn.ParameterList, PerTensor]:
+        made = parameters(count, start)
+        return made, cls(made.parameters(), lr=1.0, **settings)
+
+    with on_servers(make) as program:
+        yield Job(program)
 
 
-def test_the_program_and_steps_set_the_same():
-    optimizer = CountsInGroup(parameters(), lr=1.0, k=0)
-    store = make_store(torch.zeros(3))
-    add_optimizer(store, optimizer, [[0]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    before = whole(store)
-    optimizer.param_groups[0]["k"] = 7
-    with pytest.raises(UnsupportedError, match=r"param_groups\[0\]\['k'\] of .* to 7, and its steps.* set it to 1"):
-        store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert torch.equal(whole(store), before)
+def test_what_the_program_sets_what_steps_set_and_what_was_told() -> None:
+    """Steps without a gradient are steps, too."""
+    with stepping(CountsInGroup, 2) as job:
+        for count, gradients in enumerate(((None, None), (None, ONES)), start=1):
+            job.step(*gradients)
+            assert job.optimizer.state_dict()["param_groups"][0]["k"] == count
+        assert job.values() == [0.0, -0.5]
+        job.group["k"] = 1  # as it was told once, in functions that were scheduled then: no wish
+        job.group["lr"] = 3.0  # as a scheduler does
+        job.step(ONES, ONES)
+        assert job.values() == [-1.0, -1.5]
+        job.group["k"] = 7
+        job.step(ONES, ONES)
+        assert job.values() == [-1.375, -1.875]
+        state = job.optimizer.state_dict()
+        state["param_groups"][0]["k"] = 1
+        job.optimizer.load_state_dict(state)
+        job.step(ONES, ONES)
+        assert job.values() == [-2.875, -3.375]
 
 
-def test_state_of_its_constructor():
-    optimizer = StartsWithState([nn.Parameter(torch.ones(3))], lr=1.0)
-    store = make_store(torch.ones(3))
-    add_optimizer(store, optimizer, [[0]])
-    before = store.snapshot()
-    for _ in range(2):
-        store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert torch.equal(whole(store), ONES * 0.25)
-    store.restore(Snapshot(before.values, before.states, before.applied))
-    assert torch.equal(whole(store), ONES)
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert torch.equal(whole(store), ONES * 0.5)
+def test_the_program_and_steps_set_the_same() -> None:
+    with stepping(CountsInGroup, k=0) as job:
+        job.step(ONES)
+        job.group["k"] = 7
+        with pytest.raises(UnsupportedError, match=r"param_groups\[0\]\['k'\] of .* to 7, and its steps.* set it to 1"):
+            job.step(ONES)
+        assert job.values() == [-1.0]
 
 
-def test_state_comes_and_goes():
-    optimizer = Lion(parameters(), lr=1.0)
-    store = make_store(torch.zeros(3))
-    add_optimizer(store, optimizer, [[0]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    state = store.optimizer_state(0)[0, 0]
-    torch.testing.assert_close(state["average"], ONES * 0.01)
-    store.load_optimizer_state(0, {(0, 0): {"average": -ONES * 100}})
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    assert torch.equal(whole(store), torch.zeros(3))
+def test_state_of_its_constructor_is_there_again_before_the_first_step(tmp_path: Path) -> None:
+    with stepping(StartsWithState, start=1.0) as job:
+        checkpoint = ts.Checkpoint(parameters=job.parameters, optimizer=job.optimizer)
+        checkpoint.save(tmp_path / "before")
+        for _ in range(2):
+            job.step(ONES)
+        assert job.values() == [0.25]
+        checkpoint.restore(tmp_path / "before")
+        assert job.values() == [1.0]
+        job.step(ONES)
+        assert job.values() == [0.5]
 
 
-def test_groups_and_parameters_that_come_later():
-    first, second, third = parameters(3)
-    optimizer = Lists([first], lr=1.0)
-    store = make_store(*(torch.zeros(3) for _ in range(3)))
-    add_optimizer(store, optimizer, [[0]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
-    optimizer.param_groups[0]["params"].append(second)
-    optimizer.add_param_group({"params": [third]})
-    add_optimizer(store, optimizer, [[0, 1], [2]])
-    with pytest.raises(
-        TorchstratError, match=r"Lists.step raised ValueError: zip"
-    ):  # its lists are shorter: as in plain
-        store.push(push_of(steps=(dense_step(optimizer, v1=ONES),)))
-
-    counting = CountsInGroup([first], lr=1.0)
-    store = make_store(*(torch.zeros(3) for _ in range(3)))
-    add_optimizer(store, counting, [[0]])
-    store.push(push_of(steps=(dense_step(counting, v0=ONES),)))
-    counting.param_groups[0]["params"].append(second)
-    counting.add_param_group({"params": [third], "lr": 2.0})
-    add_optimizer(store, counting, [[0, 1], [2]])
-    store.push(push_of(steps=(dense_step(counting, v0=ONES, v1=ONES, v2=ONES),)))
-    assert [float(whole(store, number)[0]) for number in range(3)] == [-1.5, -0.5, -2.0]
+@pytest.mark.parametrize("cls", [CountsInGroup, Lists])
+def test_groups_that_come_later(cls: type[PerTensor]) -> None:
+    with stepping(cls) as job:
+        job.step(ONES)
+        with job.strategy.scope():
+            job.lists.append(later := parameters())
+            job.optimizer.add_param_group({"params": later.parameters(), "lr": 2.0})
+        if cls is Lists:  # its list is shorter, as in a plain program
+            with pytest.raises(TorchstratError, match=r"Lists.step raised ValueError: zip"):
+                job.step(None, ONES)
+        else:
+            job.step(ONES, ONES)
+            assert job.values() == [-1.5, -2.0]
 
 
-def test_sparse_gradients_stay_sparse():
-    seen = []
-
-    class Looks(Own):
-        def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-            seen.append((grad.layout, tuple(grad.shape), grad.coalesce().indices().tolist()))
-
-    optimizer = Looks([nn.Parameter(torch.zeros(6, 2))])
-    store = make_store(torch.zeros(6, 2))
-    add_optimizer(store, optimizer, [[0]])
-    rows = (((0, 0), torch.tensor([1, 4]), torch.ones(2, 2)),)
-    store.push(push_of(steps=(OptimizerStep(0, options_of(optimizer), rows=rows),)))
-    assert seen == [(torch.sparse_coo, (6, 2), [[1, 4]])]
+def test_a_step_that_makes_another_shape() -> None:
+    with (
+        stepping(Shrinks) as job,
+        pytest.raises(TorchstratError, match=r"torch.float32 of shape \(2,\) of .* keep both"),
+    ):
+        job.step(ONES)
 
 
-def test_a_step_that_makes_another_shape():
-    optimizer = Wrong(parameters())
-    store = make_store(torch.zeros(3))
-    add_optimizer(store, optimizer, [[0]])
-    with pytest.raises(TorchstratError, match=r"has made torch.float32 of shape \(2,\) of 'v0'.* keep both"):
-        store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+@pytest.mark.parametrize(
+    ("attribute", "says"),
+    [
+        (torch.zeros(3, device="meta"), "Average keeps a tensor .* on the meta device"),
+        (threading.Lock(), r"Average cannot be sent .*: self\.mine cannot be pickled"),
+    ],
+    ids=["meta", "lock"],
+)
+def test_what_cannot_be_sent(attribute: Any, says: str) -> None:
+    def make() -> Average:
+        made = Average(parameters().parameters())
+        made.mine = attribute
+        return made
 
-
-def test_what_cannot_be_sent():
-    optimizer = KeepsParameters([nn.Parameter(torch.zeros(3, device="meta"))])
-    with pytest.raises(NotSendableError, match=r"KeepsParameters keeps a tensor .* on the meta device"):
-        add_optimizer(make_store(torch.zeros(3)), optimizer, [[0]])
+    with pytest.raises(NotSendableError, match=says), on_servers(make):
+        pass
 
 
 # -- where its variables lie ------------------------------------------------------------------------------------------
 
 
-def servers_of(strategy: Any, tensors: list[nn.Parameter]) -> list[list[int]]:
-    variables = strategy._job.variables
-    return [[shard.server for shard in variables.spec_of(tensor).shards] for tensor in tensors]
+def test_variables_lie_together_and_the_others_are_spread() -> None:
+    def make() -> tuple[list[nn.Parameter], Any]:
+        tensors = [nn.Parameter(torch.zeros(4, 2)) for _ in range(8)]
+        # The second and the third share a parameter, so all of theirs are together.
+        optimizers = [CountsInGroup(tensors[:2]), Lists([tensors[2], tensors[4]]), Lists([tensors[4], tensors[3]])]
+        spread = [torch.optim.SGD(tensors[5:6]), Average(tensors[7:])]
+        return tensors, [*optimizers, *spread, torch.optim.Adafactor(tensors[6:7])]
 
-
-def test_variables_lie_together_and_the_others_are_spread():
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
-        with strategy.scope():
-            tensors = [nn.Parameter(torch.zeros(4, 2)) for _ in range(7)]
-            # The second and the third share a parameter, so all of theirs are together.
-            optimizers = [Normalised(tensors[:2]), Normalised([tensors[2], tensors[4]]), Lion([tensors[4], tensors[3]])]
-            optimizers += [torch.optim.SGD(tensors[5:6]), torch.optim.Adafactor(tensors[6:])]
-        places = servers_of(strategy, tensors)
-        assert len(optimizers) == 5
+    with on_servers(make, shards=2, elementwise_optimizers=[Average]) as program:
+        places = program.places(*program.made[0])
     assert places[0] == places[1]
     assert places[2] == places[3] == places[4]
-    assert places[0] != places[2]
-    assert sorted(places[5]) == [0, 1]
-    assert len(places[6]) == 1
+    assert {places[0], places[2]} == {"ps:0", "ps:1"}
+    assert {*places[5:8:2]} <= {"ps:0, ps:1", "ps:1, ps:0"}
+    assert places[6] in ("ps:0", "ps:1")
 
 
-def test_a_named_class_is_spread():
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2), elementwise_optimizers=[Lion])
-        with strategy.scope():
-            tensors = [nn.Parameter(torch.zeros(4, 2))]
-            optimizer = Lion(tensors)
-        assert servers_of(strategy, tensors) == [[0, 1]]
-        del optimizer
+def test_a_table_that_fits_on_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = r"weight of module .* bytes.*Average steps it, .* one server, whole\..*elementwise_optimizers=\[Average\]"
 
+    def make() -> tuple[nn.Embedding, Average]:
+        monkeypatch.setattr("torchstrat.host_memory.available_bytes", lambda: 1000)
+        table = nn.Embedding(100, 8)
+        return table, Average(table.parameters())
 
-def test_a_table_that_fits_on_no_server(monkeypatch):
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
-        with strategy.scope():
-            pass
-        monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
-        says = r"weight of module .* bytes.*Lion steps it, .* one server, whole\..*elementwise_optimizers=\[Lion\]"
-
-        def build() -> tuple[nn.Embedding, Lion]:
-            with strategy.scope():
-                table = nn.Embedding(100, 8)
-                return table, Lion(table.parameters())
-
-        with pytest.raises(InvalidArgumentError, match=says):
-            build()
+    with pytest.raises(InvalidArgumentError, match=says), on_servers(make, shards=2):
+        pass
 
 
 # -- on workers -------------------------------------------------------------------------------------------------------
 
 
-class InTwoParts(Own):
+class InTwoParts(PerTensor):
     """As SAM: a step away, and the step from there."""
 
     @torch.no_grad()
@@ -253,36 +246,33 @@ class InTwoParts(Own):
 
 
 @pytest.mark.parametrize("then_steps", [True, False])
-def test_state_that_a_function_makes_by_itself(then_steps):
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            model = nn.Linear(2, 1)
-            optimizer = InTwoParts(model.parameters())
-        before = {name: value.clone() for name, value in model.state_dict().items()}
+def test_state_that_a_function_makes_by_itself(then_steps: bool) -> None:
+    def make() -> tuple[nn.Module, InTwoParts]:
+        model = nn.Linear(2, 1)
+        return model, InTwoParts(model.parameters())
 
-        def step():
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.first_step()
-            if then_steps:
-                optimizer.step()
+    def step(model: nn.Module, optimizer: InTwoParts) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.first_step()
+        if then_steps:
+            optimizer.step()
 
-        coordinator = ts.ClusterCoordinator(strategy)
+    with on_servers(make) as program:
+        before = {name: value.clone() for name, value in program.made[0].state_dict().items()}
         with pytest.raises(UnsupportedError, match=r"put state into InTwoParts\.state outside of its step\(\)"):
-            coordinator.schedule(step).get(timeout=60)
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+            program.run(step, *program.made)
+        states_are_close(program.made[0].state_dict(), before, 0.0)
 
 
-def test_another_models_optimizer_steps_between_forward_and_backward():
+def test_another_models_optimizer_steps_between_forward_and_backward() -> None:
     """As GANs do, with batch norm: its step brings back the buffers of all."""
 
-    def build():
+    def make() -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
         torch.manual_seed(0)
-        first, second = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1)
-        models = nn.ModuleList([first, second]).double()
+        models = nn.ModuleList([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1)]).double()
         return models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
-    def step(batch, models, optimizers):
+    def step(batch: torch.Tensor, models: nn.ModuleList, optimizers: list[torch.optim.Optimizer]) -> torch.Tensor:
         made = models[0](batch)
         optimizers[1].zero_grad()
         models[1](made.detach()).square().mean().backward()
@@ -294,14 +284,10 @@ def test_another_models_optimizer_steps_between_forward_and_backward():
         return loss.detach()
 
     batches = torch.randn(3, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    models, optimizers = build()
-    expected = [step(batch, models, optimizers) for batch in batches]
-    wanted = models.state_dict()
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            models, optimizers = build()
-        coordinator = ts.ClusterCoordinator(strategy)
-        scheduled = [coordinator.schedule(step, args=(batch, models, optimizers)) for batch in batches]
-        torch.testing.assert_close([one.get(timeout=60) for one in scheduled], expected, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(dict(models.state_dict()), dict(wanted), rtol=1e-10, atol=1e-10)
+    plain = make()
+    expected = [step(batch, *plain) for batch in batches]
+    with on_servers(make) as program:
+        values = [program.coordinator.schedule(step, args=(batch, *program.made)) for batch in batches]
+        found = [value.get(timeout=WAIT) for value in values]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        states_are_close(program.made[0].state_dict(), plain[0].state_dict(), 1e-10)

@@ -1,18 +1,24 @@
-"""What a parameter server holds: creating, reading, pushing, checkpoints; and what threads may do at the same time."""
+"""What a parameter server holds: creating, reading, pushing, snapshots; and what threads may do at the same time.
+
+That steps have the numbers of one device is shown by programs: tests/unit/test_ps_rows.py, tests/matrix/optimizers.py.
+"""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.ps_server_helpers import (
-    BY_ROWS,
+from tests.support.server_stores import (
     add_edit,
     add_optimizer,
     dense_step,
@@ -21,90 +27,55 @@ from tests.unit.ps_server_helpers import (
     new_shards,
     options_of,
     push_of,
+    row_step,
     whole,
 )
-from torchstrat import host_memory
-from torchstrat.errors import FencedError, InvalidArgumentError, NotSendableError, TorchstratError, UnsupportedError
+from torchstrat import Ftrl, host_memory
+from torchstrat.errors import FencedError, InvalidArgumentError, TorchstratError, UnsupportedError
 from torchstrat.host_memory import available_bytes
-from torchstrat.parameter_server.endpoint import FRESH
-from torchstrat.parameter_server.messages import (
-    COORDINATOR,
-    NewShard,
-    OptimizerStep,
-    Push,
-    RowsRequest,
-    ShardEdit,
-    Snapshot,
-    VariableSpec,
-)
-from torchstrat.parameter_server.server.packing import pack_optimizer
-from torchstrat.parameter_server.server.service import VariableServer
+from torchstrat.optimizer_tiers import Kind, Tier
+from torchstrat.parameter_server.messages import NewShard, OptimizerStep, RowsRequest, ShardEdit
+from torchstrat.parameter_server.server.fast_steps import fast_step_of
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.tasks import Task
+from torchstrat.testing.fake_cluster import FakeCluster
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.3, lr_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, amsgrad=True),
-    "adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
-    "adam fused": lambda p: torch.optim.Adam(p, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
-    "rprop": lambda p: torch.optim.Rprop(p),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "nadam": lambda p: torch.optim.NAdam(p),
-    "radam": lambda p: torch.optim.RAdam(p),
-    "adamax": lambda p: torch.optim.Adamax(p),
-    "asgd": lambda p: torch.optim.ASGD(p),
-}
+APPLY_EDIT = "torchstrat.parameter_server.server.store.apply_edit"
+ONES = torch.ones(2)
 
 
-def run_threads(*targets: Callable[[], None]) -> None:
-    """Run them at the same time; raise what the first one raised."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(targets))
+def stepped_by(optimizer: torch.optim.Optimizer, *values: torch.Tensor, kind: Kind | None = None) -> VariableStore:
+    """A store of which the optimizer steps all variables, in one group."""
+    store = make_store(*values)
+    add_optimizer(store, optimizer, [range(len(values))], kind)
+    return store
 
-    def main(target: Callable[[], None]) -> None:
-        try:
-            barrier.wait(timeout=30)
-            target()
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=main, args=(target,)) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=50)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+def sgd(value: torch.Tensor = ONES) -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(value.clone())], lr=1.0)
 
 
 # -- creating --------------------------------------------------------------------------------------------------------
 
 
-def test_values_are_the_servers_own():
+def test_values_are_the_servers_own() -> None:
     value = torch.arange(10.0)
     store = make_store(value, shards=3)
     value.fill_(-1)
-    first = whole(store, shards=3)
-    first.fill_(-2)
+    whole(store, shards=3).fill_(-2)
     assert torch.equal(whole(store, shards=3), torch.arange(10.0))
 
 
-def test_creating_again_keeps_the_value():
+def test_creating_again_keeps_the_value() -> None:
     store = make_store(torch.zeros(4))
-    spec = make_spec(0, torch.zeros(4))
-    store.create(new_shards(spec, torch.ones(4)))
+    store.create(new_shards(make_spec(0, torch.zeros(4)), torch.ones(4)))
     assert torch.equal(whole(store), torch.zeros(4))
     with pytest.raises(InvalidArgumentError, match="ps 0 has variable 0 as"):
         store.create(new_shards(make_spec(0, torch.zeros(5)), torch.zeros(5)))
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(4, dtype=torch.float64)])
-def test_a_value_that_does_not_fit_its_spec(value):
+def test_a_value_that_does_not_fit_its_spec(value: torch.Tensor) -> None:
     store = VariableStore("ps 7")
     spec = make_spec(0, torch.zeros(4), name="weights")
     with pytest.raises(InvalidArgumentError, match=r"'weights' on ps 7 must be torch.float32 of shape \(4,\)"):
@@ -112,7 +83,7 @@ def test_a_value_that_does_not_fit_its_spec(value):
     assert store.number_of_variables == 0
 
 
-def test_shards_that_do_not_fit_the_machine(monkeypatch):
+def test_shards_that_do_not_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     store = VariableStore("ps 0")
     small, table = make_spec(0, torch.zeros(100)), make_spec(1, torch.zeros(50, 4), name="table")
@@ -126,141 +97,50 @@ def test_shards_that_do_not_fit_the_machine(monkeypatch):
     assert store.total_bytes == 400
 
 
-def test_memory_left_is_the_least_of_machine_and_control_groups(tmp_path):
-    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    assert available_bytes(proc, groups) is None
-    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:    50 kB\n")
-    (proc / "self" / "cgroup").write_text("4:memory:/job\n0::/slice/task\n")
-    assert available_bytes(proc, groups) == 50 * 1024
+def test_memory_left_is_the_least_of_machine_and_control_groups(tmp_path: Path) -> None:
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            file = tmp_path / name.replace("__", "/").replace("0", ".")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
 
-    inner = groups / "slice" / "task"
-    inner.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    (inner / "memory.current").write_text("5000\n")
-    assert available_bytes(proc, groups) == 50 * 1024
-    (inner.parent / "memory.max").write_text("40000\n")
-    (inner.parent / "memory.current").write_text("30000\n")
-    (inner.parent / "memory.stat").write_text("anon 20000\ninactive_file 9000\n")
-    assert available_bytes(proc, groups) == 19000
+    def left() -> int | None:
+        return available_bytes(tmp_path / "proc", tmp_path / "cgroup")
 
-    old = groups / "memory" / "job"
-    old.mkdir(parents=True)
-    (old / "memory.limit_in_bytes").write_text("12000\n")
-    (old / "memory.usage_in_bytes").write_text("13000\n")
-    assert available_bytes(proc, groups) == 0
-
-
-def test_this_machines_memory_is_known():
-    found = available_bytes()
-    assert found is None or found > 1 << 20
+    assert left() is None
+    write(proc__meminfo="MemTotal: 100 kB\nMemAvailable:    50 kB\n")
+    write(proc__self__cgroup="4:memory:/job\n0::/slice/task\n")
+    assert left() == 50 * 1024
+    write(cgroup__slice__task__memory0max="max\n", cgroup__slice__task__memory0current="5000\n")
+    assert left() == 50 * 1024
+    write(cgroup__slice__memory0max="40000\n", cgroup__slice__memory0current="30000\n")
+    write(cgroup__slice__memory0stat="anon 20000\ninactive_file 9000\n")
+    assert left() == 19000
+    write(cgroup__memory__job__memory0limit_in_bytes="12000\n", cgroup__memory__job__memory0usage_in_bytes="13000\n")
+    assert left() == 0
+    here = available_bytes()
+    assert here is None or here > 1 << 20
 
 
-# -- optimizers on dense shards --------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_shards_step_as_the_whole_variable_does(name, shards):
-    torch.manual_seed(3)
-    parameter = torch.nn.Parameter(torch.randn(11, 3, dtype=torch.float64))
-    optimizer = OPTIMIZERS[name]([parameter])
-    store = make_store(parameter.detach(), shards=shards)
-    add_optimizer(store, optimizer, [[0]])
-    spec = make_spec(0, parameter, shards)
-    for step in range(5):
-        gradient = torch.randn_like(parameter)
-        for group in optimizer.param_groups:
-            group["lr"] = float(group["lr"]) * 0.9
-        dense = tuple(((0, n), gradient[one.start : one.stop].clone()) for n, one in enumerate(spec.shards))
-        store.push(push_of(function=step, steps=(OptimizerStep(0, options_of(optimizer), dense=dense),)))
-        parameter.grad = gradient.clone()
-        optimizer.step()
-    # The fused kernels of the CPU round the last elements of a tensor, which do not fill a vector, another way.
-    tolerance = 1e-14 if "fused" in name else 0.0
-    torch.testing.assert_close(whole(store, shards=shards), parameter.detach(), rtol=tolerance, atol=0.0)
-    states = store.optimizer_state(0)
-    for key, value in optimizer.state[parameter].items():
-        for number, shard in enumerate(spec.shards):
-            expected = value
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                expected = value[shard.start : shard.stop]
-            torch.testing.assert_close(states[0, number][key], expected, rtol=tolerance, atol=0.0)
-
-
-def test_groups_have_their_own_hyperparameters_and_parameters_without_gradient_rest():
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:], "lr": 0.25}], lr=1.0)
-    store = make_store(*(parameter.detach() for parameter in parameters))
-    add_optimizer(store, optimizer, [[0], [1, 2]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=torch.ones(3), v2=torch.ones(3)),)))
-    assert [float(whole(store, number)[0]) for number in range(3)] == [0.5, 1.0, 0.75]
-
-
-def test_an_optimizer_of_a_script_with_attributes_of_its_own():
-    class Halving(torch.optim.Optimizer):
-        def __init__(self, params: Any, factor: float) -> None:
-            super().__init__(params, {})
-            self.factor = factor
-
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.mul_(self.factor)
-
-    optimizer = Halving([torch.nn.Parameter(torch.ones(2))], 0.5)
-    calls = []
+def test_hooks_and_schedulers_stay_with_the_programs_optimizer() -> None:
+    optimizer, calls = sgd(), []
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps its step
     optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
-    store = make_store(torch.ones(2))
-    add_optimizer(store, optimizer, [[0]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=torch.ones(2)),)))
-    assert torch.equal(whole(store), torch.full((2,), 0.5))
+    store = stepped_by(optimizer, ONES)
+    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+    assert torch.equal(whole(store), torch.zeros(2))
     assert calls == []
 
 
-def test_a_scheduler_that_has_wrapped_step_stays_with_its_optimizer():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    store = make_store(torch.ones(2))
-    add_optimizer(store, optimizer, [[0]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=torch.ones(2)),)))
-    assert torch.equal(whole(store), torch.zeros(2))
-
-
-def test_optimizers_that_cannot_be_sent():
-    class Keeping(torch.optim.SGD):
-        pass
-
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = Keeping([parameter], lr=1.0)
-    optimizer.mine = {"all": [parameter]}
-    with pytest.raises(NotSendableError, match="Keeping keeps parameters in an attribute of its own"):
-        pack_optimizer(optimizer, BY_ROWS)
-    pack_optimizer(optimizer)
-    optimizer.mine = threading.Lock()
-    with pytest.raises(NotSendableError, match=r"Keeping cannot be sent .*: self\.mine cannot be pickled"):
-        pack_optimizer(optimizer)
-
-
-def test_the_interpreters_switch_interval_is_put_back():
-    before = sys.getswitchinterval()
-    servers = [VariableServer() for _ in range(2)]
-    for server in servers:
-        server.attach(Wire())  # type: ignore[arg-type]
-    assert sys.getswitchinterval() < before
-    servers[0].close()
-    assert sys.getswitchinterval() < before
-    servers[1].close()
-    servers[1].close()
-    assert sys.getswitchinterval() == before
-
-
-def test_adding_an_optimizer_again():
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+def test_adding_an_optimizer_again() -> None:
+    parameters = [torch.nn.Parameter(ONES.clone()) for _ in range(2)]
     optimizer = torch.optim.Adam(parameters)
-    store = make_store(torch.ones(2), torch.ones(2))
+    store = make_store(ONES, ONES)
     add_optimizer(store, optimizer, [[0]])
-    store.push(push_of(steps=(dense_step(optimizer, v0=torch.ones(2)),)))
+    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
     add_optimizer(store, optimizer, [[0, 1]])
     assert float(store.optimizer_state(0)[0, 0]["step"]) == 1
     for other, groups in ((torch.optim.SGD(parameters), [[0, 1]]), (optimizer, [[1, 0]])):
@@ -268,105 +148,173 @@ def test_adding_an_optimizer_again():
             add_optimizer(store, other, groups)
 
 
-@pytest.mark.parametrize("flag", ["capturable", "differentiable"])
-def test_flags_that_mean_nothing_on_a_server(flag):
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
-    store = make_store(torch.ones(2))
+def test_a_group_of_an_optimizer_that_may_do_anything_grows() -> None:
+    optimizer = type("Own", (torch.optim.SGD,), {})([torch.nn.Parameter(ONES.clone())], lr=1.0)
+    store = make_store(ONES, ONES)
     add_optimizer(store, optimizer, [[0]])
+    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(ONES.clone()))
+    add_optimizer(store, optimizer, [[0, 1]])
+    store.push(push_of(steps=(dense_step(optimizer, v0=ONES, v1=ONES),)))
+    assert [whole(store, number).tolist() for number in (0, 1)] == [[-1, -1], [0, 0]]
+
+
+@pytest.mark.parametrize("flag", ["capturable", "differentiable"])
+def test_flags_that_mean_nothing_on_a_server(flag: str) -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(ONES.clone())])
+    store = stepped_by(optimizer, ONES)
     optimizer.param_groups[0][flag] = True
     with pytest.raises(UnsupportedError, match=f"{flag}=True in parameter group 0"):
         add_optimizer(store, optimizer, [[0]])
     with pytest.raises(UnsupportedError, match=f"{flag}=True in parameter group 0"):
-        store.push(push_of(steps=(dense_step(optimizer, v0=torch.ones(2)),)))
-    assert torch.equal(whole(store), torch.ones(2))
+        store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+    assert torch.equal(whole(store), ONES)
 
 
-def test_an_optimizer_that_raises_in_its_step_names_what_it_may_have_changed():
+def test_an_optimizer_that_raises_in_its_step_names_what_it_may_have_changed() -> None:
     class Picky(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             super().step()
             if any(bool((p.grad < 0).any()) for group in self.param_groups for p in group["params"]):
                 raise ArithmeticError("negative")
 
-    optimizer = Picky([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    store = make_store(torch.ones(2))
-    add_optimizer(store, optimizer, [[0]])
+    optimizer = Picky([torch.nn.Parameter(ONES.clone())], lr=1.0)
+    store = stepped_by(optimizer, ONES)
     with pytest.raises(TorchstratError, match=r"raised ArithmeticError: negative.*'v0' on ps 0 already"):
-        store.push(push_of(function=4, steps=(dense_step(optimizer, v0=-torch.ones(2)),)))
-    assert store.push(push_of(function=4, steps=(dense_step(optimizer, v0=torch.ones(2)),))).applied
+        store.push(push_of(function=4, steps=(dense_step(optimizer, v0=-ONES),)))
+    assert store.push(push_of(function=4, steps=(dense_step(optimizer, v0=ONES),))).applied
+
+
+# -- what a step costs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+def test_what_tables_are_trained_with_most_makes_no_optimizer(
+    cls: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = torch.ones(17, 3)
+    optimizer = cls([torch.nn.Parameter(table.clone())], lr=0.3)  # type: ignore[call-arg]
+    store = stepped_by(optimizer, table)
+    ids = torch.tensor([1, 2])
+    store.push(push_of(steps=(row_step(optimizer, ids, torch.ones(2, 3)),)))  # may make the state
+    monkeypatch.setattr("torchstrat.parameter_server.server.shard_optimizer.ShardOptimizer.step", None)
+    store.push(push_of(steps=(row_step(optimizer, ids, torch.ones(2, 3)),)))
+    assert bool((whole(store)[ids] < 1).all())
+    if cls is torch.optim.SGD:
+        before, gradient = whole(store), torch.linspace(-3, 3, 51).view(17, 3)
+        store.push(push_of(steps=(dense_step(optimizer, v0=gradient),)))
+        assert torch.equal(whole(store), before.add(gradient, alpha=-0.3))
+    assert fast_step_of(type("Mine", (cls,), {})) is None
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes every operator that makes or fills a tensor of more elements than ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > self.limit:
+                self.seen.add(func._schema.name)
+        return result
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, dampening=0.3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.03),
+    "ftrl": lambda p: Ftrl(p, lr=0.1, l1=0.01, l2=0.02, l2_shrinkage=0.1, beta=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_push_costs_what_its_rows_cost(name: str) -> None:
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))])
+    store = stepped_by(optimizer, torch.zeros(5000, 4), kind=Kind(Tier.ROWS))
+    push = push_of(steps=(row_step(optimizer, torch.tensor([7, 4000]), torch.ones(2, 4)),))
+    with LargestTensor(1000) as first:
+        store.push(push)
+    assert {"aten::zeros", "aten::full"} & first.seen, "the control: the first push makes state for all rows"
+    with LargestTensor(1000) as later:
+        store.push(push)
+    free = {"aten::view", "aten::as_strided", "aten::detach", "aten::alias"}
+    assert later.seen <= free, "what takes memory or time of its own"
+
+
+def test_state_that_does_not_fit_is_told_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = OPTIMIZERS["adam"]([torch.nn.Parameter(torch.zeros(1))])
+    store = stepped_by(optimizer, torch.zeros(100, 4))
+    push = push_of(steps=(row_step(optimizer, torch.tensor([7]), torch.ones(1, 4)),))
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3000)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"state of torch.optim.adam.Adam for 'v0' on ps 0 needs 3,200"):
+            store.push(push)
+    assert torch.equal(whole(store), torch.zeros(100, 4))
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 4000)
+    store.push(push)
+    assert whole(store).count_nonzero() == 4
 
 
 # -- a push is applied whole or not at all ---------------------------------------------------------------------------
 
-ROWS = torch.tensor([0, 2])
+IDS = torch.tensor([0, 2])
 ADAM = torch.optim.Adam([torch.nn.Parameter(torch.zeros(4, 2))])
-OPTIONS = options_of(ADAM)
+
+
+def stepping(*dense: Any, rows: Any = (), options: Any = None, number: int = 0) -> dict[str, Any]:
+    return {"steps": (OptimizerStep(number, options_of(ADAM) if options is None else options, dense, rows),)}
+
+
+def rows_of(ids: torch.Tensor, count: int = 2) -> Any:
+    return (((0, 0), ids, torch.zeros(count, 2)),)
+
+
+def editing(*edits: ShardEdit) -> dict[str, Any]:
+    return {"edits": edits}
+
+
 INVALID: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown variable": ({"edits": (add_edit(9, 1.0, torch.zeros(4)),)}, "no variable number 9"),
-    "unknown shard": ({"edits": (ShardEdit((0, 3), "add", torch.zeros(4, 2)),)}, "no shard 3 of 'v0'"),
+    "unknown variable": (editing(add_edit(9, 1.0, torch.zeros(4))), "no variable number 9"),
+    "unknown shard": (editing(ShardEdit((0, 3), "add", torch.zeros(4, 2))), "no shard 3 of 'v0'"),
     "unknown want": ({"wants": ((5, 0),)}, "no variable number 5"),
-    "unknown optimizer": ({"steps": (OptimizerStep(8, OPTIONS),)}, "knows no optimizer 8"),
-    "too few groups": ({"steps": (OptimizerStep(0, ()),)}, "hyperparameters of 0 parameter groups; it has 1"),
-    "gradient of another shape": (
-        {"steps": (OptimizerStep(0, OPTIONS, dense=(((0, 0), torch.zeros(4)),)),)},
-        r"must be torch.float32 of shape \(4, 2\)",
-    ),
-    "gradient of another dtype": (
-        {"steps": (OptimizerStep(0, OPTIONS, dense=(((0, 0), torch.zeros(4, 2).double()),)),)},
-        "got torch.float64",
-    ),
-    "variable of no group": (
-        {"steps": (OptimizerStep(0, OPTIONS, dense=(((1, 0), torch.zeros(3)),)),)},
-        "'v1' on ps 0 is in no parameter group",
-    ),
-    "two gradients": (
-        {"steps": (OptimizerStep(0, OPTIONS, (((0, 0), torch.zeros(4, 2)),), (((0, 0), ROWS, torch.zeros(2, 2)),)),)},
-        "two gradients of 'v0'",
-    ),
-    "unsorted rows": (
-        {"steps": (OptimizerStep(0, OPTIONS, rows=(((0, 0), ROWS.flip(0), torch.zeros(2, 2)),)),)},
-        "sorted and unique",
-    ),
-    "repeated rows": (
-        {"steps": (OptimizerStep(0, OPTIONS, rows=(((0, 0), ROWS * 0, torch.zeros(2, 2)),)),)},
-        "sorted and unique",
-    ),
-    "rows out of range": (
-        {"steps": (OptimizerStep(0, OPTIONS, rows=(((0, 0), ROWS + 2, torch.zeros(2, 2)),)),)},
-        r"must be in \[0, 4\); got ids from 2 to 4",
-    ),
-    "negative rows": (
-        {"steps": (OptimizerStep(0, OPTIONS, rows=(((0, 0), ROWS - 1, torch.zeros(2, 2)),)),)},
-        "got ids from -1 to 1",
-    ),
-    "int32 rows": (
-        {"steps": (OptimizerStep(0, OPTIONS, rows=(((0, 0), ROWS.int(), torch.zeros(2, 2)),)),)},
-        "must be an int64 tensor of one dimension",
-    ),
+    "unknown optimizer": (stepping(number=8), "knows no optimizer 8"),
+    "too few groups": (stepping(options=()), "hyperparameters of 0 parameter groups; it has 1"),
+    "gradient of another shape": (stepping(((0, 0), torch.zeros(4))), r"must be torch.float32 of shape \(4, 2\)"),
+    "gradient of another dtype": (stepping(((0, 0), torch.zeros(4, 2).double())), "got torch.float64"),
+    "variable of no group": (stepping(((1, 0), torch.zeros(3))), "'v1' on ps 0 is in no parameter group"),
+    "two gradients": (stepping(((0, 0), torch.zeros(4, 2)), rows=rows_of(IDS)), "two gradients of 'v0'"),
+    "unsorted rows": (stepping(rows=rows_of(IDS.flip(0))), "sorted and unique"),
+    "repeated rows": (stepping(rows=rows_of(IDS * 0)), "sorted and unique"),
+    "rows out of range": (stepping(rows=rows_of(IDS + 2)), r"must be in \[0, 4\); got ids from 2 to 4"),
+    "negative rows": (stepping(rows=rows_of(IDS - 1)), "got ids from -1 to 1"),
+    "int32 rows": (stepping(rows=rows_of(IDS.int())), "must be an int64 tensor of one dimension"),
     "too few rows of gradient": (
-        {"steps": (OptimizerStep(0, OPTIONS, rows=(((0, 0), ROWS, torch.zeros(1, 2)),)),)},
+        stepping(rows=rows_of(IDS, 1)),
         r"of shape \(2, 2\); got torch.float32 of shape \(1, 2\)",
     ),
-    "edit of another shape": (
-        {"edits": (add_edit(0, torch.zeros(3), torch.zeros(4, 2)),)},
-        r"must broadcast to \(4, 2\)",
-    ),
-    "edit that would grow": ({"edits": (add_edit(0, torch.zeros(7, 4, 2), torch.zeros(0)),)}, "must broadcast to"),
-    "edit that would truncate": ({"edits": (add_edit(2, torch.zeros(2), torch.zeros(2)),)}, "would lose its value"),
-    "no such edit": ({"edits": (ShardEdit((0, 0), "pow", torch.zeros(4, 2)),)}, "'pow' is no edit"),  # type: ignore[arg-type]
+    "edit of another shape": (editing(add_edit(0, torch.zeros(3), ONES)), r"must broadcast to \(4, 2\)"),
+    "edit that would grow": (editing(add_edit(0, torch.zeros(7, 4, 2), ONES)), "must broadcast to"),
+    "edit that would truncate": (editing(add_edit(2, torch.zeros(2), ONES)), "would lose its value"),
+    "no such edit": (editing(ShardEdit((0, 0), "pow", torch.zeros(4, 2))), "'pow' is no edit"),  # type: ignore[arg-type]
     "scatter out of range": (
-        {"edits": (add_edit(0, torch.zeros(2, 2), torch.zeros(0), torch.tensor([3, 4])),)},
+        editing(add_edit(0, torch.zeros(2, 2), ONES, torch.tensor([3, 4]))),
         "got ids from 3 to 4",
     ),
 }
 
 
 @pytest.mark.parametrize("case", INVALID)
-def test_an_invalid_part_leaves_everything_as_it_was(case):
+def test_an_invalid_part_leaves_everything_as_it_was(case: str) -> None:
     store = make_store(torch.ones(4, 2), torch.ones(3), torch.ones(2, dtype=torch.int64))
     add_optimizer(store, ADAM, [[0]])
     parts, message = INVALID[case]
-    valid = {
+    valid: dict[str, Any] = {
         "edits": (add_edit(1, 1.0, torch.zeros(3)), add_edit(0, 1.0, torch.zeros(4, 2))),
         "steps": (dense_step(ADAM, v0=torch.ones(4, 2)),),
     }
@@ -379,52 +327,46 @@ def test_an_invalid_part_leaves_everything_as_it_was(case):
     assert after.states == {0: {}}
     assert after.applied is not None
     assert after.applied.masks == {}
-
     assert store.push(push_of(function=5, **valid)).applied  # the same push, repaired
+    assert not store.push(push_of(function=5, **valid)).applied
     assert not torch.equal(whole(store, 1), before.values[1, 0])
 
 
-def test_edits_come_before_steps_and_answers_after_both():
-    store = make_store(torch.ones(2), torch.ones(2))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+def test_edits_come_before_steps_and_answers_after_both() -> None:
+    optimizer = sgd()
+    store = make_store(ONES, ONES)
     add_optimizer(store, optimizer, [[0]])
-    reply = store.push(
-        push_of(
-            edits=(ShardEdit((0, 0), "assign", torch.tensor([5.0, 6.0])),),
-            steps=(dense_step(optimizer, v0=torch.ones(2)),),
-            wants=((1, 0), (0, 0)),
-        )
-    )
+    edits = (ShardEdit((0, 0), "assign", torch.tensor([5.0, 6.0])), add_edit(0, IDS + 1.0, ONES, torch.tensor([1, 1])))
+    reply = store.push(push_of(edits=edits, steps=(dense_step(optimizer, v0=ONES),), wants=((1, 0), (0, 0))))
     assert reply.applied
-    assert torch.equal(reply.values[0], torch.ones(2))
-    assert torch.equal(reply.values[1], torch.tensor([4.0, 5.0]))
+    assert [value.tolist() for value in reply.values] == [[1.0, 1.0], [4.0, 9.0]]
 
 
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        ("assign", [9.0, 2.0, 4.0]),
-        ("add", [9.0, 2.0, 4.0 + 2 + 8 + 4]),
-        ("sub", [-7.0, 2.0, 4.0 - 2 - 8 - 4]),
-        ("mul", [8.0, 2.0, 4.0 * 2 * 8 * 4]),
-        ("div", [1 / 8, 2.0, 4.0 / 2 / 8 / 4]),
-        ("min", [1.0, 2.0, 2.0]),
-        ("max", [8.0, 2.0, 8.0]),
-    ],
-)
-def test_rows_that_repeat_in_an_edit_accumulate(op, expected):
-    store = make_store(torch.tensor([1.0, 2.0, 4.0]))
-    first = 9.0 if op == "assign" else 8.0
-    edit = ShardEdit((0, 0), op, torch.tensor([2.0, first, 8.0, 4.0]), torch.tensor([2, 0, 2, 2]))
-    store.push(push_of(edits=(edit,)))
-    assert whole(store).tolist() == expected
+EDITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "assign": lambda old, new: new.expand_as(old).clone(),
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "min": torch.min,
+    "max": torch.max,
+}
 
 
-def test_a_scalar_is_edited_and_stepped_and_has_no_rows():
-    parameter = torch.nn.Parameter(torch.tensor(2.0))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    store = make_store(parameter.detach())
-    add_optimizer(store, optimizer, [[0]])
+@pytest.mark.parametrize("op", EDITS)
+def test_edits_broadcast_and_rows_that_repeat_accumulate(op: Any) -> None:
+    store, whole_value = make_store(torch.arange(1.0, 9.0).reshape(4, 2)), torch.tensor([2.0, 4.0])
+    ids, rows = torch.tensor([2, 0, 2, 2]), torch.tensor([[2.0, 4.0], [8.0, 1.0], [8.0, 2.0], [4.0, 16.0]])
+    expected = EDITS[op](whole(store), whole_value)
+    for row, value in zip(ids, rows, strict=True):
+        expected[row] = EDITS[op](expected[row], value)
+    store.push(push_of(edits=(ShardEdit((0, 0), op, whole_value), ShardEdit((0, 0), op, rows, ids))))
+    assert torch.equal(whole(store), expected)
+
+
+def test_a_scalar_is_edited_and_stepped_and_has_no_rows() -> None:
+    optimizer = sgd(torch.tensor(2.0))
+    store = stepped_by(optimizer, torch.tensor(2.0))
     edit = ShardEdit((0, 0), "mul", torch.tensor(3.0))
     store.push(push_of(edits=(edit,), steps=(dense_step(optimizer, v0=torch.tensor(1.0)),)))
     assert float(whole(store)) == 5.0
@@ -432,108 +374,27 @@ def test_a_scalar_is_edited_and_stepped_and_has_no_rows():
         store.read_rows([RowsRequest((0, 0), torch.tensor([0]))])
 
 
-def test_reading_rows_in_any_order():
+def test_reading_rows_in_any_order() -> None:
     store = make_store(torch.arange(8.0).reshape(4, 2))
+    store.create(new_shards(make_spec(1, torch.zeros(10), 2, "table"), torch.zeros(10)))
     [rows, none] = store.read_rows(
         [RowsRequest((0, 0), torch.tensor([3, 0, 3])), RowsRequest((0, 0), torch.zeros(0, dtype=torch.int64))]
     )
     assert rows.tolist() == [[6.0, 7.0], [0.0, 1.0], [6.0, 7.0]]
     assert none.shape == (0, 2)
-    with pytest.raises(InvalidArgumentError, match=r"\[0, 4\); got ids from 0 to 4"):
+    with pytest.raises(InvalidArgumentError, match=r"'v0' on ps 0.* \[0, 4\); got ids from 0 to 4"):
         store.read_rows([RowsRequest((0, 0), torch.tensor([0, 4]))])
+    with pytest.raises(InvalidArgumentError, match="'table/part_1' on ps 0"):
+        store.read_rows([RowsRequest((1, 1), torch.tensor([7]))])
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def trained_store() -> tuple[VariableStore, torch.optim.Optimizer]:
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(3))])
-    store = make_store(torch.ones(4, 2), torch.ones(3))
-    add_optimizer(store, optimizer, [[0, 1]])
-    store.push(push_of(function=2, steps=(dense_step(optimizer, v0=torch.rand(4, 2), v1=torch.rand(3)),)))
-    return store, optimizer
-
-
-def equal_snapshots(one: Snapshot, other: Snapshot) -> bool:
-    assert one.states.keys() == other.states.keys()
-    assert all(one.states[number].keys() == other.states[number].keys() for number in one.states)
-    return (
-        all(torch.equal(one.values[key], other.values[key]) for key in one.values | other.values)
-        and all(
-            torch.equal(value, other.states[number][key][name])
-            for number, states in one.states.items()
-            for key, state in states.items()
-            for name, value in state.items()
-        )
-        and one.applied == other.applied
-    )
-
-
-def test_a_snapshot_brings_values_state_and_records_back():
-    store, optimizer = trained_store()
-    snapshot = store.snapshot()
-    step = dense_step(optimizer, v0=torch.rand(4, 2))
-    store.push(push_of(function=3, steps=(step,)))
-    assert not equal_snapshots(snapshot, store.snapshot())
-    store.restore(snapshot)
-    assert equal_snapshots(snapshot, store.snapshot())
-    assert not store.push(push_of(function=2, steps=(step,))).applied
-    assert store.push(push_of(function=3, steps=(step,))).applied
-
-
-def test_restoring_into_another_job_clears_the_records():
-    store, _ = trained_store()
-    store.forget_below(3)
-    with pytest.raises(FencedError):
-        store.push(push_of(function=2))
-    store.restore(Snapshot({(1, 0): torch.zeros(3)}, {}, None))
-    assert torch.equal(whole(store, 1), torch.zeros(3))
-    assert store.optimizer_state(0).keys() == {(0, 0), (1, 0)}
-    assert store.push(push_of(function=2)).applied
-
-
-def test_restoring_what_does_not_fit_changes_nothing():
-    store, _ = trained_store()
-    before = store.snapshot()
-    for values, states in (
-        ({(0, 0): torch.zeros(4, 2), (1, 0): torch.zeros(2)}, {}),
-        ({(0, 0): torch.zeros(4, 2)}, {7: {}}),
-    ):
-        with pytest.raises(InvalidArgumentError):
-            store.restore(Snapshot(values, states, None))
-    assert equal_snapshots(before, store.snapshot())
-
-
-def test_a_snapshot_that_would_not_fit_in_memory(monkeypatch):
-    store, _ = trained_store()
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 10)
-    with pytest.raises(InvalidArgumentError, match="a snapshot of what ps 0 holds"):
-        store.snapshot()
-
-
-def test_optimizer_state_is_read_and_loaded_by_shard():
-    store, _ = trained_store()
-    state = store.optimizer_state(0, [(1, 0)])
-    assert state.keys() == {(1, 0)}
-    state[1, 0]["exp_avg"] += 1
-    assert not torch.equal(store.optimizer_state(0)[1, 0]["exp_avg"], state[1, 0]["exp_avg"])
-    store.load_optimizer_state(0, state)
-    assert torch.equal(store.optimizer_state(0)[1, 0]["exp_avg"], state[1, 0]["exp_avg"])
-    with pytest.raises(InvalidArgumentError, match="no variable number 9"):
-        store.load_optimizer_state(0, {(9, 0): {}})
-
-
-def test_the_catalog_tells_contents_apart_and_not_values():
-    first, second = trained_store()[0], trained_store()[0]
-    assert first.catalog()["digest"] == second.catalog()["digest"]
-    assert first.catalog()["next_function"] == 3
-    second.create(new_shards(make_spec(2, torch.zeros(1)), torch.zeros(1)))
-    assert first.catalog()["digest"] != second.catalog()["digest"]
-    assert [one["name"] for one in second.catalog()["variables"]] == ["v0", "v1", "v2"]
-
-
-def test_reset_forgets_everything():
-    store, _ = trained_store()
+def test_reset_forgets_everything() -> None:
+    optimizer = OPTIMIZERS["adam"]([torch.nn.Parameter(torch.ones(3))])
+    store, other = (stepped_by(optimizer, torch.full((3,), value)) for value in (0.0, 1.0))
+    store.push(push_of(function=2, steps=(dense_step(optimizer, v0=torch.ones(3)),)))
+    assert store.catalog()["digest"] == other.catalog()["digest"], "of what there is, not of values"
+    other.create(new_shards(make_spec(1, torch.zeros(1)), torch.zeros(1)))
+    assert store.catalog()["digest"] != other.catalog()["digest"]
     store.fence("w0")
     store.reset()
     assert store.catalog() == VariableStore("ps 0").catalog()
@@ -546,56 +407,30 @@ def test_reset_forgets_everything():
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_update_of_overlapping_pushes_is_lost():
-    store = make_store(torch.zeros(500), torch.zeros(500), torch.zeros(500))
-    pairs = [(0, 1), (1, 2), (2, 0)]
-
-    def pusher(pair: tuple[int, int], worker: int) -> None:
-        for function in range(60):
-            edits = tuple(add_edit(number, 1.0, torch.zeros(500)) for number in pair)
-            store.push(push_of(function=worker * 1000 + function, edits=edits))
-
-    run_threads(*(lambda pair=pair, worker=worker: pusher(pair, worker) for worker, pair in enumerate(pairs)))
-    assert all(torch.equal(whole(store, number), torch.full((500,), 120.0)) for number in range(3))
-
-
-def test_the_same_push_from_several_threads_is_applied_once():
-    store = make_store(torch.zeros(1000))
-    applied: list[bool] = []
-
-    def pusher() -> None:
-        for function in range(40):
-            reply = store.push(
-                push_of(function=function, edits=(add_edit(0, 1.0, torch.zeros(1000)),), wants=((0, 0),))
-            )
-            assert float(reply.values[0][0]) >= function + 1
-            applied.append(reply.applied)
-
-    run_threads(pusher, pusher, pusher)
-    assert sum(applied) == 40
-    assert torch.equal(whole(store), torch.full((1000,), 40.0))
-
-
 class HalfWay:
     """Stops an edit between the two halves of a shard, until it is told to go on."""
 
     def __init__(self) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.reached, self.go_on, self.torn = threading.Event(), threading.Event(), torch.empty(0)
 
     def apply(self, edit: ShardEdit, shards: Any) -> None:
         shard = shards.tensor(edit.key)
         half = len(shard) // 2
         shard[:half] += edit.value[:half]
+        self.torn = shard.clone()
         self.reached.set()
         assert self.go_on.wait(timeout=30)
         shard[half:] += edit.value[half:]
 
 
+ADD_ONE = (add_edit(0, 1.0, torch.zeros(8)),)
+
+
 @contextmanager
 def stopped_half_way(store: VariableStore, monkeypatch: pytest.MonkeyPatch, **push: Any) -> Iterator[HalfWay]:
     half_way = HalfWay()
-    monkeypatch.setattr("torchstrat.parameter_server.server.store.apply_edit", half_way.apply)
-    thread = threading.Thread(target=store.push, args=(push_of(edits=(add_edit(0, 1.0, torch.zeros(8)),), **push),))
+    monkeypatch.setattr(APPLY_EDIT, half_way.apply)
+    thread = threading.Thread(target=store.push, args=(push_of(edits=ADD_ONE, **push),))
     thread.start()
     assert half_way.reached.wait(timeout=30)
     try:
@@ -606,52 +441,40 @@ def stopped_half_way(store: VariableStore, monkeypatch: pytest.MonkeyPatch, **pu
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("how", ["read", "read_rows", "snapshot", "push"])
-def test_a_read_waits_for_the_end_of_a_push(how, monkeypatch):
+@pytest.mark.parametrize("how", ["read", "read_rows", "snapshot", "push", "fence"])
+def test_it_waits_for_the_end_of_a_push(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(torch.zeros(8), torch.zeros(8))
-    reads = {
+    calls: dict[str, Callable[[], Any]] = {
         "read": lambda: store.read([(0, 0)])[0],
         "read_rows": lambda: store.read_rows([RowsRequest((0, 0), torch.arange(8))])[0],
         "snapshot": lambda: store.snapshot().values[0, 0],
         "push": lambda: store.push(push_of(wants=((0, 0),))).values[0],
+        "fence": lambda: (store.fence("old"), whole(store))[1],
     }
     seen: list[torch.Tensor] = []
-    with stopped_half_way(store, monkeypatch) as half_way:
-        torn = store._variables[0].shards[0].clone()
-        assert len(torn.unique()) == 2, "the control: without the lock, the read would be torn"
+    with stopped_half_way(store, monkeypatch, function=1, incarnation="old") as half_way:
+        assert len(torch.unique(half_way.torn)) == 2, "the control: without the lock, the read would be torn"
         assert torch.equal(whole(store, 1), torch.zeros(8)), "other variables are free meanwhile"
-        reader = threading.Thread(target=lambda: seen.append(reads[how]()))
-        reader.start()
-        reader.join(timeout=0.05)
+        caller = threading.Thread(target=lambda: seen.append(calls[how]()))
+        caller.start()
+        caller.join(timeout=0.05)
         assert not seen
         half_way.go_on.set()
-        reader.join(timeout=30)
+        caller.join(timeout=30)
     assert torch.equal(seen[0], torch.ones(8))
+    if how == "fence":
+        with pytest.raises(FencedError, match=r"ps 0 refuses push 1 of function 1.*incarnation old"):
+            store.push(push_of(function=1, index=1, incarnation="old"))
+        store.push(push_of(function=1, index=1, incarnation="new"))
 
 
-def test_a_fence_waits_for_the_push_that_is_being_applied(monkeypatch):
-    store = make_store(torch.zeros(8))
-    fenced = threading.Event()
-    with stopped_half_way(store, monkeypatch, function=1, incarnation="old") as half_way:
-        fence = threading.Thread(target=lambda: (store.fence("old"), fenced.set()))
-        fence.start()
-        assert not fenced.wait(timeout=0.05)
-        half_way.go_on.set()
-        fence.join(timeout=30)
-    assert fenced.is_set()
-    assert torch.equal(whole(store), torch.ones(8))
-    with pytest.raises(FencedError, match=r"ps 0 refuses push 1 of function 1.*incarnation old"):
-        store.push(push_of(function=1, index=1, incarnation="old"))
-    store.push(push_of(function=1, index=1, incarnation="new"))
-
-
-def test_a_push_that_waited_while_the_server_was_reset_changes_nothing(monkeypatch):
+def test_a_push_that_waited_while_the_server_was_reset_changes_nothing() -> None:
     store = make_store(torch.zeros(8))
     errors: list[BaseException] = []
 
     def push() -> None:
         try:
-            store.push(push_of(function=9, edits=(add_edit(0, 1.0, torch.zeros(8)),)))
+            store.push(push_of(function=9, edits=ADD_ONE))
         except InvalidArgumentError as error:
             errors.append(error)
 
@@ -669,99 +492,74 @@ def test_a_push_that_waited_while_the_server_was_reset_changes_nothing(monkeypat
 # -- as a service ----------------------------------------------------------------------------------------------------
 
 
-class Wire:
-    """An endpoint that is called from the same process."""
-
-    def __init__(self) -> None:
-        self.peer = Peer(Task("ps", 3), "abc", "url", "host", 12)
-        self.peers: list[Peer] = []
-
-    def add_peer(self, peer: Peer) -> None:
-        self.peers.append(peer)
-
-
-@pytest.fixture
-def server() -> Iterator[VariableServer]:
-    server = VariableServer(threads=2)
-    server.attach(Wire())  # type: ignore[arg-type]
-    yield server
-    server.close()
-
-
-def ask(server: VariableServer, method: str, payload: Any = None) -> Any:
-    handler = server.handlers()[method]
-    assert handler.executor is not None
-    arguments = (FRESH,) if handler.takes_memory else ()
-    sender = Peer(Task("worker", 0), "w", "url")
-    return handler.executor.submit(handler.answer, sender, payload, *arguments).result(timeout=30)
-
-
-def test_the_service_answers_with_what_the_store_does(server):
-    value = torch.arange(6.0).reshape(3, 2)
-    spec = make_spec(0, value)
-    optimizer = torch.optim.Adam([torch.nn.Parameter(value.clone())])
-    ask(server, "ps.create", new_shards(spec, value))
-    add_optimizer(server.store, optimizer, [[0]])
-    assert torch.equal(ask(server, "ps.read", [(0, 0)])[0], value)
-    assert ask(server, "ps.read_rows", [RowsRequest((0, 0), torch.tensor([1]))])[0].tolist() == [[2.0, 3.0]]
-    push = push_of(function=0, steps=(dense_step(optimizer, v0=torch.ones(3, 2)),))
-    assert ask(server, "ps.push", push).applied
-    assert not ask(server, "ps.push", push).applied
-    states = ask(server, "ps.optimizer_state", (0, None))
-    ask(server, "ps.load_optimizer_state", (0, states))
-    snapshot = ask(server, "ps.snapshot")
-    ask(server, "ps.restore", snapshot)
-    ask(server, "ps.forget_below", 1)
-    with pytest.raises(FencedError, match=r"ps 3 \(pid 12 on host\) refuses"):
-        ask(server, "ps.push", push)
-    ask(server, "ps.fence", "w9")
-    assert ask(server, "ps.catalog")["digest"] == server.status()["digest"]
-    assert server.status()["variables"] == 1
-    other = Peer(Task("worker", 1), "w1", "url")
-    ask(server, "ps.add_peer", other)
-    assert server._endpoint is not None
-    assert server._endpoint.peers == [other]  # type: ignore[attr-defined]
-    server.coordinator_left(finished=False)
-    assert server.status()["variables"] == 1
-    server.drain(1.0)
-    server.coordinator_left(finished=True)
-    assert server.status()["variables"] == 0
-
-
-def test_orders_do_not_queue_behind_pushes(server, monkeypatch):
-    store = server.store
-    store.create(new_shards(make_spec(0, torch.zeros(8)), torch.zeros(8)))
-    handler = server.handlers()["ps.push"]
+def test_orders_do_not_queue_behind_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     half_way = HalfWay()
-    monkeypatch.setattr("torchstrat.parameter_server.server.store.apply_edit", half_way.apply)
-    pushes = [
-        handler.executor.submit(  # type: ignore[union-attr]
-            handler.answer,
-            Peer(Task("worker", 0), "w", "url"),
-            push_of(edits=(add_edit(0, 1.0, torch.zeros(8)),)),
-            FRESH,
-        )
-        for _ in range(3)
-    ]
-    assert half_way.reached.wait(timeout=30)
-    assert ask(server, "ps.catalog")["next_function"] == 0
-    half_way.go_on.set()
-    for push in pushes:
-        push.result(timeout=30)
-    assert torch.equal(whole(store), torch.full((8,), 3.0))
+    monkeypatch.setattr(APPLY_EDIT, half_way.apply)
+    with FakeCluster(workers=1, ps=1) as cluster:
+        peer, caller = cluster.peer("ps", 0), cluster.network.endpoint(Task("worker", 0))
+        caller.add_peer(peer)
+        caller.call(peer, "ps.create", new_shards(make_spec(0, torch.zeros(8)), torch.zeros(8))).result(timeout=30)
+        pushes = [caller.call(peer, "ps.push", push_of(edits=ADD_ONE)) for _ in range(5)]
+        assert half_way.reached.wait(timeout=30)
+        assert caller.call(peer, "ps.catalog").result(timeout=30)["next_function"] == 0
+        half_way.go_on.set()
+        assert all(push.result(timeout=30).applied for push in pushes)
+        assert torch.equal(caller.call(peer, "ps.read", [(0, 0)]).result(timeout=30)[0], torch.full((8,), 5.0))
 
 
-def test_coordinator_pushes_are_never_dropped():
-    store = make_store(torch.zeros(2))
-    push = Push(COORDINATOR, 0, "chief", edits=(add_edit(0, 1.0, torch.zeros(2)),))
-    assert all(store.push(push).applied for _ in range(3))
-    assert torch.equal(whole(store), torch.full((2,), 3.0))
+def test_the_interpreters_switch_interval_is_put_back() -> None:
+    before = sys.getswitchinterval()
+    with FakeCluster(workers=1, ps=2) as cluster:
+        assert sys.getswitchinterval() < before
+        cluster.kill_server(1)
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
 
 
-def test_a_spec_names_its_parts():
-    spec = make_spec(0, torch.zeros(10), shards=2, name="table")
-    store = VariableStore("ps 0")
-    store.create(new_shards(spec, torch.zeros(10)))
-    assert isinstance(spec, VariableSpec)
-    with pytest.raises(InvalidArgumentError, match="'table/part_1' on ps 0"):
-        store.read_rows([RowsRequest((0, 1), torch.tensor([7]))])
+# -- what it imports while it steps: not PyTorch's compiler, which takes seconds and 70 MiB --------------------------
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+
+    import torch
+    from torch import nn
+
+    from tests.support.server_stores import NewOptimizer, OptimizerStep, make_store, options_of, pack_optimizer, push_of
+
+
+    def made(cls):
+        # As a coordinator makes it, but for the compiler, which would be imported here.
+        optimizer = object.__new__(cls)
+        optimizer.add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__.__get__(optimizer)
+        cls.__init__(optimizer, [nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(4, 2))], lr=0.1)
+        del optimizer.add_param_group
+        return optimizer
+
+
+    for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam):
+        optimizer, store = made(cls), make_store(torch.ones(6, 2), torch.ones(6, 2))
+        store.add_optimizer(NewOptimizer(0, pack_optimizer(optimizer), ((0, 1),)))
+        for count in range(3):
+            rows, dense = (((0, 0), torch.tensor([1, 4]), torch.ones(2, 2)),), (((1, 0), torch.ones(6, 2)),)
+            step = OptimizerStep(0, options_of(optimizer), dense, rows)
+            values = store.push(push_of(function=count, steps=(step,), wants=((1, 0),))).values
+        assert (values[0] < 1).all(), cls
+    print("torch._dynamo" in sys.modules)
+    optimizer.step()
+    print("torch._dynamo" in sys.modules)
+    """
+)
+
+
+def test_steps_without_the_compiler_that_an_optimizers_own_step_imports() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["False", "True"]

@@ -1,352 +1,268 @@
-"""Training with one worker gives the numbers of one device, whatever the shards, the optimizer and the model."""
+"""Training with one worker gives the numbers of one device, whatever the shards, the model and the step.
+
+For optimizers see tests/unit/test_ps_rows.py, for state that programs edit tests/matrix/ps_state.py.
+"""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-import torchstrat as ts
-from tests.unit.ps_clusters import (
-    ROWS,
-    DenseNet,
-    TableNet,
-    batch_of,
-    doubles,
-    largest_difference,
-    plain_loop,
-    scheduled_loop,
-    train_step,
-)
-from torchstrat._torch_private import DisableTorchFunction
-from torchstrat.testing.fake_cluster import FakeCluster
+from tests.support.parameter_servers import CLASSES, ROWS, WAIT, Parts, Program, Tables, on_servers, states_are_close
+from tests.unit.gates import close_gate, pass_gate
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1),
-    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.1),
-    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
-    "rprop": lambda p: torch.optim.Rprop(p, 0.01),
-}
-WHOLE = {
-    "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
-    "muon": lambda p: torch.optim.Muon([one for one in p if one.dim() == 2], 0.01),
-}
+STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def _in_doubles():
-    with doubles():
-        yield
+class UsedAsMatrix(Parts):
+    """A table that is also used as a matrix is held whole."""
+
+    make_optimizer = partial(torch.optim.Adam, amsgrad=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).mean(1) @ self.table.weight.t()[:, :CLASSES]
+
+
+class Scaled(Tables):
+    """Its gradient scaler skips a step, and goes on with a smaller scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+
+    def go_back(self, loss: torch.Tensor, number: int) -> None:
+        self.scaler.scale(loss * (float("inf") if number == 1 else 1.0)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
 @pytest.mark.parametrize("shards", [None, 1, 2, 5])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_dense_parameters(name, shards):
-    partitioner = None if shards is None else ts.partitioners.FixedShardsPartitioner(shards)
-    wanted = plain_loop(DenseNet, OPTIMIZERS[name], 6)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        losses, state = scheduled_loop(cluster, DenseNet, OPTIMIZERS[name], 6, partitioner)
-    assert losses == pytest.approx(wanted[0], abs=1e-9)
-    assert largest_difference(state, wanted[1]) <= 1e-9
+@pytest.mark.parametrize("parts", [Tables, UsedAsMatrix, Scaled])
+def test_numbers_are_those_of_one_device(parts: type[Parts], shards: int | None) -> None:
+    plain = parts()
+    wanted = [plain.train_step(number).item() for number in range(STEPS)]
+    with on_servers(parts, shards, rows_only=True) as program:
+        values = [program.coordinator.schedule(parts.train_step, (program.made, n)) for n in range(STEPS)]
+        assert program.coordinator.fetch(values) == pytest.approx(wanted, abs=1e-9, nan_ok=True)
+        states_are_close(program.made.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_optimizers_that_look_at_whole_tensors_get_them(name):
-    wanted = plain_loop(DenseNet, WHOLE[name], 6)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        partitioner = ts.partitioners.FixedShardsPartitioner(3)
-        losses, state = scheduled_loop(cluster, DenseNet, WHOLE[name], 6, partitioner)
-    assert losses == pytest.approx(wanted[0], abs=1e-9)
-    assert largest_difference(state, wanted[1]) <= 1e-9
+# -- what the step does with the gradient of a table that goes by rows ------------------------------------------------
+
+Parameters = list[nn.Parameter]
+NOISE = torch.linspace(-1, 1, 80, dtype=torch.float64).reshape(ROWS, 4)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
-def test_tables_by_rows_with_plain_sgd_are_tables_as_a_whole(shards):
-    wanted = plain_loop(TableNet, OPTIMIZERS["sgd"], 6)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        partitioner = ts.partitioners.FixedShardsPartitioner(shards)
-        losses, state = scheduled_loop(cluster, TableNet, OPTIMIZERS["sgd"], 6, partitioner)
-    assert losses == pytest.approx(wanted[0], abs=1e-9)
-    assert largest_difference(state, wanted[1]) <= 1e-9
+def hold_and_change(parameters: Parameters) -> torch.Tensor:
+    """What has another gradient in its place since is changed through the one that was held before."""
+    gradients = [parameter.grad for parameter in parameters]
+    for gradient in gradients:
+        gradient.masked_fill_(gradient.isnan(), 0.0)
+        gradient.mul_(0.5)
+    torch._foreach_mul_(gradients, 0.5)
+    return gradients[0].norm()
 
 
-def rows_only_loop(name: str, steps: int) -> tuple[list[float], torch.Tensor]:
-    """By hand: the optimizer sees a dense parameter made of the rows that a batch touches, with their own state; other
-    rows stay as they are, decay and momentum included. Scalar state (``step``) counts the table's steps."""
-    torch.manual_seed(0)
-    table = nn.Embedding(ROWS, 4).weight.detach()
-    state: dict[str, torch.Tensor] = {}
-    losses = []
-    for step in range(steps):
-        ids, labels = batch_of(step)
-        unique, places = torch.unique(ids, return_inverse=True)
-        rows = nn.Parameter(table[unique])
-        optimizer = OPTIMIZERS[name]([rows])
-        own = optimizer.state[rows]
-        if state:
-            for key, value in state.items():
-                own[key] = value[unique].clone() if value.dim() else value.clone()
-        loss = F.cross_entropy(F.embedding(places, rows).mean(1)[:, :3], labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        table[unique] = rows.detach()
-        for key, value in optimizer.state[rows].items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                first = {"sum": 0.1, "step_size": 0.01}.get(key, 0.0)
-                state.setdefault(key, torch.full((ROWS, 4), first))[unique] = value
-            elif isinstance(value, torch.Tensor):
-                state[key] = value
-    return losses, table
+def every_norm(parameters: Parameters) -> torch.Tensor:
+    gradient = parameters[0].grad
+    norms = [torch.linalg.vector_norm(gradient, order) for order in (0, 0.5, 1, 2, float("inf"), -1, float("-inf"))]
+    return torch.stack([*norms, torch.linalg.vector_norm(gradient, dim=1).sum(), *torch._foreach_norm([gradient])])
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_tables_move_rows_only(name, shards):
-    wanted_losses, wanted = rows_only_loop(name, 6)
-
-    def step(table, optimizer, number):
-        ids, labels = batch_of(number)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(table(ids).mean(1)[:, :3], labels)
-        loss.backward()
-        assert table.weight.grad.layout == torch.strided, "it looks as on one device"
-        with DisableTorchFunction():
-            assert table.weight.grad.layout == torch.sparse_coo, "and goes by rows"
-        optimizer.step()
-        return loss.detach()
-
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(shards), rows_only=True)
-        with strategy.scope():
-            torch.manual_seed(0)
-            table = nn.Embedding(ROWS, 4)
-            optimizer = OPTIMIZERS[name](table.parameters())
-        coordinator = ts.ClusterCoordinator(strategy)
-        results = [coordinator.schedule(step, args=(table, optimizer, number)) for number in range(6)]
-        coordinator.join()
-        assert coordinator.fetch(results) == pytest.approx(wanted_losses, abs=1e-9)
-        assert float((table.state_dict()["weight"] - wanted).abs().max()) <= 1e-9
+def through_aliases(parameters: Parameters) -> torch.Tensor:
+    for parameter in parameters:
+        parameter.grad.data.clamp_(-0.02, 0.03)
+        parameter.grad.detach().mul_(0.5)
+        parameter.grad.detach().add_(0.01)
+    return parameters[0].grad.sum()
 
 
-def test_a_table_that_is_also_used_as_a_matrix_is_held_whole():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(ROWS, 4)
-
-        def forward(self, ids):
-            return self.table(ids).mean(1) @ self.table.weight.t()[:, :3]
-
-    make_optimizer = OPTIMIZERS["adam"]
-    wanted = plain_loop(Tied, make_optimizer, 5)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        got = scheduled_loop(cluster, Tied, make_optimizer, 5, ts.partitioners.FixedShardsPartitioner(3))
-    assert got[0] == pytest.approx(wanted[0], abs=1e-9)
-    assert largest_difference(got[1], wanted[1]) <= 1e-9
+def forms(parameters: Parameters) -> torch.Tensor:
+    gradient = parameters[0].grad
+    seen = [gradient.is_sparse, gradient.layout == torch.sparse_coo, (gradient * 2).is_sparse]
+    return torch.tensor([*map(float, seen), *gradient.data.abs().sum()[None].tolist()])
 
 
-def test_learning_rates_are_those_of_the_call_that_scheduled():
-    def plain():
+WAYS: dict[str, Callable[[Parameters], torch.Tensor]] = {
+    "nothing": lambda parameters: parameters[0].grad.sum(),
+    "clip_grad_norm_": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, 2.0),
+    "clip_grad_norm_ of inf": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, float("inf")),
+    "clip_grad_norm_ of 1": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, 1.0),
+    "clip_grad_value_": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.05) or parameters[0].grad.sum(),
+    "clamp that does not keep 0": lambda parameters: (parameters[0].grad.clamp_(min=0.01), parameters[0].grad.sum())[1],
+    "norms": every_norm,
+    "add_": lambda parameters: (parameters[0].grad.add_(NOISE), parameters[0].grad.abs().max())[1],
+    "held": hold_and_change,
+    "aliases": through_aliases,
+    "forms": forms,
+    "flattened": lambda parameters: torch.cat([parameter.grad.flatten() for parameter in parameters]).std(),
+    "isfinite": lambda parameters: torch.isfinite(parameters[0].grad).all(),
+    "mean": lambda parameters: parameters[0].grad.mean(),
+    "rows": lambda parameters: parameters[0].grad[3:7].clone(),
+    "numpy": lambda parameters: torch.from_numpy(parameters[0].grad.numpy()).sum(),
+}
+
+
+class LooksAtGradients(nn.Module):
+    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD) -> None:
+        super().__init__()
         torch.manual_seed(0)
-        model = DenseNet()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
-        for number in range(6):
-            train_step(model, optimizer, number)
-            scheduler.step()
-        return model.state_dict()
+        self.table, self.head = nn.Embedding(ROWS, 4, dtype=torch.float64), nn.Linear(4, 1, dtype=torch.float64)
+        self.optimizer = make_optimizer(self.parameters(), lr=0.1)
 
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            torch.manual_seed(0)
-            model = DenseNet()
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
-        coordinator = ts.ClusterCoordinator(strategy)
-        for number in range(6):
-            coordinator.schedule(train_step, args=(model, optimizer, number))
-            scheduler.step()
-        coordinator.join()
-        assert largest_difference(model.state_dict(), plain()) <= 1e-9
+    def train_step(self, way: str, lookups: int, *ids: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.optimizer.zero_grad()
+        loss = sum(self.head(self.table(torch.tensor(ids) + more)).square().mean() for more in range(lookups))
+        loss.backward()
+        seen = WAYS[way](list(self.parameters()))
+        self.optimizer.step()
+        return loss.detach(), seen.detach()
 
 
-def test_what_the_coordinator_writes_is_what_workers_see():
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            model = DenseNet()
-        coordinator = ts.ClusterCoordinator(strategy)
-
-        def total():
-            return sum(parameter.sum() for parameter in model.parameters())
-
-        coordinator.schedule(total).fetch()
-        model.load_state_dict({name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()})
-        elements = sum(parameter.numel() for parameter in model.parameters())
-        assert float(coordinator.schedule(total).fetch()) == 2.0 * elements
+@pytest.mark.parametrize("lookups", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_one_device(way: str, lookups: int) -> None:
+    calls = [(way, lookups, *ids) for ids in ((1, 2, 2), (5, 1, 17), (4, 4, 4))]
+    plain = LooksAtGradients()
+    expected = [plain.train_step(*call) for call in calls]
+    with on_servers(LooksAtGradients, 2) as program:
+        seen = [program.run(LooksAtGradients.train_step, program.made, *call) for call in calls]
+    torch.testing.assert_close(seen, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("shards", [1, 5])
-def test_meta_tables_are_initialised_on_the_servers(shards):
-    def values(count):
-        with FakeCluster(workers=1, ps=2) as cluster:
-            strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(count))
-            with strategy.scope():
-                torch.manual_seed(3)
-                table = nn.Embedding(1000, 8, padding_idx=4, device="meta")
-            coordinator = ts.ClusterCoordinator(strategy)
-            assert table.weight.is_meta
-            return coordinator.schedule(lambda: table(torch.arange(1000)).detach()).get()
-
-    drawn = values(shards)
-    assert torch.equal(drawn, values(1))
-    assert not drawn[4].any()
-    assert abs(float(drawn.mean())) < 0.05
-    assert abs(float(drawn.std()) - 1.0) < 0.05
+def test_a_gradient_that_has_become_dense_is_one_of_rows_still() -> None:
+    """With ``rows_only`` (the default) rows without any gradient do not move, whatever the step asks of the others."""
+    with on_servers(partial(LooksAtGradients, torch.optim.Adam), 2, rows_only=True) as program:
+        table = program.made.table
+        seen = [table.state_dict()["weight"].clone()]
+        for ids in ((1, 2), (3, 4), (3, 4)):
+            program.run(LooksAtGradients.train_step, program.made, "isfinite", 1, *ids)
+            seen.append(table.state_dict()["weight"].clone())
+    moved = [(one != other).any(1).nonzero().flatten().tolist() for one, other in itertools.pairwise(seen)]
+    assert moved == [[1, 2], [3, 4], [3, 4]]
 
 
-def test_train_and_eval_on_the_coordinator_reach_the_workers():
-    with FakeCluster(workers=1, ps=1) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-        coordinator = ts.ClusterCoordinator(strategy)
-
-        def modes():
-            return [module.training for module in model.modules()]
-
-        assert coordinator.schedule(modes).fetch() == [True] * 3
-        model.eval()
-        assert coordinator.schedule(modes).fetch() == [False] * 3
-        model[1].train()
-        assert coordinator.schedule(modes).fetch() == [False, False, True]
+# -- what travels -----------------------------------------------------------------------------------------------------
 
 
-def test_optimizer_state_comes_and_goes_with_state_dicts():
-    def make(parameters):
-        return torch.optim.Adam(parameters, 0.01)
+def travelled(shards: int | None) -> tuple[int, int]:
+    """How many numbers of a table came from the servers, and went to them, for one step on four rows."""
 
-    torch.manual_seed(0)
-    plain = DenseNet()
-    reference = make(plain.parameters())
-    for number in range(3):
-        train_step(plain, reference, number)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(3))
-        with strategy.scope():
-            torch.manual_seed(0)
-            model = DenseNet()
-            optimizer = make(model.parameters())
-        coordinator = ts.ClusterCoordinator(strategy)
-        for number in range(3):
-            coordinator.schedule(train_step, args=(model, optimizer, number))
-        coordinator.join()
-        mine, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
-        assert mine.keys() == theirs.keys()
-        for key, state in theirs.items():
-            for name, value in state.items():
-                torch.testing.assert_close(mine[key][name], value, rtol=0, atol=1e-12)
-        optimizer.load_state_dict(reference.state_dict())
-        coordinator.schedule(train_step, args=(model, optimizer, 3))
-        coordinator.join()
-        train_step(plain, reference, 3)
-        assert largest_difference(model.state_dict(), plain.state_dict()) <= 1e-9
+    def make() -> tuple[nn.Embedding, torch.optim.Optimizer]:
+        table = nn.Embedding(10_000, 8)
+        return table, torch.optim.Adam(table.parameters(), 0.1)
+
+    def step(table: nn.Embedding, optimizer: torch.optim.Optimizer) -> None:
+        table(torch.tensor([[3, 9_999, 3], [17, 5_000, 9_999]])).sum().backward()
+        optimizer.step()
+
+    with on_servers(make, shards, rows_only=True) as program:
+        record = program.cluster.network.record
+        reads, pushes = [record("ps.read"), record("ps.read_rows")], record("ps.push")
+        program.run(step, *program.made)
+    down = [value for messages in reads for one in messages if one.kind == "result" for value in one.value]
+    down += [value for one in pushes if one.kind == "result" for value in one.value.values]
+    steps = [step for one in pushes if one.kind == "call" for step in one.value.steps]
+    up = [part[-1] for step in steps for part in (*step.dense, *step.rows)]
+    return sum(value.numel() for value in down), sum(value.numel() for value in up)
 
 
-def test_a_gradient_scaler_skips_and_scales_as_elsewhere():
-    def step(model, optimizer, scaler, number, blow_up):
-        ids, labels = batch_of(number)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(ids), labels)
-        scaler.scale(loss * (float("inf") if blow_up else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    def make_scaler():
-        return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-
-    torch.manual_seed(0)
-    plain = DenseNet()
-    reference, scaler = torch.optim.SGD(plain.parameters(), 0.1), make_scaler()
-    for number in range(4):
-        step(plain, reference, scaler, number, number == 1)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            torch.manual_seed(0)
-            model = DenseNet()
-            optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), make_scaler()
-        coordinator = ts.ClusterCoordinator(strategy)
-        for number in range(4):
-            coordinator.schedule(step, args=(model, optimizer, scaler, number, number == 1))
-        coordinator.join()
-        assert largest_difference(model.state_dict(), plain.state_dict()) <= 1e-9
+def test_only_the_rows_of_the_batch_travel() -> None:
+    assert travelled(3) == (4 * 8, 4 * 8)
+    assert travelled(None) == (2 * 80_000, 80_000), "the control: without a partitioner the whole table does"
 
 
-def test_max_norm_shortens_the_rows_on_the_servers():
-    def plain():
+# -- settings and values ----------------------------------------------------------------------------------------------
+
+
+def test_learning_rates_are_those_of_the_call_that_scheduled() -> None:
+    with on_servers(Tables) as program:
+        optimizer = program.made.optimizer
+
+        def rate() -> float:
+            return optimizer.param_groups[0]["lr"]
+
+        gate, values = close_gate("rates"), []
+        program.coordinator.schedule(pass_gate, args=("rates",))
+        for number in range(40):
+            optimizer.param_groups[0]["lr"] = number // 3
+            values.append(program.coordinator.schedule(rate))
+        gate.set()
+        assert program.coordinator.fetch(values) == [number // 3 for number in range(40)]
+
+
+def test_meta_tables_are_initialised_on_the_servers() -> None:
+    def make() -> nn.Embedding:
+        torch.manual_seed(3)
+        return nn.Embedding(1000, 8, padding_idx=4, device="meta")
+
+    drawn = []
+    for shards in (1, 5):
+        with on_servers(make, shards) as program:
+            assert program.made.weight.is_meta
+            drawn.append(program.run(lambda table: table(torch.arange(1000)).detach(), program.made))
+    assert torch.equal(*drawn)
+    assert not drawn[0][4].any()
+    assert abs(float(drawn[0].mean())) < 0.05
+    assert abs(float(drawn[0].std()) - 1.0) < 0.05
+
+
+def test_max_norm_shortens_the_rows_on_the_servers() -> None:
+    def make() -> nn.Embedding:
         torch.manual_seed(0)
         return nn.Embedding(ROWS, 4, max_norm=0.5)
 
     ids = torch.tensor([[1, 3, 3], [7, 19, 0]])
-    reference = plain()
-    wanted = reference(ids)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(3))
-        with strategy.scope():
-            table = plain()
-        coordinator = ts.ClusterCoordinator(strategy)
-        got = coordinator.schedule(lambda: table(ids).detach()).get()
-        torch.testing.assert_close(got, wanted.detach(), rtol=0, atol=1e-6)
-        torch.testing.assert_close(table.state_dict()["weight"], reference.weight.detach(), rtol=0, atol=1e-6)
+    reference = make()
+    wanted = reference(ids).detach()
+    with on_servers(make, 3) as program:
+        torch.testing.assert_close(program.run(lambda table: table(ids).detach(), program.made), wanted)
+        states_are_close(program.made.state_dict(), reference.state_dict(), 1e-6)
 
 
-def test_an_id_that_is_not_in_the_table_is_named():
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(3))
-        with strategy.scope():
-            table = nn.Embedding(ROWS, 4)
-        coordinator = ts.ClusterCoordinator(strategy)
-        coordinator.schedule(lambda: table(torch.tensor([1, ROWS])))
-        with pytest.raises(ts.errors.InvalidArgumentError, match=f"id {ROWS} .*rows 0 to {ROWS - 1}"):
-            coordinator.join()
+def test_a_buffer_that_is_replaced_twice_may_have_the_address_of_the_first() -> None:
+    def make() -> nn.BatchNorm1d:
+        return nn.BatchNorm1d(1, momentum=None)
+
+    def count(model: nn.BatchNorm1d) -> None:
+        model.num_batches_tracked = model.num_batches_tracked + 1
+
+    with on_servers(make) as program:
+        model = program.made
+        model.num_batches_tracked = torch.tensor(1)
+        program.run(count, model)
+        program.run(lambda: 0)
+        first = id(model.num_batches_tracked)
+        for value in range(100, 200):
+            model.num_batches_tracked = torch.tensor(value)
+            if id(model.num_batches_tracked) == first:
+                break
+        program.run(count, model)
+        assert model.state_dict()["num_batches_tracked"] == value + 1
 
 
-def test_closures_and_optimizers_made_in_the_function_are_refused():
-    with FakeCluster(workers=1, ps=1) as cluster:
-        strategy = cluster.strategy()
-        with strategy.scope():
-            model = DenseNet()
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        coordinator = ts.ClusterCoordinator(strategy)
-        coordinator.schedule(lambda: optimizer.step(lambda: 1.0))
-        with pytest.raises(NotImplementedError, match="without a closure"):
-            coordinator.join()
-        coordinator.schedule(lambda: torch.optim.SGD(model.parameters(), 0.1).step())
-        with pytest.raises(ValueError, match=r"strategy\.scope"):
-            coordinator.join()
+def test_what_functions_draw_leaves_the_random_state_alone() -> None:
+    with on_servers(Tables) as program:
+        before = torch.get_rng_state()
+        program.run(lambda: torch.rand(2))
+        assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_functions_draw_the_same_numbers_wherever_they_run():
-    def draws(workers):
-        with FakeCluster(workers=workers, ps=1) as cluster:
-            strategy = cluster.strategy()
-            with strategy.scope():
-                torch.manual_seed(7)
-            coordinator = ts.ClusterCoordinator(strategy)
-            state = torch.get_rng_state()
-            results = [coordinator.schedule(lambda: torch.rand(2)) for _ in range(4)]
-            coordinator.join()
-            assert torch.equal(torch.get_rng_state(), state)
-            return [result.get() for result in results]
+def refused(program: Program, function: Callable[[], Any], error: type[Exception], says: str) -> None:
+    program.coordinator.schedule(function)
+    with pytest.raises(error, match=says):
+        program.coordinator.join(timeout=WAIT)
 
-    first, second = draws(1), draws(1)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert len({float(one[0]) for one in first}) == 4
+
+def test_what_functions_cannot_do_with_tables_and_optimizers() -> None:
+    with on_servers(Tables, 3) as program:
+        model, optimizer, sgd = program.made, program.made.optimizer, torch.optim.SGD
+        refused(program, lambda: model.table(torch.tensor([1, ROWS])), ValueError, f"id {ROWS} .*rows 0 to {ROWS - 1}")
+        refused(program, lambda: optimizer.step(lambda: 1.0), NotImplementedError, "without a closure")
+        refused(program, lambda: sgd(model.parameters(), 0.1).step(), ValueError, r"strategy\.scope")
