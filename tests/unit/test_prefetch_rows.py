@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,275 +12,229 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.support.parameter_servers import WAIT, Program, Tables, on_servers, states_are_close
 from tests.unit.gates import await_arrivals, close_gate, pass_gate
-from tests.unit.ps_clusters import doubles
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
-from torchstrat.parameter_server.messages import RowsRequest, Shard, VariableSpec
-from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.worker.table_rows import TableRows
-from torchstrat.testing.fake_cluster import FakeCluster
+from torchstrat.testing import contract
 
 ROWS, WIDTH = 24, 2
-WAIT = 60
 
 
-@pytest.fixture(autouse=True)
-def _in_doubles() -> Iterator[None]:
-    with doubles():
-        yield
+class Counted(nn.Embedding):
+    """Row i is i, and its optimizer adds 1 to a row for a loss of -sum."""
 
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The local ids of each request for rows, in the order in which servers answered them."""
-    requests: list[list[int]] = []
-    read_rows = VariableStore.read_rows
-
-    def noted(store: VariableStore, wanted: list[RowsRequest], *memory: Any) -> Any:
-        answer = read_rows(store, wanted, *memory)
-        requests.extend(request.ids.tolist() for request in wanted)
-        return answer
-
-    monkeypatch.setattr(VariableStore, "read_rows", noted)
-    return requests
-
-
-def on_servers(cluster: FakeCluster, shards: int = 1, **options: Any) -> tuple[Any, Any, ts.ClusterCoordinator]:
-    """A table whose row i is i, and its optimizer, which adds 1 to a row for a loss of -sum."""
-    strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(shards))
-    with strategy.scope():
-        table = nn.Embedding(ROWS, WIDTH, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(ROWS, WIDTH, **options)
         with torch.no_grad():
-            table.weight.copy_(torch.arange(ROWS).double()[:, None])
-        optimizer = torch.optim.SGD(table.parameters(), 1.0)
-    return table, optimizer, ts.ClusterCoordinator(strategy)
+            self.weight.copy_(torch.arange(float(ROWS))[:, None])
+        self.optimizer = torch.optim.SGD(self.parameters(), 1.0)
+
+    def backward(self, *ids: int) -> None:
+        """Of rows that it reads."""
+        self.optimizer.zero_grad()
+        (-self(torch.tensor(ids)).sum()).backward()
+
+    def look_up(self, *ids: int) -> list[float]:
+        return self(torch.tensor(ids))[:, 0].tolist()
+
+    def ask(self, *ids: int) -> None:
+        ts.prefetch_rows(self, torch.tensor(ids))
+
+
+class Job:
+    def __init__(self, program: Program) -> None:
+        self.program, self.table, self.cluster = program, program.made, program.cluster
+        self.run, self.coordinator = program.run, program.coordinator
+        self._messages = self.cluster.network.record("ps.read_rows")
+
+    @property
+    def asked(self) -> list[list[int]]:
+        """The local ids of each request for rows, in the order in which they were asked for."""
+        calls = [message.value for message in self._messages if message.kind == "call"]
+        return [request.ids.tolist() for requests in calls for request in requests]
+
+    def hold(self, when: Any = "before", method: str = "ps.read_rows", ps: int = 0) -> Any:
+        return self.cluster.network.hold(self.cluster.peer("ps", ps), method, when)
+
+
+@contextmanager
+def job(shards: int = 1, make: Callable[[], Any] = Counted, **options: Any) -> Iterator[Job]:
+    with on_servers(make, shards, **{"ps": 1, **options}) as program:
+        yield Job(program)
 
 
 # ---- that it waits for nobody ----------------------------------------------------------------------------------------
 
 
 def test_the_request_is_under_way_while_backward_runs() -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, optimizer, coordinator = on_servers(cluster)
+    with job() as one:
         looked_up, in_backward = close_gate("looked up"), close_gate("in backward")
 
-        def step() -> torch.Tensor:
-            optimizer.zero_grad()
+        def step(table: Counted) -> list[float]:
             rows = table(torch.tensor([1, 2]))
             rows.register_hook(lambda _gradient: pass_gate("in backward") and None)
             pass_gate("looked up")
-            ts.prefetch_rows(table, torch.tensor([7, 8]))
+            table.ask(7, 8)
             (-rows.sum()).backward()
-            optimizer.step()
-            return table(torch.tensor([7, 8])).detach()
+            table.optimizer.step()
+            return table.look_up(7, 8)
 
-        result = coordinator.schedule(step)
+        result = one.coordinator.schedule(step, args=(one.table,))
         await_arrivals("looked up", 1)
-        with cluster.network.hold(cluster.peer("ps", 0), "ps.read_rows") as held:
+        with one.hold() as held:
             looked_up.set()
             held.wait_until_reached()
             await_arrivals("in backward", 1)  # the server has been asked, has not answered, and backward runs
             in_backward.set()
-        assert result.fetch(timeout=WAIT)[:, 0].tolist() == [7.0, 8.0]
+        assert result.fetch(timeout=WAIT) == [7.0, 8.0]
 
 
 # ---- which rows a lookup takes ---------------------------------------------------------------------------------------
 
 
-def test_rows_are_as_of_the_gather_and_are_used_once(asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, optimizer, coordinator = on_servers(cluster)
+def test_rows_are_as_of_the_gather_and_are_used_once() -> None:
+    """And a gradient of old rows is applied to the new ones: rows 1 and 3 end with the sum of both steps."""
+    with job() as one:
         to_be_held, gathered = close_gate("to be held"), close_gate("gathered")
 
-        def step() -> list[list[float]]:
-            ids = torch.tensor([[3, 1], [3, 3]])
-            optimizer.zero_grad()
-            (-table(torch.tensor([1, 2, 3])).sum()).backward()
+        def step(table: Counted) -> list[list[float]]:
+            table.backward(1, 2, 3)
             pass_gate("to be held")
-            ts.prefetch_rows(table, ids)
+            table.ask(3, 1, 3, 3)
             pass_gate("gathered")
-            optimizer.step()  # adds 1 to rows 1, 2 and 3
-            return [table(ids)[..., 0].flatten().tolist() for _ in range(2)]
+            table.optimizer.step()  # adds 1 to rows 1, 2 and 3
+            before = table(torch.tensor([3, 1, 3, 3]))
+            after = table.look_up(3, 1, 3, 3)
+            table.optimizer.zero_grad()
+            (-before[:2].sum()).backward()
+            table.optimizer.step()
+            return [before[:, 0].tolist(), after]
 
-        result = coordinator.schedule(step)
+        result = one.coordinator.schedule(step, args=(one.table,))
         await_arrivals("to be held", 1)
-        with cluster.network.hold(cluster.peer("ps", 0), "ps.read_rows", "after") as held:
+        with one.hold("after") as held:
             to_be_held.set()
             held.wait_until_reached()  # the rows are read, and not yet there
         gathered.set()
         before, after = result.fetch(timeout=WAIT)
         assert before == [3.0, 1.0, 3.0, 3.0], "as of the gather: without this worker's own push"
         assert after == [4.0, 2.0, 4.0, 4.0]
-        assert asked == [[1, 2, 3], [1, 3], [1, 3]]
+        assert one.asked == [[1, 2, 3], [1, 3], [1, 3]]
+        assert one.table.state_dict()["weight"][:5, 0].tolist() == [0.0, 3.0, 3.0, 5.0, 4.0]
 
 
-def test_ids_that_were_not_asked_for_are_read_as_usual(asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=2) as cluster:
-        table, _, coordinator = on_servers(cluster, shards=3)
-
-        def step() -> list[float]:
-            ts.prefetch_rows(table, torch.tensor([0, 9, 20, 23], dtype=torch.int32))
-            return table(torch.tensor([23, 4, 9, 17, 9, 20]))[:, 0].tolist()
-
-        assert coordinator.schedule(step).fetch(timeout=WAIT) == [23.0, 4.0, 9.0, 17.0, 9.0, 20.0]
-        assert sorted(map(tuple, asked)) == [(0,), (1,), (1,), (4,), (4, 7)], "of shards that have 8 rows each"
+def several(table: Counted, ahead: list[list[int]], lookups: list[list[int]], dtype: Any) -> list[list[float]]:
+    for ids in ahead:
+        ts.prefetch_rows(table.weight, torch.tensor(ids, dtype=dtype))
+    return [table(torch.tensor(ids, dtype=torch.int64))[:, 0].tolist() for ids in lookups]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_each_lookup_takes_the_request_that_was_for_it(order: tuple[int, int], asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, _, coordinator = on_servers(cluster)
-        batches = [torch.tensor([1, 2, 3]), torch.tensor([3, 2, 5, 6])]
-        near = [torch.tensor([3, 2, 1, 1]), torch.tensor([2, 3, 5, 6, 6])]  # the same rows, but not the same ids
+@pytest.mark.parametrize(
+    ("ahead", "lookups", "asked"),
+    [
+        ([[1, 2, 3], [3, 2, 5, 6]], [[1, 2, 3], [3, 2, 5, 6]], [[1, 2, 3], [2, 3, 5, 6]]),
+        ([[1, 2, 3], [3, 2, 5, 6]], [[3, 2, 5, 6], [1, 2, 3]], [[1, 2, 3], [2, 3, 5, 6]]),
+        # The same rows, but not the same ids.
+        ([[1, 2, 3], [3, 2, 5, 6]], [[3, 2, 1, 1], [2, 3, 5, 6, 6]], [[1, 2, 3], [2, 3, 5, 6]]),
+        ([[1, 2, 3], [3, 2, 5, 6]], [[2, 3, 5, 6, 6], [3, 2, 1, 1]], [[1, 2, 3], [2, 3, 5, 6]]),
+        ([[4, 5]], [[5, 6]], [[4, 5], [6]]),
+        ([[1, 2]], [[9, 3, 0, 9], [1, 2]], [[1, 2], [0, 3, 9]]),
+        ([[1, 2]], [[], [2, 1]], [[1, 2]]),
+    ],
+    ids=["in order", "in another order", "near", "near, in another order", "one of two", "none of them", "no ids"],
+)
+def test_each_lookup_takes_the_request_that_has_most_of_it(ahead: Any, lookups: Any, asked: list[list[int]]) -> None:
+    with job() as one:
+        found = one.run(several, one.table, ahead, lookups, torch.int64)
+        assert found == [[float(number) for number in ids] for ids in lookups]
+        assert [ids for ids in one.asked if ids] == asked
 
-        def step(lookups: list[torch.Tensor]) -> list[list[float]]:
-            for batch in batches:
-                ts.prefetch_rows(table.weight, batch)
-            return [table(ids)[:, 0].tolist() for ids in lookups]
 
-        for ids in (batches, near):
-            wanted = [ids[number] for number in order]
-            assert coordinator.schedule(step, args=(wanted,)).fetch(timeout=WAIT) == [one.tolist() for one in wanted]
-            assert sorted(asked) == [[1, 2, 3], [2, 3, 5, 6]]
-            asked.clear()
+def test_ids_that_were_not_asked_for_are_read_as_usual_from_every_shard() -> None:
+    with job(3, ps=2) as one:
+        [found] = one.run(several, one.table, [[0, 9, 20, 23]], [[23, 4, 9, 17, 9, 20]], torch.int32)
+        assert found == [23.0, 4.0, 9.0, 17.0, 9.0, 20.0]
+        assert sorted(map(tuple, one.asked)) == [(0,), (1,), (1,), (4,), (4, 7)], "of shards that have 8 rows each"
 
 
-def test_ids_may_be_changed_afterwards(asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, _, coordinator = on_servers(cluster)
+def test_another_tables_rows_are_not_taken_and_ids_may_be_changed_afterwards() -> None:
+    with job(make=lambda: nn.ModuleList([Counted(), Counted()])) as one:
 
-        def step() -> list[float]:
+        def step(tables: nn.ModuleList) -> list[float]:
             ids = torch.tensor([4, 5])
-            ts.prefetch_rows(table, ids)
+            ts.prefetch_rows(tables[1], ids)
             ids.copy_(torch.tensor([5, 6]))
-            return table(ids)[:, 0].tolist()
+            return tables[0](ids)[:, 0].tolist() + tables[1](ids)[:, 0].tolist()
 
-        assert coordinator.schedule(step).fetch(timeout=WAIT) == [5.0, 6.0]
-        assert sorted(asked) == [[4, 5], [6]]
+        assert one.run(step, one.table) == [5.0, 6.0, 5.0, 6.0]
+        assert one.asked == [[4, 5], [5, 6], [6]]
 
 
 @pytest.mark.parametrize(("later", "requests"), [(1, [[7, 8]]), (2, [[7, 8], [7, 8]])])
-def test_the_next_function_may_take_them_and_the_one_after_it_not(
-    later: int, requests: list[list[int]], asked: list[list[int]]
-) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, _, coordinator = on_servers(cluster)
+def test_the_next_function_may_take_them_and_the_one_after_it_not(later: int, requests: list[list[int]]) -> None:
+    with job() as one:
         scheduled = close_gate("scheduled")
 
-        def function(number: int) -> list[float]:
+        def function(table: Counted, number: int) -> list[float]:
             if number == 0:
-                ts.prefetch_rows(table, torch.tensor([7, 8]))
+                table.ask(7, 8)
                 pass_gate("scheduled")
-            return table(torch.tensor([7, 8]))[:, 0].tolist() if number == later else []
+            return table.look_up(7, 8) if number == later else []
 
-        results = [coordinator.schedule(function, args=(number,)) for number in range(3)]
+        results = [one.coordinator.schedule(function, args=(one.table, number)) for number in range(3)]
         scheduled.set()
         assert results[later].fetch(timeout=WAIT) == [7.0, 8.0]
-        coordinator.join(timeout=WAIT)
-        assert asked == requests
+        one.coordinator.join(timeout=WAIT)
+        assert one.asked == requests
 
 
-def test_after_a_join_everything_is_read_anew(asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, _, coordinator = on_servers(cluster)
-
-        def ahead() -> None:
-            ts.prefetch_rows(table, torch.tensor([7, 8]))
-
-        def look_up() -> list[float]:
-            return table(torch.tensor([7, 8]))[:, 0].tolist()
-
-        coordinator.schedule(ahead)
-        coordinator.join(timeout=WAIT)
-        table.load_state_dict({"weight": torch.zeros(ROWS, WIDTH)})
-        assert coordinator.schedule(look_up).fetch(timeout=WAIT) == [0.0, 0.0]
+def test_after_a_join_everything_is_read_anew() -> None:
+    with job() as one:
+        one.coordinator.schedule(Counted.ask, args=(one.table, 7, 8))
+        one.coordinator.join(timeout=WAIT)
+        one.table.load_state_dict({"weight": torch.zeros(ROWS, WIDTH)})
+        assert one.run(Counted.look_up, one.table, 7, 8) == [0.0, 0.0]
 
 
 # ---- the numbers of training -----------------------------------------------------------------------------------------
 
 
-class Bags(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, 3, padding_idx=2)
-        self.bag = nn.EmbeddingBag(ROWS, 3, mode="mean")
-        self.out = nn.Linear(3, 1)
+class Bags(Tables):
+    make_optimizer = torch.optim.Adagrad
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.table(ids).mean(1) + self.bag(ids)))
-
-
-def steps_of(model: Any, optimizer: Any, batches: Any, *, ahead: bool) -> list[float]:
-    losses = []
-    for batch, following in zip(batches, [*batches[1:], None], strict=True):
-        optimizer.zero_grad()
-        loss = model(batch).pow(2).mean()
-        if ahead and following is not None:
-            ts.prefetch_rows(model.table, following)
-            ts.prefetch_rows(model.bag, following)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    def train_on(self, batches: list[torch.Tensor], *, ahead: bool) -> list[float]:
+        losses = []
+        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            self.optimizer.zero_grad()
+            loss = self(batch).pow(2).mean()
+            if ahead and following is not None:
+                ts.prefetch_rows(self.table, following)
+                ts.prefetch_rows(self.bag, following)
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_where_no_row_is_in_two_batches_in_a_row_the_numbers_are_those_of_one_device(
-    shards: int, asked: list[list[int]]
-) -> None:
+def test_where_no_row_is_in_two_batches_in_a_row_the_numbers_are_those_of_one_device(shards: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    half = ROWS // 2
+    half = 10  # of its rows
     batches = [torch.randint(0, half, (4, 3), generator=generator) + half * (step % 2) for step in range(6)]
-    torch.manual_seed(0)
     plain = Bags()
-    wanted = steps_of(plain, torch.optim.Adagrad(plain.parameters(), 0.1), batches, ahead=False)
-    with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(shards))
-        with strategy.scope():
-            torch.manual_seed(0)
-            model = Bags()
-            optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
-
-        def train() -> list[float]:
-            return steps_of(model, optimizer, batches, ahead=True)
-
-        coordinator = ts.ClusterCoordinator(strategy)
-        assert coordinator.schedule(train).fetch(timeout=WAIT) == pytest.approx(wanted, abs=1e-9)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=0.0, atol=1e-9)
-    if shards == 1:
-        assert len(asked) == 2 * len(batches), "no row was asked for twice"
-
-
-def test_a_gradient_of_old_rows_is_applied_to_the_new_ones() -> None:
-    """Rows gathered before a push, stepped after it: the sum of both steps."""
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, optimizer, coordinator = on_servers(cluster)
-        gathered = close_gate("before the push")
-
-        def step() -> None:
-            ids = torch.tensor([5])
-            for number in range(2):
-                optimizer.zero_grad()
-                (-table(ids).sum()).backward()
-                if number == 0:
-                    ts.prefetch_rows(table, ids)
-                    pass_gate("before the push")
-                optimizer.step()
-
-        coordinator.schedule(step)
-        await_arrivals("before the push", 1)
-        gathered.set()
-        coordinator.join(timeout=WAIT)
-        assert table.state_dict()["weight"][5].tolist() == [7.0, 7.0]
+    wanted = plain.train_on(batches, ahead=False)
+    with job(shards, Bags, ps=2) as one:
+        found = one.run(partial(Bags.train_on, ahead=True), one.table, batches)
+        assert found == pytest.approx(wanted, abs=1e-9)
+        states_are_close(one.table.state_dict(), plain.state_dict())
+        assert shards > 1 or len(one.asked) == 2 * len(batches), "no row was asked for twice"
 
 
 @pytest.mark.deadline(240)
-def test_a_compiled_part_of_a_step_asks_too(asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, _, coordinator = on_servers(cluster)
+def test_a_compiled_part_of_a_step_asks_too() -> None:
+    with job() as one:
 
-        def step() -> list[float]:
+        def step(table: Counted) -> list[float]:
             def ask(ids: torch.Tensor) -> torch.Tensor:
                 following = ids + 4
                 ts.prefetch_rows(table, following)
@@ -288,88 +242,72 @@ def test_a_compiled_part_of_a_step_asks_too(asked: list[list[int]]) -> None:
 
             doubled = torch.compile(ask, backend="eager")(torch.tensor([1, 2]))
             assert doubled.tolist() == [10, 12]
-            return table(torch.tensor([5, 6]))[:, 0].tolist()
+            return table.look_up(5, 6)
 
-        assert coordinator.schedule(step).fetch(timeout=WAIT) == [5.0, 6.0]
-        assert asked == [[5, 6]], "once: what was asked for served the lookup"
+        assert one.run(step, one.table) == [5.0, 6.0]
+        assert one.asked == [[5, 6]], "once: what was asked for served the lookup"
 
 
 # ---- where it does nothing -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["module", "weight"])
-def test_lookups_with_max_norm_read_everything_anew(by: str, asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, optimizer, coordinator = on_servers(cluster, max_norm=100.0)
+def test_lookups_with_max_norm_read_everything_anew(by: str) -> None:
+    with job(make=partial(Counted, max_norm=100.0)) as one:
 
-        def step() -> list[float]:
-            optimizer.zero_grad()
-            (-table(torch.tensor([5])).sum()).backward()
+        def step(table: Counted) -> list[float]:
+            table.backward(5)
             ts.prefetch_rows(table if by == "module" else table.weight, torch.tensor([5]))
-            optimizer.step()
-            return table(torch.tensor([5]))[0].tolist()
+            table.optimizer.step()
+            return table.look_up(5)
 
-        assert coordinator.schedule(step).fetch(timeout=WAIT) == [6.0, 6.0], "with the push: it may be written back"
-        assert asked == [[5]] * (2 if by == "module" else 3)
+        assert one.run(step, one.table) == [6.0], "with the push: it may be written back"
+        assert one.asked == [[5]] * (2 if by == "module" else 3)
 
 
-def test_a_table_that_is_used_whole_is_not_asked_for_rows(asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=2) as cluster:
-        table, _, coordinator = on_servers(cluster, shards=2)
+def test_a_table_that_is_used_whole_is_not_asked_for_rows() -> None:
+    with job(2, ps=2) as one:
 
-        def step() -> float:
+        def step(table: Counted) -> float:
             total = table.weight.sum()
-            ts.prefetch_rows(table, torch.tensor([1, 20]))
+            table.ask(1, 20)
             return (total + table(torch.tensor([1, 20])).sum()).item()
 
-        assert coordinator.schedule(step).fetch(timeout=WAIT) == sum(range(ROWS)) * WIDTH + 21 * WIDTH
-        assert asked == []
+        assert one.run(step, one.table) == sum(range(ROWS)) * WIDTH + 21 * WIDTH
+        assert one.asked == []
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_evaluation(guard: Any, asked: list[list[int]]) -> None:
+def test_evaluation(guard: Any) -> None:
     """Rows asked for in evaluation may be taken by training, and the other way round."""
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, optimizer, coordinator = on_servers(cluster)
+    with job() as one:
 
-        def step() -> list[float]:
-            ids = torch.tensor([3, 4])
+        def step(table: Counted) -> list[float]:
             with guard():
-                ts.prefetch_rows(table.eval(), ids)
-            loss = -table.train()(ids).sum()
-            ts.prefetch_rows(table, torch.tensor([3, 5]))
+                table.eval().ask(3, 4)
+            loss = -table.train()(torch.tensor([3, 4])).sum()
+            table.ask(3, 5)
             with guard():
-                values = table.eval()(torch.tensor([3, 5]))[:, 0].tolist()
+                values = table.eval().look_up(3, 5)
             loss.backward()
-            optimizer.step()
+            table.optimizer.step()
             return values
 
-        assert coordinator.schedule(step).fetch(timeout=WAIT) == [3.0, 5.0]
-        assert asked == [[3, 4], [3, 5]]
-        assert table.state_dict()["weight"][:, 0].tolist() == [0, 1, 2, 4, 5, *range(5, ROWS)]
+        assert one.run(step, one.table) == [3.0, 5.0]
+        assert one.asked == [[3, 4], [3, 5]]
+        assert one.table.state_dict()["weight"][:, 0].tolist() == [0, 1, 2, 4, 5, *range(5, ROWS)]
 
 
-STRATEGIES: dict[str, Any] = {
-    "none": lambda: None,
-    "one_device": lambda: ts.OneDeviceStrategy("cpu"),
-    "mirrored": lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "central_storage": lambda: ts.CentralStorageStrategy(["cpu:0", "cpu:1"]),
-}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_under_every_other_strategy_the_step_is_the_same(name: str) -> None:
+@pytest.mark.parametrize("row", [None, *contract.IN_PROCESS.values()], ids=lambda row: row.name if row else "none")
+def test_under_every_other_strategy_the_step_is_the_same(row: contract.Row | None) -> None:
     def losses(ahead: bool) -> list[float]:
-        strategy = STRATEGIES[name]()
         batches = [torch.arange(12).reshape(4, 3) + step for step in range(3)]
-        torch.manual_seed(0)
-        if strategy is None:
-            model = Bags()
-            return steps_of(model, torch.optim.SGD(model.parameters(), 0.1), batches, ahead=ahead)
+        if row is None:
+            return Bags().train_on(batches, ahead=ahead)
+        strategy = row.make()
         with strategy.scope():
             model = Bags()
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        found = strategy.run(lambda: steps_of(model, optimizer, batches, ahead=ahead))
+        found = strategy.run(lambda: model.train_on(batches, ahead=ahead))
         strategy.close()
         return [loss for local in strategy.local_results(found) for loss in local]
 
@@ -380,17 +318,12 @@ def test_under_every_other_strategy_the_step_is_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, ROWS])
-def test_an_id_that_is_not_in_the_table_is_told_before_anything_is_asked(wrong: int, asked: list[list[int]]) -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        table, _, coordinator = on_servers(cluster)
-
-        def step() -> None:
-            ts.prefetch_rows(table, torch.tensor([3, wrong]))
-
-        coordinator.schedule(step)
+def test_an_id_that_is_not_in_the_table_is_told_before_anything_is_asked(wrong: int) -> None:
+    with job() as one:
+        one.coordinator.schedule(Counted.ask, args=(one.table, 3, wrong))
         with pytest.raises(InvalidArgumentError, match=f"id {wrong} is not in table .* rows 0 to {ROWS - 1}"):
-            coordinator.join(timeout=WAIT)
-        assert asked == []
+            one.coordinator.join(timeout=WAIT)
+        assert one.asked == []
 
 
 @pytest.mark.parametrize(
@@ -407,119 +340,40 @@ def test_other_types_are_refused_everywhere(table: Any, ids: Any, says: str) -> 
 
 
 def test_a_server_that_is_lost_meanwhile_is_an_error_of_the_lookup() -> None:
-    with FakeCluster(workers=1, ps=2) as cluster:
-        table, _, coordinator = on_servers(cluster, shards=2)
+    with job(2, ps=2) as one:
         lost = close_gate("asked for")
         close_gate("told at the lookup").set()
 
-        def step() -> None:
-            ts.prefetch_rows(table, torch.tensor([1, 20]))
+        def step(table: Counted) -> None:
+            table.ask(1, 20)
             pass_gate("asked for")
             with pytest.raises(ParameterServerUnavailable, match=r"parameter server 1 is unavailable \(ps.read_rows"):
-                table(torch.tensor([1, 20]))
+                table.look_up(1, 20)
             pass_gate("told at the lookup")
 
-        with cluster.network.hold(cluster.peer("ps", 1), "ps.read_rows") as held:
-            coordinator.schedule(step)
+        with one.hold(ps=1) as held:
+            one.coordinator.schedule(step, args=(one.table,))
             held.wait_until_reached()
             await_arrivals("asked for", 1)
-            cluster.kill_server(1)
+            one.cluster.kill_server(1)
             lost.set()
             await_arrivals("told at the lookup", 1)
             with pytest.raises(ParameterServerUnavailable, match="parameter server 1"):
-                coordinator.join(timeout=WAIT)
+                one.coordinator.join(timeout=WAIT)
 
 
 def test_a_function_runs_again_elsewhere_and_reads_for_itself() -> None:
-    with FakeCluster(workers=2, ps=1) as cluster:
-        table, optimizer, coordinator = on_servers(cluster)
+    with job(workers=2) as one:
 
-        def step() -> list[float]:
-            ids = torch.tensor([5, 6])
-            optimizer.zero_grad()
-            (-table(torch.tensor([1])).sum()).backward()
-            ts.prefetch_rows(table, ids)
-            optimizer.step()
-            return table(ids)[:, 0].tolist()
+        def step(table: Counted) -> list[float]:
+            table.backward(1)
+            table.ask(5, 6)
+            table.optimizer.step()
+            return table.look_up(5, 6)
 
-        with cluster.network.hold(cluster.peer("ps", 0), "ps.push", "after") as held:
-            result = coordinator.schedule(step)
+        with one.hold("after", "ps.push") as held:
+            result = one.coordinator.schedule(step, args=(one.table,))
             held.wait_until_reached()
-            cluster.kill_worker(held.caller.task.index)
+            one.cluster.kill_worker(held.caller.task.index)
         assert result.fetch(timeout=WAIT) == [5.0, 6.0]
-        assert table.state_dict()["weight"][1].tolist() == [2.0, 2.0], "applied once"
-
-
-# ---- what waits on a worker ------------------------------------------------------------------------------------------
-
-
-class Access:
-    """Answers for rows whenever it is told to; counts what was asked."""
-
-    def __init__(self) -> None:
-        self.peers: dict[int, str] = {0: "one"}
-        self.servers = SimpleNamespace(peers=lambda: dict(self.peers))
-        self.started: list[list[int]] = []
-
-    def start_reading_rows(self, spec: VariableSpec, ids: torch.Tensor) -> Any:
-        self.started.append(ids.tolist())
-        answer: Future[torch.Tensor] = Future()
-        answer.set_result(ids.double()[:, None].expand(-1, WIDTH).clone())
-        return SimpleNamespace(wait=answer.result)
-
-    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
-        return self.start_reading_rows(spec, ids).wait()
-
-
-SPEC = VariableSpec(0, "table", (ROWS, WIDTH), torch.float64, "parameter", (Shard(0, 0, ROWS),), by_rows=True)
-ROW_BYTES = WIDTH * 8
-
-
-def waiting(rows: TableRows) -> list[list[int]]:
-    return [one.ids.tolist() for one in rows._ahead]
-
-
-def test_what_was_asked_for_first_makes_room() -> None:
-    access = Access()
-    rows = TableRows(access, limit_bytes=5 * ROW_BYTES)  # type: ignore[arg-type]
-    for ids in ([1, 2], [3, 4], [5, 6]):
-        rows.prefetch(SPEC, torch.tensor(ids))
-    assert waiting(rows) == [[3, 4], [5, 6]]
-    rows.prefetch(SPEC, torch.arange(6))
-    assert waiting(rows) == [[3, 4], [5, 6]], "what can never fit throws nothing out"
-    rows.prefetch(SPEC, torch.arange(5))
-    assert waiting(rows) == [[0, 1, 2, 3, 4]]
-    rows.prefetch(SPEC, torch.empty(0, dtype=torch.int64))
-    assert access.started == [[1, 2], [3, 4], [5, 6], [0, 1, 2, 3, 4]], "and what is not kept is not asked for"
-
-
-def test_rows_of_servers_that_were_replaced_are_not_taken() -> None:
-    access = Access()
-    rows = TableRows(access)  # type: ignore[arg-type]
-    ids = torch.tensor([1, 2])
-    rows.prefetch(SPEC, ids)
-    access.peers = {0: "another"}
-    assert rows.read(SPEC, ids).values[:, 0].tolist() == [1.0, 2.0]
-    assert access.started == [[1, 2], [1, 2]]
-    assert waiting(rows) == []
-
-
-def test_another_tables_rows_are_not_taken() -> None:
-    access = Access()
-    rows = TableRows(access)  # type: ignore[arg-type]
-    other = VariableSpec(1, "other", SPEC.shape, SPEC.dtype, "parameter", SPEC.shards, by_rows=True)
-    rows.prefetch(other, torch.tensor([1, 2]))
-    rows.read(SPEC, torch.tensor([1, 2]))
-    assert access.started == [[1, 2], [1, 2]]
-    assert waiting(rows) == [[1, 2]]
-
-
-def test_a_lookup_that_has_none_of_the_ids_leaves_them() -> None:
-    access = Access()
-    rows = TableRows(access)  # type: ignore[arg-type]
-    rows.prefetch(SPEC, torch.tensor([1, 2]))
-    found = rows.read(SPEC, torch.tensor([[9, 3], [0, 9]]))
-    assert found.ids.tolist() == found.values[:, 0].tolist() == [0, 3, 9]
-    assert found.places.tolist() == [[2, 1], [0, 2]]
-    assert waiting(rows) == [[1, 2]]
-    assert rows.read(SPEC, torch.empty(0, dtype=torch.int64)).values.shape == (0, WIDTH)
+        assert one.table.state_dict()["weight"][1].tolist() == [2.0, 2.0], "applied once"
