@@ -22,7 +22,7 @@ def travel(value: Any) -> Any:
     return unpack(pack(value))
 
 
-def test_tensors_anywhere_travel_beside_the_pickle() -> None:
+def test_tensors_anywhere_travel_beside_the_pickle_which_alone_is_no_value() -> None:
     message = Message("push", (torch.arange(1000), torch.ones(3, 4)))
     packed = pack({"a": [message, 3]})
     assert len(packed.tensors) == 2
@@ -30,17 +30,19 @@ def test_tensors_anywhere_travel_beside_the_pickle() -> None:
     arrived = unpack(packed)["a"][0]
     assert arrived.name == "push"
     assert all(torch.equal(there, here) for there, here in zip(arrived.values, message.values, strict=True))
+    with pytest.raises(pickle.UnpicklingError, match="beside this pickle"):
+        pickle.loads(packed.data)
 
 
-def test_a_tensor_that_owns_its_storage_is_not_copied_to_be_sent() -> None:
-    for tensor in (
-        torch.ones(4, 5),
-        torch.ones(4, 5).t(),
-        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    ):
-        (sent,) = pack(tensor).tensors
-        assert sent.data_ptr() == tensor.data_ptr()
-        assert sent.stride() == tensor.stride()
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(4, 5), torch.ones(4, 5).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+    ids=["plain", "transposed", "channels_last"],
+)
+def test_a_tensor_that_owns_its_storage_is_not_copied_to_be_sent(tensor: torch.Tensor) -> None:
+    (sent,) = pack(tensor).tensors
+    assert sent.data_ptr() == tensor.data_ptr()
+    assert sent.stride() == tensor.stride()
 
 
 @pytest.mark.parametrize(
@@ -89,45 +91,32 @@ def test_every_dtype(dtype: torch.dtype) -> None:
 
 def test_lazily_conjugated_and_negated_values() -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
-    assert torch.equal(pack(value.conj()).tensors[0], torch.tensor([1 - 2j, 3 + 4j]))
-    assert not pack(value.conj()).tensors[0].is_conj()
+    conjugate = pack(value.conj()).tensors[0]
+    assert torch.equal(conjugate, torch.tensor([1 - 2j, 3 + 4j]))
+    assert not conjugate.is_conj()
     assert torch.equal(pack(value.conj().imag).tensors[0], torch.tensor([-2.0, 4.0]))
 
 
-def test_sparse_tensors_keep_their_repeated_rows() -> None:
-    value = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.ones(3, 2), (4, 2), check_invariants=True)
-    packed = pack(value)
-    assert len(packed.tensors) == 2
-    arrived = unpack(packed)
-    assert not arrived.is_coalesced()
-    assert torch.equal(arrived.to_dense(), value.to_dense())
-
-
-def test_tensors_without_plain_memory_travel_inside() -> None:
+def test_tensors_without_plain_memory_travel_inside_or_in_parts() -> None:
     assert travel(torch.empty(3, 4, device="meta")).shape == (3, 4)
     jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
     assert [row.shape[0] for row in travel(jagged).unbind()] == [2, 1]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.ones(3, 2), (4, 2), check_invariants=True)
+    assert len(pack(sparse).tensors) == 2
+    arrived = travel(sparse)
+    assert not arrived.is_coalesced(), "its repeated rows stay"
+    assert torch.equal(arrived.to_dense(), sparse.to_dense())
 
 
-def test_one_tensor_twice_is_one_tensor() -> None:
+def test_one_tensor_twice_is_one_and_two_of_one_storage_are_two() -> None:
     value = torch.ones(2)
     packed = pack([value, value])
     assert len(packed.tensors) == 1
     first, second = unpack(packed)
     assert first is second
-
-
-def test_two_tensors_of_one_storage_are_sent_from_two() -> None:
-    value = torch.ones(2)
     first, second = pack([value, value.detach(), torch.empty(0), torch.empty(0)]).tensors[:2]
     assert first.data_ptr() != second.data_ptr()
     assert torch.equal(first, second)
-
-
-def test_the_pickle_alone_is_no_value() -> None:
-    packed = pack(torch.ones(2))
-    with pytest.raises(pickle.UnpicklingError, match="beside this pickle"):
-        pickle.loads(packed.data)
 
 
 def test_what_cannot_be_pickled_says_so() -> None:
