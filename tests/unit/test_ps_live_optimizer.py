@@ -8,14 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import torchstrat as ts
 from tests.support.parameter_servers import WAIT, PerTensor, on_servers, states_are_close
 from torchstrat.errors import InvalidArgumentError, NotSendableError, TorchstratError, UnsupportedError
 
@@ -51,20 +49,6 @@ class Lists(PerTensor):
 class Average(PerTensor):
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         p.sub_(self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(grad, 0.25))
-
-
-class StartsWithState(PerTensor):
-    """Its constructor makes state from values that parameters have then."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["first"] = p.detach().clone()
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        p.sub_(grad, alpha=group["lr"])
-        p.lerp_(self.state[p]["first"], 0.5)
 
 
 class Shrinks(PerTensor):
@@ -140,19 +124,6 @@ def test_the_program_and_steps_set_the_same() -> None:
         with pytest.raises(UnsupportedError, match=r"param_groups\[0\]\['k'\] of .* to 7, and its steps.* set it to 1"):
             job.step(ONES)
         assert job.values() == [-1.0]
-
-
-def test_state_of_its_constructor_is_there_again_before_the_first_step(tmp_path: Path) -> None:
-    with stepping(StartsWithState, start=1.0) as job:
-        checkpoint = ts.Checkpoint(parameters=job.parameters, optimizer=job.optimizer)
-        checkpoint.save(tmp_path / "before")
-        for _ in range(2):
-            job.step(ONES)
-        assert job.values() == [0.25]
-        checkpoint.restore(tmp_path / "before")
-        assert job.values() == [1.0]
-        job.step(ONES)
-        assert job.values() == [0.5]
 
 
 @pytest.mark.parametrize("cls", [CountsInGroup, Lists])

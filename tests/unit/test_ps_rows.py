@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -57,14 +57,15 @@ class Noisy(PerTensor):
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """``untouched``: what state is for a row that was never touched where that is not 0; None: the rule for dense
     gradients holds. ``later``: options from the fourth step on."""
 
     make: Make
-    untouched: Mapping[str, Any] | None = MappingProxyType({})
+    untouched: Mapping[str, Any] | None = field(default_factory=dict)
     rows_only: bool = True
-    later: Mapping[str, Any] = MappingProxyType({})
+    later: Mapping[str, Any] = field(default_factory=dict)
 
 
 BY_ROWS: dict[str, Case] = {
@@ -99,7 +100,7 @@ BY_ROWS: dict[str, Case] = {
 CASES = {
     **BY_ROWS,
     **{
-        f"{name}, dense rule": BY_ROWS[name]._replace(untouched=None, rows_only=False)
+        f"{name}, dense rule": replace(BY_ROWS[name], untouched=None, rows_only=False)
         for name in ("momentum", "adagrad started", "adam", "adamw", "rmsprop")
     },
     "adafactor": Case(partial(torch.optim.Adafactor, lr=0.1), None),
@@ -198,7 +199,7 @@ def test_rows_and_whole_gradients_of_one_table_share_its_state() -> None:
 
 def test_the_reference_would_notice_a_dense_step() -> None:
     with pytest.raises(AssertionError, match=r"not close|not equal"):
-        check(BY_ROWS["momentum"]._replace(rows_only=False), 1)
+        check(replace(BY_ROWS["momentum"], rows_only=False), 1)
 
 
 def test_state_whose_beginning_cannot_be_told() -> None:

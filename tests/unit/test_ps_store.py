@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.parameter_servers import PerTensor
 from tests.support.server_stores import (
     add_edit,
     add_optimizer,
@@ -157,6 +158,33 @@ def test_a_group_of_an_optimizer_that_may_do_anything_grows() -> None:
     add_optimizer(store, optimizer, [[0, 1]])
     store.push(push_of(steps=(dense_step(optimizer, v0=ONES, v1=ONES),)))
     assert [whole(store, number).tolist() for number in (0, 1)] == [[-1, -1], [0, 0]]
+
+
+class StartsWithState(PerTensor):
+    """Its constructor makes state from values that parameters have then."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["first"] = p.detach().clone()
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        p.sub_(grad, alpha=group["lr"])
+        p.lerp_(self.state[p]["first"], 0.5)
+
+
+def test_state_of_its_constructor_is_there_again_before_the_first_step() -> None:
+    optimizer = StartsWithState([torch.nn.Parameter(ONES.clone())], lr=1.0)
+    store = stepped_by(optimizer, ONES)
+    before = store.snapshot()
+    for _ in range(2):
+        store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+    assert torch.equal(whole(store), ONES * 0.25)
+    store.restore(before)
+    assert torch.equal(whole(store), ONES)
+    store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
+    assert torch.equal(whole(store), ONES * 0.5)
 
 
 @pytest.mark.parametrize("flag", ["capturable", "differentiable"])
