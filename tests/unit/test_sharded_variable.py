@@ -357,6 +357,11 @@ def test_rows_of_a_shorter_table_are_rows_too_and_shards_may_be_variables() -> N
     assert torch.equal(torch.cat([part.read_value() for part in parts]), expected)
     assert not list(variable.parameters())
     assert torch.equal(variable.sparse_read(torch.tensor([4, 0, 3, 2, 0])), expected[[0, 2, 0, 4, 3]])
+    variable.scatter_sub(sparse([4, 4], ones(2, 2), (5, 2))).scatter_mul(sparse([0], 3 * ones(1, 2), (5, 2)))
+    expected[4] -= 2
+    expected[0] *= 3
+    assert_is(variable, expected)
+    assert_is(variable.assign(ones(5, 2)), ones(5, 2))
     assert variable in {variable}
     with pytest.raises(TypeError, match="unsupported operand"):
         np.ones(2) - variable
