@@ -12,13 +12,16 @@ import pytest
 
 from tests.faults.counting import PATIENCE_SECONDS, is_back, wait_until
 from tests.faults.leased import ROWS, LeasedTraining
-from torchstrat.launch import LocalCluster
-from torchstrat.launch.restarts import RestartPolicy
-from torchstrat.parameter_server.worker import phases
-from torchstrat.testing.fault_plan import Fault, FaultPlan
+from torchstrat.launch import LocalCluster, RestartPolicy
+from torchstrat.testing.fault_plan import Fault, FaultPlan, Phase
 
 AT_ONCE = RestartPolicy(first_delay_seconds=0.0)
-IN_A_FUNCTION = [phases.UNPICKLING, phases.INSIDE, phases.PUSHED_TO_ONE, phases.PUSHED]
+IN_A_FUNCTION: list[Phase] = [
+    "while unpickling",
+    "inside a function",
+    "between two answers",
+    "between push and answer",
+]
 
 pytestmark = pytest.mark.deadline(420)
 
@@ -36,42 +39,31 @@ def training_on(
             training.strategy.close()
 
 
-@pytest.mark.soak  # test_parameter_server.py kills in every phase; here rows are counted after other deaths
-def test_workers_are_killed_in_every_phase_of_a_function(tmp_path: Path) -> None:
-    plan = FaultPlan(tmp_path / "plan")
+@pytest.mark.soak  # test_parameter_server.py kills in every phase, and tests/unit goes on in a cluster of threads
+def test_epochs_with_kills_in_every_phase_and_one_that_goes_on_in_another_cluster(tmp_path: Path) -> None:
+    """Workers are killed before and after the save, and before the end; functions run and wait while it saves."""
+    plan, later_plan = FaultPlan(tmp_path / "plan"), FaultPlan(tmp_path / "later plan")
     kills = [Fault(phase) for phase in IN_A_FUNCTION]
     plan.add("worker", 1, *kills)
-    with training_on(2, 2, 2, plan) as (cluster, training):
+    with training_on(2, 2, 2, plan, seed=11) as (cluster, training):
         ended = training.train_until(
             lambda: len(plan.fired("worker", 1)) == len(kills) and is_back(plan, "worker", 1), "the kills"
         )
         ended += training.train()
         assert [line.fault for line in plan.fired("worker", 1)] == kills
-
         ledger = training.leased.ledger
         print(f"{ledger}")
         ledger.check()
-        assert ledger.lost == 0
+        assert (ledger.lost, ledger.returned) == (0, 0)
         assert ledger.repeated >= len(kills) * 2, "each kill took a function's two rows with it"
-        assert ledger.returned == 0
         assert Counter(row for rows, _ in ended for row in rows) == Counter(range(ROWS))
         assert {worker for _, worker in ended} == {0, 1}
         training.check_counts(1)
 
         cluster.kill("worker", 0)  # idle, between two epochs
-        training.train()
-        training.leased.ledger.check()
-        training.check_counts(2)
-
-
-@pytest.mark.soak  # tests/unit does this with a cluster of threads
-def test_an_epoch_that_was_saved_in_the_middle_goes_on_in_another_cluster(tmp_path: Path) -> None:
-    """Workers are killed before and after the save, and before the end; functions run and wait while it saves."""
-    plan = FaultPlan(tmp_path / "plan")
-    with training_on(2, 1, 4, plan, seed=11) as (_, training):
-        training.train()
-        plan.add("worker", 1, Fault(phases.INSIDE, 3), Fault(phases.PUSHED, 3))
-        training.train_until(lambda: len(plan.fired("worker", 1)) == 2, "the kills")
+        training.leased.batch_size = 4
+        plan.add("worker", 1, Fault("inside a function", 3), Fault("between push and answer", 3))
+        training.train_until(lambda: len(plan.fired("worker", 1)) == len(kills) + 2, "the kills")
         leases = iter(training.leased)
         with training.coordinator._dispatcher.paused(PATIENCE_SECONDS, "the test"):  # or they end while it schedules
             values = training.schedule(itertools.islice(leases, 200))
@@ -83,8 +75,7 @@ def test_an_epoch_that_was_saved_in_the_middle_goes_on_in_another_cluster(tmp_pa
         finished = training.leased.ledger.finished
         training.leased.ledger.check(complete=False)
 
-    later_plan = FaultPlan(tmp_path / "later plan")
-    later_plan.add("worker", 0, Fault(phases.PUSHED, 5))
+    later_plan.add("worker", 0, Fault("between push and answer", 5))
     with training_on(3, 2, 7, later_plan) as (_, training):
         training.checkpoint.restore(tmp_path / "checkpoint")
         leased = training.leased
@@ -97,11 +88,10 @@ def test_an_epoch_that_was_saved_in_the_middle_goes_on_in_another_cluster(tmp_pa
         left = ledger.left
         ended = training.train_until(lambda: bool(later_plan.fired("worker", 0)), "the kill")
         ended += training.train()
-        rows = [row for rows, _ in ended for row in rows]
+        rows = [row for row_numbers, _ in ended for row in row_numbers]
         assert len(set(rows)) == len(rows) == left
         leased.ledger.check()
         training.check_counts(2)
-
         training.train()
         training.check_counts(3)
 
@@ -113,7 +103,7 @@ def test_the_only_worker_dies_with_rows_and_a_restore_makes_them_void(tmp_path: 
         leases = iter(training.leased)
         training.schedule(itertools.islice(leases, 3))
         training.coordinator.join(PATIENCE_SECONDS)
-        plan.add("worker", 0, Fault(phases.INSIDE, 2))
+        plan.add("worker", 0, Fault("inside a function", 2))
         held = training.schedule(leases)
         wait_until(lambda: bool(plan.fired("worker", 0)), "the kill")
         training.coordinator.join(PATIENCE_SECONDS)

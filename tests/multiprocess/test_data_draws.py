@@ -1,13 +1,15 @@
-"""What a data set draws while it is read by two processes: its own for every row, and the same after a restore."""
+"""What a data set draws while two processes read it: its own for every row, and the same after a restore."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import pickle
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,147 +17,306 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 import torchstrat as ts
+from tests.support import datasets
+from torchstrat.data import SHARD_HINT, ArrayDataset, TextLineDataset
 from torchstrat.testing import Workers
 
-ROWS = 18
-PASSES = 2
-Values = list[list[list[float]]]
-"""Of one process, by pass and step: the rows that it got, each with what was drawn for it."""
+ROWS = 12
+GLOBAL_BATCH = 4
+Rows = list[list[float]]
+"""Each row is a number and what was drawn for it."""
 _of_the_script = np.random.default_rng(7)
 
 
-class Noisy(Dataset[Any]):
-    """Row ``i`` is ``i`` with a number of each generator that a data set may draw from."""
+def draws() -> list[float]:
+    assert threading.current_thread() is threading.main_thread(), "streams that others draw from are put aside"
+    return [torch.rand(()).item(), random.random(), np.random.randn(), _of_the_script.random()]
 
-    def __init__(self) -> None:
-        self.own = np.random.default_rng(1)
-        self.transform = Shift(random.Random(2))
 
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        drawn = [torch.rand(()).item(), random.random(), np.random.randn(), self.own.random(), _of_the_script.random()]
-        return self.transform(torch.tensor([float(index), *drawn], dtype=torch.float64))
+def noisy(number: Any, *others: float) -> torch.Tensor:
+    return torch.tensor([float(number), *draws(), *others], dtype=torch.float64)
 
 
 class Shift:
-    def __init__(self, generator: random.Random) -> None:
-        self.generator = generator
+    def __init__(self) -> None:
+        self.generator = random.Random(2)
 
-    def __call__(self, row: torch.Tensor) -> torch.Tensor:
-        return torch.cat([row, torch.tensor([self.generator.random()], dtype=torch.float64)])
+
+class Noisy(Dataset[Any]):
+    """Has generators of its own, one within what it has."""
+
+    def __init__(self, rows: range = range(ROWS)) -> None:
+        self.rows, self.own, self.transform = rows, np.random.default_rng(1), Shift()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return noisy(self.rows[index], self.own.random(), self.transform.generator.random())
+
+    def shard(self, shards: int, index: int) -> Noisy:
+        return Noisy(self.rows[index::shards])
+
+
+class NoisyBatches(Noisy):
+    def __len__(self) -> int:
+        return len(self.rows) // GLOBAL_BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * GLOBAL_BATCH
+        return torch.stack([super(NoisyBatches, self).__getitem__(row) for row in range(start, start + GLOBAL_BATCH)])
+
+
+class NoisyFiles(IterableDataset[Any]):
+    """Its elements are rows, or batches of them."""
+
+    def __init__(self, files: Sequence[Any], batch: int = 0) -> None:
+        self.files, self.batch, self.own = files, batch, np.random.default_rng(1)
+
+    def open(self, files: Sequence[Any]) -> Iterator[torch.Tensor]:
+        # Its own affair, as these files are; but workers take turns in one order.
+        order = random.sample(range(6), 6) if get_worker_info() is None else range(6)
+        for path in files:
+            lines = Path(path).read_text().split()
+            found = [noisy(lines[row], self.own.random()) for row in order]
+            yield from torch.stack(found).split(self.batch) if self.batch else found
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        raise AssertionError("the files of this process are opened")
+
+
+class DrawsAtOnce(Sampler[int]):
+    """Shards by an order that all processes draw alike, as soon as it is opened."""
+
+    def __init__(self, context: ts.InputContext) -> None:
+        self.first, self.step = context.input_pipeline_id, context.num_input_pipelines
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(ROWS)[self.first :: self.step].tolist())
+
+
+def loader(data: Any, workers: int, **settings: Any) -> DataLoader[Any]:
+    context = "fork" if workers else None
+    return DataLoader(data, GLOBAL_BATCH, num_workers=workers, multiprocessing_context=context, **settings)
+
+
+Distribute = Callable[[ts.Strategy, int, Path, int], Any]
+
+
+def from_function(make: Callable[[ts.InputContext, int], Any]) -> Distribute:
+    return lambda strategy, workers, folder, buffer: strategy.distribute_datasets_from_function(
+        lambda context: make(context, workers), ts.InputOptions(per_replica_buffer_size=buffer)
+    )
+
+
+def under(policy: str, make: Callable[[int, list[Path]], Any]) -> Distribute:
+    return lambda strategy, workers, folder, buffer: strategy.distribute_dataset(
+        make(workers, sorted(folder.iterdir())),
+        ts.InputOptions(auto_shard_policy=policy, per_replica_buffer_size=buffer),
+    )
+
+
+def lines(files: list[Path]) -> Any:
+    return TextLineDataset(files).map(noisy)
+
+
+def hinted() -> Any:
+    return ArrayDataset(torch.arange(ROWS)).shuffle(ROWS, seed=1).shard(SHARD_HINT, SHARD_HINT).map(noisy)
+
+
+def shared(context: ts.InputContext) -> Any:
+    rows = ArrayDataset(torch.arange(ROWS)).shuffle(ROWS)
+    return rows.shard(context.num_input_pipelines, context.input_pipeline_id).map(noisy)
+
+
+def part(context: ts.InputContext) -> Noisy:
+    return Noisy(range(context.input_pipeline_id, ROWS, context.num_input_pipelines))
+
+
+def by_sampler(context: ts.InputContext, workers: int, **settings: Any) -> DataLoader[Any]:
+    return loader(Noisy(), workers, sampler=DrawsAtOnce(context), **settings)
+
+
+_LOADERS: dict[str, Distribute] = {
+    "DATA, rows": under("DATA", lambda workers, _: loader(Noisy(), workers, shuffle=True)),
+    "OFF, rows": under("OFF", lambda workers, _: loader(Noisy(), workers, shuffle=True)),
+    "HINT, rows": under("HINT", lambda workers, _: loader(Noisy(), workers, shuffle=True)),
+    "HINT, pipeline": under("HINT", lambda workers, _: loader(hinted(), workers)),
+    "FILE, own files": under("FILE", lambda workers, files: loader(NoisyFiles(files), workers)),
+    "FILE, lines": under("FILE", lambda workers, files: loader(lines(files), workers)),
+    "function, rows": from_function(lambda context, workers: loader(part(context), workers, shuffle=True)),
+    "function, own sampler": from_function(by_sampler),
+}
+_ALONE: dict[str, Distribute] = {
+    "OFF, batches": under("OFF", lambda *_: NoisyBatches()),
+    "HINT, pipeline": under("HINT", lambda *_: hinted().batch(GLOBAL_BATCH)),
+    "FILE, own files": under("FILE", lambda _, files: NoisyFiles(files, 2)),
+    "FILE, lines": under("FILE", lambda _, files: lines(files).batch(GLOBAL_BATCH)),
+    "FILE, lines read ahead": under("FILE", lambda _, files: lines(files).batch(GLOBAL_BATCH).prefetch(2)),
+    "function, batches": from_function(lambda *_: NoisyBatches()),
+    "function, pipeline": from_function(lambda context, _: shared(context).batch(GLOBAL_BATCH)),
+}
+CASES: dict[str, tuple[Distribute, int]] = {
+    **{f"{name}, {workers} workers": (make, workers) for name, make in _LOADERS.items() for workers in (0, 2)},
+    **{f"{name}, no loader": (make, 0) for name, make in _ALONE.items()},
+    "function, own sampler, persistent workers": (
+        from_function(lambda *made: by_sampler(*made, persistent_workers=True)),
+        2,
+    ),
+}
+ONE_WORKER = "DATA, rows, 1 worker"
 
 
 def seed(value: int) -> None:
-    torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value)
-    np.random.randn()  # the second of a pair is waiting now
+    datasets.seed(value)
     _of_the_script.bit_generator.state = np.random.default_rng(7).bit_generator.state
 
 
-def stand() -> Any:
-    streams = (torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state(legacy=False)))
-    return *streams, repr(_of_the_script.bit_generator.state)
-
-
-def put(states: Any) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+def stand() -> str:
+    return datasets.stand() + repr(_of_the_script.bit_generator.state)
 
 
 def read(
-    kept: bytes | None = None, cut: tuple[int, int] | None = None, buffer: int = 1
-) -> tuple[Values, bytes, Any, list[int]]:
-    """In a process: the rest of ``PASSES`` passes, or what is there up to step ``cut[1]`` of pass ``cut[0]``; what a
-    checkpoint keeps then; where the streams stand."""
+    name: str,
+    folder: Path,
+    passes: int = 2,
+    kept: bytes | None = None,
+    last: int | None = None,
+    buffer: int = 1,
+    apart: bool = False,
+) -> tuple[list[Rows], str, bytes]:
+    """In a process: its rows by pass, of the last one the first ``last`` steps; where the streams stand then, and what
+    a checkpoint keeps."""
+    distribute, workers = CASES[name] if name in CASES else (_LOADERS["DATA, rows"], 1)
     strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
-    seed(3 if kept is None else 4)
-    loader = DataLoader(Noisy(), batch_size=4, shuffle=True)
-    dataset = strategy.distribute_dataset(loader, ts.InputOptions(per_replica_buffer_size=buffer))
-    passes, steps = (PASSES, None) if cut is None else (cut[0] + 1, cut[1])
+    seed(4 if apart and not strategy.is_chief else 3)
+    dataset = distribute(strategy, workers, folder, buffer)
     if kept is not None:
         state, streams, done = pickle.loads(kept)
         dataset.load_state_dict(state)
-        put(streams)
+        datasets.put_streams(streams)
         passes -= done
+    found: list[Rows] = []
     try:
-        found: Values = []
         for number in range(passes):
-            batches = iter(dataset)
-            last = steps if number == passes - 1 else None
-            found.append([row for batch in itertools.islice(batches, last) for row in batch.values[0].tolist()])
-        streams = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-        keep = pickle.dumps((dataset.state_dict(), streams, passes - 1))
-        assert isinstance(loader.dataset, Noisy)
-        generators = [loader.dataset.own.bit_generator.state, loader.dataset.transform.generator.getstate()]
-        return found, keep, (stand(), repr(generators)), [len(rows) for rows in found]
+            steps = itertools.islice(iter(dataset), last if number == passes - 1 else None)
+            found.append([row for step in steps for row in step.values[0].tolist()])
+        return found, stand(), pickle.dumps((dataset.state_dict(), datasets.streams(), passes - 1))
     finally:
         strategy.close()
 
 
-def read_by_workers() -> tuple[list[list[float]], Any]:
-    """In a process: its rows of one pass, with what the data set's generators gave, which a worker has copies of."""
-    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
-    seed(3)
-    data = Noisy()
-    try:
-        loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
-        batches = strategy.distribute_dataset(loader)
-        rows = [[row[0], *row[4:]] for batch in batches for row in batch.values[0].tolist()]
-        return rows, (stand(), repr(data.own.bit_generator.state), data.transform.generator.getstate())
-    finally:
-        strategy.close()
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(2):
+        (tmp_path / str(number)).write_text("\n".join(map(str, range(6 * number, 6 * number + 6))))
+    return tmp_path
 
 
-def test_workers_of_both_processes_have_generators_of_their_own(two_processes: Workers) -> None:
-    (first, first_stand), (second, second_stand) = two_processes.run(read_by_workers)
+@pytest.mark.parametrize("name", CASES)
+def test_no_draw_is_repeated_by_another_pipeline(two_processes: Workers, folder: Path, name: str) -> None:
+    (first, first_stand, _), (second, second_stand, _) = found = two_processes.run(read, name, folder)
+    whole = "batches" in name or "OFF" in name
+    numbers = sorted([*range(ROWS)] * (2 if whole else 1))
+    for one, other in zip(first, second, strict=True):
+        assert sorted(row[0] for row in one + other) == numbers, "orders that all draw alike stay alike"
+    columns = list(zip(*(row[1:] for one_pass in first + second for row in one_pass), strict=True))
+    if CASES[name][1]:  # of other generators than the process's, the workers of a process have equal copies
+        columns = columns[:3]
+    assert [len(set(column)) for column in columns] == [len(numbers) * 2] * len(columns)
+    if "sampler" in name:
+        assert [row[0] for row in first[0]] != [row[0] for row in first[1]]
+    assert first_stand == second_stand, "what later draws see must not depend on the rank"
+    assert two_processes.run(read, name, folder)[0][0] == found[0][0], "equal seeds give equal numbers"
+
+
+def test_one_worker_of_each_process_has_generators_of_its_own(two_processes: Workers, folder: Path) -> None:
+    ([first], first_stand, _), ([second], second_stand, _) = two_processes.run(read, ONE_WORKER, folder, 1)
     columns = list(zip(*first, *second, strict=True))
     assert sorted(columns[0]) == [*range(ROWS)]
-    assert [len(set(column)) for column in columns[1:]] == [ROWS] * 3
+    assert [len(set(column)) for column in columns[1:]] == [ROWS] * 6
     assert first_stand == second_stand
 
 
-def test_every_row_of_both_processes_has_draws_of_its_own(two_processes: Workers) -> None:
-    (first, _, first_stand, _), (second, _, second_stand, _) = two_processes.run(read)
-    rows = [row for found in (first, second) for one_pass in found for row in one_pass]
-    columns = list(zip(*rows, strict=True))
-    assert sorted(columns[0]) == sorted([*range(ROWS)] * PASSES)
-    assert [len(set(column)) for column in columns[1:]] == [ROWS * PASSES] * 6
-    assert first_stand == second_stand, "what later draws see must not depend on the rank"
-    (again, *_), _ = two_processes.run(read)
-    assert again == first, "equal seeds give equal numbers"
-
-
-def test_the_streams_of_the_process_are_put_back(two_processes: Workers) -> None:
-    def after(fn: Callable[[], Any]) -> Any:
-        seed(3)
-        fn()
-        return stand()
-
-    plain = after(lambda: [list(range(1)) for _ in DataLoader(range(ROWS), 4, shuffle=True)])  # type: ignore[arg-type]
-    [(_, _, (found, _), _), _] = two_processes.run(read, None, (0, 99))
-    assert found[:3] == plain[:3], "the order is drawn, and nothing else"
-
-
-@pytest.mark.parametrize("cut", [(0, 2), (1, 0), (1, 3)])
-def test_the_draws_are_the_same_after_a_restore(two_processes: Workers, cut: tuple[int, int]) -> None:
-    whole = two_processes.run(read)
-    before = two_processes.run(read, None, cut)
-    after = two_processes.run(read, before[0][1])
+@pytest.mark.parametrize("name", [name for name in CASES if not CASES[name][1]])
+@pytest.mark.parametrize("cut", [(1, 2), (2, 0), (2, 2)])
+def test_the_draws_are_the_same_after_a_restore(
+    two_processes: Workers, folder: Path, name: str, cut: tuple[int, int]
+) -> None:
+    whole = two_processes.run(read, name, folder)
+    before = two_processes.run(read, name, folder, cut[0], None, cut[1])
+    after = two_processes.run(read, name, folder, 2, before[0][2])
     for (expected, *_), (start, *_), (rest, *_) in zip(whole, before, after, strict=True):
         assert [*start[:-1], start[-1] + rest[0], *rest[1:]] == expected
+    assert [found for found, *_ in two_processes.run(read, name, folder, 2, None, None, 3)] == [
+        found for found, *_ in whole
+    ], "a buffer is read in the thread that asks"
 
 
-def test_a_buffer_is_read_in_the_thread_that_asks(two_processes: Workers) -> None:
-    assert [found for found, *_ in two_processes.run(read, None, None, 3)] == [
-        found for found, *_ in two_processes.run(read)
-    ]
+def test_the_streams_of_the_process_are_put_back(two_processes: Workers, folder: Path) -> None:
+    seed(3)
+    for _ in DataLoader(range(ROWS), GLOBAL_BATCH, shuffle=True):  # type: ignore[arg-type]
+        pass
+    [(_, found, _), _] = two_processes.run(read, "DATA, rows, 0 workers", folder, 1)
+    assert found.startswith(datasets.stand()), "the order is drawn, and nothing else"
+
+
+def test_workers_of_the_first_pipeline_draw_what_they_do_in_plain_pytorch(two_processes: Workers, folder: Path) -> None:
+    seed(3)
+    plain = [row for batch in loader(Noisy(), 2, shuffle=True) for row in batch.tolist()]
+    assert two_processes.run(read, "OFF, rows, 2 workers", folder, 1)[0][0] == [plain]
+
+
+@pytest.mark.parametrize("name", ["OFF, rows, 0 workers", "OFF, rows, 2 workers", "FILE, lines, no loader"])
+def test_ranks_that_are_seeded_apart_stay_apart(two_processes: Workers, folder: Path, name: str) -> None:
+    first, second = found = [rows for [rows], *_ in two_processes.run(read, name, folder, 1, None, None, 1, True)]
+    assert not {row[1] for row in first} & {row[1] for row in second}
+    assert [rows for [rows], *_ in two_processes.run(read, name, folder, 1, None, None, 1, True)] == found
+
+
+class Shards(IterableDataset[Any]):
+    """Shards itself by an order that all processes draw alike."""
+
+    def __init__(self, context: ts.InputContext, augments: bool) -> None:
+        self.first, self.step, self.augments = context.input_pipeline_id, context.num_input_pipelines, augments
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in torch.randperm(ROWS)[self.first :: self.step].tolist():
+            yield torch.stack([noisy(number) if self.augments else torch.tensor([float(number)])])
+
+
+def read_shards(augments: bool, in_loader: bool) -> tuple[list[float], list[str]]:
+    strategy = ts.MirroredStrategy(timeout=timedelta(seconds=240))
+    kind = type(f"Shards{in_loader:d}", (Shards,), {})  # each kind is told of once
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchstrat.data").addHandler(handler)
+    seed(3)
+
+    def make(context: ts.InputContext) -> Any:
+        shards = kind(context, augments)
+        return DataLoader(shards, batch_size=None) if in_loader else shards
+
+    try:
+        dataset = strategy.distribute_datasets_from_function(make)
+        return [row[0] for _ in range(2) for step in dataset for row in step.values[0].tolist()], told
+    finally:
+        logging.getLogger("torchstrat.data").removeHandler(handler)
+        strategy.close()
+
+
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_what_shards_itself_draws_as_the_others_and_is_told_of(two_processes: Workers, in_loader: bool) -> None:
+    for augments in False, True:
+        (first, told), (second, nothing) = two_processes.run(read_shards, augments, in_loader)
+        assert sorted(first + second) == sorted([*range(ROWS)] * 2), "no row is lost or repeated"
+        expected = f"Shards{in_loader:d} draws from the process's random streams"
+        assert [text.split(" while")[0] for text in told] == [expected] * augments
+        assert not nothing
 
 
 class Told:
@@ -166,9 +327,7 @@ class Told:
 
     def __del__(self) -> None:
         with self.path.open("a") as file:
-            file.write("the parent\n" if self.pid == os.getpid() else "a child\n")
-
-    pid = property(lambda self: int(self.path.name))
+            file.write("the parent\n" if self.path.name == str(os.getpid()) else "a child\n")
 
 
 class Collects(Noisy):
@@ -183,7 +342,7 @@ def collected_in(folder: Path) -> str:
     gc.disable()
     try:
         Told(path)
-        for _ in strategy.distribute_dataset(DataLoader(Collects(), 6, num_workers=1, multiprocessing_context="fork")):
+        for _ in strategy.distribute_dataset(loader(Collects(), 1)):
             pass
         gc.collect()
         return path.read_text()

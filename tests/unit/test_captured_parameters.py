@@ -48,29 +48,30 @@ def value(parameter: Any) -> list[list[float]]:
     return parameter.detach().cpu().tolist()  # type: ignore[no-any-return]
 
 
-def test_it_is_created_in_its_scope_only(strategy: ts.Strategy, layer: nn.Linear) -> None:
+def test_it_is_one_variable_of_its_scope(strategy: ts.Strategy, layer: nn.Linear) -> None:
     created = strategy.extended.variable_created_in_scope
     assert created(layer.weight)
     assert not created(nn.Linear(2, 1).weight)
     with strategy.scope():
         assert created(layer.weight)
-
-
-def test_local_results_have_the_one_object(strategy: ts.Strategy, layer: nn.Linear) -> None:
     [found] = strategy.local_results(layer.weight)
     assert found is layer.weight
 
 
-def test_reduce_takes_it_as_equal_everywhere(strategy: ts.Strategy, layer: nn.Linear) -> None:
+def test_it_is_reduced_as_equal_everywhere_and_names_a_destination(strategy: ts.Strategy, layer: nn.Linear) -> None:
     assert value(strategy.reduce("mean", layer.weight, axis=None)) == [[1, 2]]
     if strategy.num_replicas_in_sync > 1:
         with pytest.raises(ValueError, match="the same for all of them"):
             strategy.reduce("sum", layer.weight, axis=None)
     else:
         assert value(strategy.reduce("sum", layer.weight, axis=None)) == [[1, 2]]
+    values = strategy.distribute_values_from_function(lambda context: torch.ones(2))
+    [found] = strategy.extended.batch_reduce_to("sum", [(values, layer.weight)])
+    total = [strategy.num_replicas_in_sync] * 2
+    assert value(strategy.extended.reduce_to("sum", values, layer.weight)) == value(found) == total
 
 
-def test_update_runs_once(strategy: ts.Strategy, layer: nn.Linear) -> None:
+def test_it_is_updated_once_and_used_outside_of_the_scope(strategy: ts.Strategy, layer: nn.Linear) -> None:
     calls = []
 
     def add(weight: torch.Tensor, delta: float) -> torch.Tensor:
@@ -81,21 +82,10 @@ def test_update_runs_once(strategy: ts.Strategy, layer: nn.Linear) -> None:
     strategy.extended.update(layer.weight, add, kwargs={"delta": 100.0}, group=False)
     assert calls == [10.0, 100.0]
     assert value(layer.weight) == [[111, 112]]
-
-
-def test_it_names_a_destination(strategy: ts.Strategy, layer: nn.Linear) -> None:
-    values = strategy.distribute_values_from_function(lambda context: torch.ones(2))
-    total = [strategy.num_replicas_in_sync] * 2
-    assert value(strategy.extended.reduce_to("sum", values, layer.weight)) == total
-    [found] = strategy.extended.batch_reduce_to("sum", [(values, layer.weight)])
-    assert value(found) == total
-
-
-def test_variables_are_used_outside_of_the_scope(strategy: ts.Strategy, layer: nn.Linear) -> None:
     with strategy.scope():
         counter = ts.Variable(1.0)
     assert not ts.has_strategy()
-    assert value(layer(torch.ones(1, 2))) == [[3]]
+    assert value(layer(torch.ones(1, 2))) == [[223]]
     counter.assign_add(1.0)
     assert float(counter) == 2.0
     with strategy.scope():

@@ -5,32 +5,19 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchstrat as ts
-from tests.unit.data_ranks import layout_in_process, plain
-from torchstrat import data
-from torchstrat.data import InputOptions
-from torchstrat.data.prefetch import Ahead, Prefetcher
+from tests.support.datasets import Numbers
+from tests.support.input_ranks import components, distribute, distribute_from_function, layout_in_process
 from torchstrat.errors import InvalidArgumentError, StrategyMixingError, UnsupportedError
 
-
-def distribute(dataset: Any, replicas: int = 2, **options: Any) -> data.DistributedDataset:
-    return data.distribute_dataset(None, layout_in_process(replicas), dataset, InputOptions(**options))  # type: ignore[arg-type]
-
-
-def from_function(function: Any, replicas: int = 2, refused: bool = False, **options: Any) -> data.DistributedDataset:
-    layout = layout_in_process(replicas, per_replica_input="refused" if refused else "honoured")
-    return data.distribute_datasets_from_function(None, layout, function, InputOptions(**options))  # type: ignore[arg-type]
-
-
-def components(batch: Any) -> list[Any]:
-    return [plain(component) for component in batch.values]
+PER_REPLICA = ts.InputReplicationMode.PER_REPLICA
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -55,8 +42,9 @@ class Recorder:
 
 
 def test_the_end() -> None:
-    iterator = iter(distribute([torch.arange(2)]))
-    assert iter(iterator) is iterator
+    dataset = distribute([torch.arange(2)])
+    assert bool(dataset)
+    iterator = iter(dataset)
     assert components(next(iterator)) == [[0], [1]]
     for _ in range(2):
         with pytest.raises(StopIteration):
@@ -68,39 +56,19 @@ def test_the_end() -> None:
         iterator.get_next_as_optional().get_value()
 
 
-def test_no_length_but_a_cardinality() -> None:
-    dataset = distribute([torch.arange(2)] * 3)
-    assert dataset.cardinality == 3
-    assert bool(dataset)
-    with pytest.raises(TypeError, match=r"use \.cardinality"):
-        len(dataset)
-
-
-def test_reduce_folds_over_one_pass() -> None:
-    dataset = distribute(list(torch.arange(5).split(2)))
-    assert dataset.reduce(0, lambda total, batch: total + sum(batch.batch_info.rows)) == 5
-
-
-def test_iterating_in_another_strategys_scope_is_mixing() -> None:
+def test_what_is_refused_takes_no_batch() -> None:
     mine, other = (ts.MirroredStrategy(["cpu:0", "cpu:1"]) for _ in range(2))
     dataset = mine.distribute_dataset([torch.arange(2)])
     iterator = iter(dataset)
     with other.scope():
-        with pytest.raises(StrategyMixingError):
-            next(iterator)
-        with pytest.raises(StrategyMixingError):
-            iter(dataset)
+        for take in (next, lambda _: iter(dataset)):
+            with pytest.raises(StrategyMixingError):
+                take(iterator)
+    with pytest.raises(InvalidArgumentError, match="inside a replica of a run"):
+        mine.run(lambda: next(iterator))
     with mine.scope():
         assert components(next(iterator)) == [[0], [1]]
-
-
-def test_a_replica_does_not_take_batches_itself() -> None:
-    strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
-    iterator = iter(strategy.distribute_dataset([torch.arange(2)]))
-    with pytest.raises(InvalidArgumentError, match="inside a replica of a run"):
-        strategy.run(lambda: next(iterator))
-    assert components(next(iterator)) == [[0], [1]]
-    strategy.close()
+    mine.close()
 
 
 def test_the_datasets_code_runs_when_it_is_asked_for_in_the_calling_thread() -> None:
@@ -116,12 +84,35 @@ def test_the_datasets_code_runs_when_it_is_asked_for_in_the_calling_thread() -> 
 def test_a_larger_buffer_reads_ahead_in_the_background_and_no_further() -> None:
     recorder = Recorder(100)
     iterator = iter(distribute(recorder, per_replica_buffer_size=3))
-    assert components(next(iterator)) == [[0], [1]]
-    assert components(next(iterator)) == [[2], [3]]
+    assert [components(next(iterator)) for _ in range(2)] == [[[0], [1]], [[2], [3]]]
     assert recorder.threads == {"torchstrat-prefetch"}
     iterator.close()
     assert 2 <= recorder.made <= 2 + 3
     assert next(iterator, None) is None
+
+
+def test_copies_run_one_element_ahead_and_reading_stays_in_the_calling_thread() -> None:
+    copying: list[str] = []
+
+    class Copying:
+        copies = True
+
+        def place(self, step: Any) -> tuple[Any, tuple[Any, ...]]:
+            copying.append(threading.current_thread().name)
+            return step, ()
+
+        def receive(self, placed: tuple[Any, tuple[Any, ...]]) -> Any:
+            return placed[0]
+
+    recorder = Recorder(3)
+    iterator = iter(distribute(recorder, layout_in_process(2, placement=Copying())))
+    assert components(next(iterator)) == [[0], [1]]
+    assert recorder.made == 2
+    assert [components(batch) for batch in iterator] == [[[2], [3]], [[4], [5]]]
+    assert next(iterator, None) is None
+    assert recorder.threads == {threading.current_thread().name}
+    assert copying == ["torchstrat-prefetch"] * 3
+    assert not prefetch_threads()
 
 
 @pytest.mark.parametrize("buffer", [1, 3])
@@ -136,14 +127,35 @@ def test_an_error_arrives_in_its_turn_with_its_traceback(buffer: int) -> None:
     assert not prefetch_threads()
 
 
-def left_by_break() -> None:
-    for _ in distribute(Recorder(100), per_replica_buffer_size=2):
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2:
+            raise ValueError("item 2 is broken")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_row_is_not_the_end_of_the_data(workers: int) -> None:
+    iterator = iter(distribute(DataLoader(Broken(4), batch_size=2, num_workers=workers)))
+    assert components(next(iterator)) == [[0], [1]]
+    for _ in range(3):
+        with pytest.raises(ValueError, match="item 2 is broken") as caught:
+            next(iterator)
+        text = "".join(traceback.format_exception(caught.value))
+        assert 'raise ValueError("item 2 is broken")' in text
+        assert ("in DataLoader worker process 0" in text) == bool(workers)
+    del iterator, caught
+    gc.collect()  # the traceback that pytest kept holds the workers
+
+
+def left_by_break(loader: Any) -> None:
+    for _ in distribute(loader, per_replica_buffer_size=2):
         assert prefetch_threads()
         break
 
 
-def left_by_collection() -> None:
-    iterator = iter(distribute(Recorder(100), per_replica_buffer_size=2))
+def left_by_collection(loader: Any) -> None:
+    iterator = iter(distribute(loader, per_replica_buffer_size=2))
     next(iterator)
     cycle: list[Any] = [iterator]
     cycle.append(cycle)
@@ -152,40 +164,24 @@ def left_by_collection() -> None:
     gc.collect()
 
 
-def left_at_the_end() -> None:
-    iterator = iter(distribute(Recorder(3), per_replica_buffer_size=2))
-    assert len(list(iterator)) == 3
+def left_at_the_end(loader: Any) -> None:
+    iterator = iter(distribute(loader, per_replica_buffer_size=2))
+    assert len(list(iterator)) == 10
     assert not prefetch_threads()
 
 
 @pytest.mark.parametrize("leave", [left_by_break, left_by_collection, left_at_the_end])
-def test_no_thread_outlives_the_loop(leave: Any) -> None:
-    leave()
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_thread_and_no_worker_outlives_the_loop(leave: Callable[[Any], None], workers: int) -> None:
+    leave(DataLoader(Numbers(20), batch_size=2, num_workers=workers) if workers else Recorder(10))
     assert not prefetch_threads()
-
-
-class Broken(Dataset[Any]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 2:
-            raise ValueError("item 2 is broken")
-        return torch.tensor(index)
-
-
-def test_a_workers_exception_arrives_with_its_traceback() -> None:
-    iterator = iter(distribute(DataLoader(Broken(), batch_size=2, num_workers=1)))
-    assert components(next(iterator)) == [[0], [1]]
-    with pytest.raises(ValueError, match=r'in DataLoader worker process 0(.|\n)*raise ValueError\("item 2 is broken"'):
-        next(iterator)
-    del iterator
-    gc.collect()  # the traceback that pytest kept holds the workers
+    for child in torch.multiprocessing.active_children():
+        child.join(30)  # its end may be under way
+    assert not torch.multiprocessing.active_children()
 
 
 def test_persistent_workers_start_over_when_a_loop_was_left() -> None:
-    loader = DataLoader(range(6), batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
-    dataset = distribute(loader)
+    dataset = distribute(DataLoader(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True))
     first = iter(dataset)
     next(first)
     assert [components(batch) for batch in dataset] == [[[0], [1]], [[2], [3]], [[4], [5]]]
@@ -195,7 +191,7 @@ def test_persistent_workers_start_over_when_a_loop_was_left() -> None:
 def test_the_order_is_that_of_a_plain_loop_with_the_same_seed() -> None:
     def orders(wrap: Any) -> list[list[int]]:
         torch.manual_seed(3)
-        loader = DataLoader(range(9), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+        loader = DataLoader(Numbers(9), batch_size=4, shuffle=True)
         found = []
         for _ in range(2):
             for batch in wrap(loader):
@@ -207,76 +203,70 @@ def test_the_order_is_that_of_a_plain_loop_with_the_same_seed() -> None:
     assert orders(distribute) == orders(lambda loader: loader)
 
 
-def test_copies_run_one_element_ahead_and_reading_stays_in_the_calling_thread() -> None:
-    reading: list[str] = []
-    copying: list[str] = []
-
-    def source() -> Iterator[int]:
-        for index in range(3):
-            reading.append(threading.current_thread().name)
-            yield index
-
-    def copy(value: int) -> int:
-        copying.append(threading.current_thread().name)
-        return 10 * value
-
-    prefetcher = Prefetcher(source(), copy, 1, Ahead.COPY)
-    assert prefetcher.next() == 0
-    assert len(reading) == 2
-    assert [prefetcher.next(), prefetcher.next(), prefetcher.next(), prefetcher.next()] == [10, 20, None, None]
-    assert set(reading) == {threading.current_thread().name}
-    assert copying == ["torchstrat-prefetch"] * 3
-    assert not prefetch_threads()
+def scaled(loader: DataLoader[Any]) -> Iterator[torch.Tensor]:
+    """As loaders of graphs do it: the batches are finished by an iterator of its own."""
+    return (x * 10 for x in vars(DataLoader)["_get_iterator"](loader))
 
 
-def test_a_function_gives_whole_elements_in_turn() -> None:
-    contexts = []
+@pytest.mark.parametrize("by_its_class", [False, True])
+def test_a_loader_is_iterated_as_it_or_its_class_says(by_its_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("ScalingLoader", (DataLoader,), {"_get_iterator": scaled}) if by_its_class else DataLoader
+    loader = kind(Numbers(4), 4)
+    if not by_its_class:
+        monkeypatch.setattr(loader, "_get_iterator", lambda: scaled(loader))
+    assert [components(batch) for batch in distribute(loader)] == [[[0, 10], [20, 30]]]
 
-    def dataset_fn(context: ts.InputContext) -> Any:
-        contexts.append(context)
-        return list(torch.arange(5).split(2))
 
-    dataset = from_function(dataset_fn)
+# -- functions that make a dataset ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (lambda: list(torch.arange(5).split(2)), [([[0, 1], [2, 3]], (2, 2)), ([[4], []], (1, 0))]),
+        (lambda: torch.arange(3), [([0, 1], (1, 1)), ([2, []], (1, 0))]),
+    ],
+    ids=["batches", "unbatched elements"],
+)
+def test_a_function_gives_whole_elements_in_turn(dataset: Any, expected: Any) -> None:
+    contexts: list[ts.InputContext] = []
+    made = distribute_from_function(lambda context: contexts.append(context) or dataset())
     assert contexts == [ts.InputContext(1, 0, 2)]
-    assert [(components(batch), batch.batch_info.rows) for batch in dataset] == [
-        ([[0, 1], [2, 3]], (2, 2)),
-        ([[4], []], (1, 0)),
-    ]
-    assert dataset.cardinality == 2
+    assert [(components(batch), batch.batch_info.rows) for batch in made] == expected
+    assert made.cardinality == 2
     assert len(contexts) == 1
-
-
-def test_unbatched_elements_that_are_left_over_are_not_lost() -> None:
-    steps = [(components(batch), batch.batch_info.rows) for batch in from_function(lambda context: torch.arange(3))]
-    assert steps == [([0, 1], (1, 1)), ([2, []], (1, 0))]
 
 
 def test_a_pipeline_for_each_replica() -> None:
     streams = iter([[torch.zeros(1), torch.ones(1)], [torch.full((1,), 7.0)]])
-    dataset = from_function(lambda context: next(streams), replication_mode=ts.InputReplicationMode.PER_REPLICA)
+    dataset = distribute_from_function(lambda context: next(streams), replication_mode=PER_REPLICA)
     assert [components(batch) for batch in dataset] == [[[0], [7]], [[1], []]]
 
 
+SINGLE = layout_in_process(1, per_replica_input="refused")
+
+
 @pytest.mark.parametrize(
-    ("function", "options", "error", "message"),
+    ("call", "error", "message"),
     [
-        (lambda context: [1, 2, 3], {}, TypeError, "a list of int is no dataset"),
-        (lambda context: None, {}, ValueError, "the dataset is None"),
-        (lambda: [torch.zeros(1)], {}, TypeError, "positional argument"),
-        ([torch.zeros(1)], {}, TypeError, "needs a function"),
-        (lambda context: [torch.zeros(1)], {"place_dataset_on_device": True}, ValueError, "PER_REPLICA"),
+        (lambda: distribute_from_function(lambda context: [1, 2, 3]), TypeError, "a list of int is no dataset"),
+        (
+            lambda: distribute_from_function(lambda context: [torch.zeros(1)], place_dataset_on_device=True),
+            ValueError,
+            "PER_REPLICA",
+        ),
+        (
+            lambda: distribute_from_function(lambda _: [torch.arange(2)], SINGLE, replication_mode=PER_REPLICA),
+            UnsupportedError,
+            "with a single replica",
+        ),
+        (
+            lambda: distribute([torch.arange(2)], replication_mode=PER_REPLICA),
+            UnsupportedError,
+            "for one dataset that is split",
+        ),
     ],
 )
-def test_functions_and_options_that_do_not_fit(
-    function: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_functions_and_options_that_do_not_fit(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        from_function(function, **options)
-
-
-def test_a_mode_that_means_nothing() -> None:
-    mode = ts.InputReplicationMode.PER_REPLICA
-    with pytest.raises(UnsupportedError, match="for one dataset that is split"):
-        distribute([torch.arange(2)], replication_mode=mode)
-    with pytest.raises(UnsupportedError, match="with a single replica"):
-        from_function(lambda context: [torch.arange(2)], replicas=1, refused=True, replication_mode=mode)
+        call()

@@ -10,56 +10,51 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.unit.data_ranks import joined, layout_in_process, on_ranks
+from tests.support.input_ranks import distribute, joined, layout_in_process, on_ranks
 from torchstrat import data
-from torchstrat.data import ArrayDataset, InputLayout, InputOptions, Pipeline
+from torchstrat.data import ArrayDataset, InputLayout, Pipeline
 from torchstrat.errors import InvalidArgumentError
 
 ROWS = 24
+ALL = list(range(ROWS))
 
 
-def numbers(count: int = ROWS) -> Pipeline:
-    return ArrayDataset(torch.arange(count))
+def numbers() -> Pipeline:
+    return ArrayDataset(torch.arange(ROWS))
 
 
-def orders(dataset: Pipeline, passes: int = 2) -> list[list[int]]:
+def orders(dataset: Any, passes: int = 2) -> list[list[int]]:
     return [[int(row) for row in dataset] for _ in range(passes)]
 
 
-def distributed_rows(dataset: Pipeline, layout: InputLayout, policy: str = "DATA") -> list[int]:
-    options = InputOptions(auto_shard_policy=policy)
-    found = data.distribute_dataset(None, layout, dataset, options)  # type: ignore[arg-type]
-    return joined([component.tolist() for batch in found for component in batch.values])
+def distributed_rows(dataset: Pipeline, layout: InputLayout, policy: str = "DATA", passes: int = 1) -> list[list[int]]:
+    found = distribute(dataset, layout, auto_shard_policy=policy)
+    return [joined(part.tolist() for batch in found for part in batch.values) for _ in range(passes)]
 
 
-def test_every_pass_is_another_order_of_the_same_rows() -> None:
+@pytest.mark.parametrize("seed", [None, 3])
+def test_every_pass_is_another_order_of_the_same_rows(seed: int | None) -> None:
     torch.manual_seed(0)
-    first, second = orders(numbers().shuffle(ROWS))
-    assert sorted(first) == sorted(second) == list(range(ROWS))
-    assert len({tuple(range(ROWS)), tuple(first), tuple(second)}) == 3
-    torch.manual_seed(0)
-    assert orders(numbers().shuffle(ROWS)) == [first, second]
-
-
-def test_a_seed_of_its_own() -> None:
     before = torch.get_rng_state()
-    first, second = orders(numbers().shuffle(ROWS, seed=3))
-    assert first != second
-    assert orders(numbers().shuffle(ROWS, seed=3)) == [first, second]
+    first, second = orders(numbers().shuffle(ROWS, seed=seed))
+    assert torch.get_rng_state().equal(before) == (seed is not None)
+    assert sorted(first) == sorted(second) == ALL
+    assert len({tuple(ALL), tuple(first), tuple(second)}) == 3
+    torch.manual_seed(0)
+    assert orders(numbers().shuffle(ROWS, seed=seed)) == [first, second]
     assert orders(numbers().shuffle(ROWS, seed=4)) != [first, second]
-    assert torch.get_rng_state().equal(before)
 
 
 def test_repetitions_are_shuffled_anew() -> None:
     [order] = orders(numbers().shuffle(ROWS, seed=3).repeat(3), passes=1)
     rounds = [order[start : start + ROWS] for start in range(0, 3 * ROWS, ROWS)]
-    assert all(sorted(one) == list(range(ROWS)) for one in rounds)
+    assert all(sorted(one) == ALL for one in rounds)
     assert len({tuple(one) for one in rounds}) == 3
 
 
 def test_rows_come_from_the_next_of_the_buffer() -> None:
     [order] = orders(numbers().shuffle(4), passes=1)
-    assert sorted(order) == list(range(ROWS))
+    assert sorted(order) == ALL
     assert all(row < position + 4 for position, row in enumerate(order))
 
 
@@ -71,9 +66,8 @@ def test_what_does_not_shuffle_draws_nothing() -> None:
 
 
 def test_shuffled_rows_over_the_workers_of_a_loader() -> None:
-    loader = DataLoader(numbers().shuffle(ROWS), batch_size=None, num_workers=2)
-    first, second = ([int(row) for row in loader] for _ in range(2))
-    assert sorted(first) == sorted(second) == list(range(ROWS))
+    first, second = orders(DataLoader(numbers().shuffle(ROWS), batch_size=None, num_workers=2))
+    assert sorted(first) == sorted(second) == ALL
     assert first != second
 
 
@@ -86,37 +80,26 @@ def test_shuffled_rows_over_the_workers_of_a_loader() -> None:
     ],
 )
 def test_all_processes_shuffle_as_rank_zero(policy: str, prepare: Callable[[Pipeline], Pipeline], seed: Any) -> None:
-    def work(layout: InputLayout) -> list[list[int]]:
-        dataset = prepare(numbers().shuffle(ROWS, seed))
-        return [distributed_rows(dataset, layout, policy) for _ in range(2)]
-
-    results, _ = on_ranks(2, work)  # the ranks are threads, which draw different numbers from one generator
-    for epoch in range(2):
-        shares = [epochs[epoch] for epochs in results]
-        assert sorted(joined(shares)) == list(range(ROWS))
+    # The ranks are threads, which draw different numbers from one generator.
+    results, _ = on_ranks(
+        2, lambda layout: distributed_rows(prepare(numbers().shuffle(ROWS, seed)), layout, policy, passes=2)
+    )
+    epochs = [[passes[epoch] for passes in results] for epoch in range(2)]
+    for shares in epochs:
+        assert sorted(joined(shares)) == ALL
         assert [len(share) for share in shares] == [ROWS // 2] * 2
-        assert joined(shares) != list(range(ROWS))
-
-
-def test_epochs_of_one_distributed_dataset_differ() -> None:
-    def work(layout: InputLayout) -> list[list[int]]:
-        found = data.distribute_dataset(None, layout, numbers().shuffle(ROWS, seed=5).batch(4), None)  # type: ignore[arg-type]
-        return [joined([batch.values[0].tolist() for batch in found]) for _ in range(2)]
-
-    results, _ = on_ranks(2, work)
-    epochs = [joined([epochs[epoch] for epochs in results]) for epoch in range(2)]
+        assert joined(shares) != ALL
     assert epochs[0] != epochs[1]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(ROWS))] * 2
 
 
-# -- prefetch -------------------------------------------------------------------------------------------------------
+# -- prefetch ---------------------------------------------------------------------------------------------------------
 
 
 def test_prefetch_changes_nothing_but_the_time_of_reading() -> None:
-    ahead = numbers().batch(4).prefetch(3)
-    assert [batch.tolist() for batch in ahead] == [batch.tolist() for batch in numbers().batch(4)]
-    assert (ahead.cardinality, ahead.batch_size, ahead.element_spec) == (6, 4, numbers().batch(4).element_spec)
-    assert distributed_rows(ahead, layout_in_process(2)) == list(range(ROWS))
+    plain, ahead = numbers().batch(4), numbers().batch(4).prefetch(3)
+    assert [batch.tolist() for batch in ahead] == [batch.tolist() for batch in plain]
+    assert (ahead.cardinality, ahead.batch_size, ahead.element_spec) == (6, 4, plain.element_spec)
+    assert distributed_rows(ahead, layout_in_process(2)) == [ALL]
 
 
 def test_prefetch_reads_in_another_thread_and_that_many_ahead() -> None:

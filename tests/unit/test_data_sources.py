@@ -13,33 +13,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, default_collate
 
-from tests.unit.data_ranks import joined, layout_in_process, plain
+from tests.support.input_ranks import components, distribute, joined, layout_in_process, plain
 from torchstrat import PerReplica, data
-from torchstrat.data import ArrayDataset, AutoShardPolicy, InputOptions, TextLineDataset
-from torchstrat.data.sources import _warn_of_items, reads_files
+from torchstrat.data import ArrayDataset, AutoShardPolicy, TextLineDataset
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 
 
-def distribute(dataset: Any, replicas: int = 2, **options: Any) -> data.DistributedDataset:
-    chosen = InputOptions(**options) if options else None
-    return data.distribute_dataset(None, layout_in_process(replicas), dataset, chosen)  # type: ignore[arg-type]
-
-
 def read(dataset: Any, replicas: int = 2, **options: Any) -> list[Any]:
-    """The components of every step, as lists; None where an element holds no `PerReplica`."""
-    found = []
-    for batch in distribute(dataset, replicas, **options):
-        assert isinstance(batch, PerReplica)
-        found.append([plain(component) for component in batch.values])
-    return found
-
-
-class Squares(Dataset[Any]):
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.tensor([float(index)]), index * index
+    """The components of every step, as lists."""
+    batches = list(distribute(dataset, replicas, **options))
+    assert all(isinstance(batch, PerReplica) for batch in batches)
+    return [components(batch) for batch in batches]
 
 
 class Stream(IterableDataset[Any]):
@@ -47,18 +31,23 @@ class Stream(IterableDataset[Any]):
         yield from torch.arange(5).split(2)
 
 
-class MapOfBatches(Dataset[Any]):
-    def __len__(self) -> int:
-        return 3
+class Items(Dataset[Any]):
+    """A map-style data set of these items."""
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.arange(2) + 2 * index
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
 
 
 class Files:
     """A user's own file source."""
 
-    def __init__(self, files: list[str]) -> None:
+    def __init__(self, *files: str) -> None:
         self.files = files
 
     def open(self, files: Any) -> Iterator[torch.Tensor]:
@@ -66,7 +55,6 @@ class Files:
             yield torch.full((3,), int(name))
 
 
-TWO_EACH = [[[0], [1]], [[2], [3]], [[4], []]]
 NATURAL_SPELLINGS: dict[str, Any] = {
     "DataLoader": lambda: DataLoader(range(5), batch_size=2),  # type: ignore[arg-type]
     "DataLoader with workers": lambda: DataLoader(range(5), batch_size=2, num_workers=1),  # type: ignore[arg-type]
@@ -75,38 +63,50 @@ NATURAL_SPELLINGS: dict[str, Any] = {
     "list of arrays": lambda: [np.arange(2), np.arange(2, 4), np.arange(4, 5)],
     "generator": lambda: (batch for batch in torch.arange(5).split(2)),
     "IterableDataset": Stream,
+    "Dataset of batches": lambda: Items(*torch.arange(5).split(2)),
     "ArrayDataset": lambda: ArrayDataset(np.arange(5)).batch(2),
 }
 
 
 @pytest.mark.parametrize("spelling", NATURAL_SPELLINGS)
 def test_natural_spellings(spelling: str) -> None:
-    assert read(NATURAL_SPELLINGS[spelling]()) == TWO_EACH
+    assert read(NATURAL_SPELLINGS[spelling]()) == [[[0], [1]], [[2], [3]], [[4], []]]
 
 
-@pytest.mark.parametrize("spelling", NATURAL_SPELLINGS)
+@pytest.mark.parametrize("spelling", [name for name in NATURAL_SPELLINGS if name != "Dataset of batches"])
 @pytest.mark.parametrize("policy", ["OFF", "FILE", "HINT"])
 def test_the_fixed_size_rule_finds_the_batch_size(spelling: str, policy: str) -> None:
     dataset = NATURAL_SPELLINGS[spelling]()
     assert read(dataset, 3, auto_shard_policy=policy) == [[[0], [1], []], [[2], [3], []], [[4], [], []]]
 
 
-def test_a_dataset_of_batches() -> None:
-    assert read(MapOfBatches()) == [[[0], [1]], [[2], [3]], [[4], [5]]]
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (torch.arange(6).reshape(2, 3), [[[0, 1], [2]], [[3, 4], [5]]]),
+        (Files("1", "2"), [[[1, 1], [1]], [[2, 2], [2]]]),
+        (DataLoader(["a", "b", "c"], batch_size=3), [[["a", "b"], ["c"]]]),  # type: ignore[arg-type]
+        (  # a collate function that pads sees the global batch
+            DataLoader(
+                [torch.ones(size) for size in (1, 2, 3)],  # type: ignore[arg-type]
+                batch_size=3,
+                collate_fn=lambda found: pad_sequence(found, batch_first=True),
+            ),
+            [[[[1, 0, 0], [1, 1, 0]], [[1, 1, 1]]]],
+        ),
+    ],
+    ids=["rows of an array", "a file source of one's own", "strings", "padded"],
+)
+def test_other_datasets(dataset: Any, expected: Any) -> None:
+    assert read(dataset) == expected
 
 
-def test_arrays_are_rows(caplog: pytest.LogCaptureFixture) -> None:
-    assert read(torch.arange(6).reshape(2, 3)) == [[[0, 1], [2]], [[3, 4], [5]]]
-    nested = distribute({"x": np.zeros((2, 4)), "y": torch.ones(2, 2)})
-    found = list(nested)
+def test_arrays_of_different_lengths_are_split_each_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    found = list(distribute({"x": np.zeros((2, 4)), "y": torch.ones(2, 2)}))
     assert "batch['x'] has 4, batch['y'] has 2. Each is split by itself" in caplog.text
     assert [{key: value.values[0].shape for key, value in batch.items()} for batch in found] == [
         {"x": (2,), "y": (1,)}
     ] * 2
-
-
-def test_a_file_source_of_ones_own() -> None:
-    assert read(Files(["1", "2"])) == [[[1, 1], [1]], [[2, 2], [2]]]
 
 
 def test_the_policy_may_be_carried_by_the_dataset() -> None:
@@ -124,28 +124,17 @@ def test_a_single_replica_gets_the_very_batches() -> None:
     batches = [torch.arange(2), {"x": torch.ones(1), "name": "last"}]
     assert all(given is found for given, found in zip(batches, distribute(batches, 1), strict=True))
     assert [value.item() for value in distribute(torch.arange(3), 1)] == [0, 1, 2]
-
-
-def test_one_replica_that_must_be_wrapped_takes_unbatched_elements_too() -> None:
-    layout = layout_in_process(1, always_wrap=True)
-    [batch] = data.distribute_dataset(None, layout, [torch.tensor(3)], None)  # type: ignore[arg-type]
-    assert batch.values[0].item() == 3
-    assert batch.batch_info.rows == (1,)
+    assert next(iter(distribute(Items((1, "a")), 1))) == (1, "a"), "what is not split may be anything"
+    [wrapped] = distribute([torch.tensor(3)], layout_in_process(1, always_wrap=True))
+    assert (wrapped.values[0].item(), wrapped.batch_info.rows) == (3, (1,))
 
 
 def test_batch_info_is_one_object_per_step() -> None:
     [batch] = distribute([(torch.arange(3), torch.arange(3))])
     assert batch[0].batch_info is batch[1].batch_info
-    assert batch[0].batch_info.rows == (2, 1)
-    assert not batch[0].batch_info.run_empty
+    assert (batch[0].batch_info.rows, batch[0].batch_info.run_empty) == ((2, 1), False)
     [batch] = distribute([torch.arange(3)], empty_replicas="run")
     assert batch.batch_info.run_empty
-
-
-def test_a_collate_function_that_pads_sees_the_global_batch() -> None:
-    lengths = [torch.ones(size) for size in (1, 2, 3)]
-    loader = DataLoader(lengths, batch_size=3, collate_fn=lambda found: pad_sequence(found, batch_first=True))  # type: ignore[arg-type]
-    assert read(loader) == [[[[1, 0, 0], [1, 1, 0]], [[1, 1, 1]]]]
 
 
 def packed(samples: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -158,15 +147,9 @@ def packed(samples: list[list[int]]) -> dict[str, torch.Tensor]:
 def test_what_cannot_be_cut_by_row_is_collated_for_each_replica(workers: int) -> None:
     loader = DataLoader([[1], [2, 2], [3, 3, 3]], batch_size=3, collate_fn=packed, num_workers=workers)  # type: ignore[arg-type]
     [batch] = distribute(loader, 4)
-    assert [ids.tolist() for ids in batch["ids"].values] == [[1], [2, 2], [3, 3, 3], []]
-    assert [offsets.tolist() for offsets in batch["offsets"].values] == [[0], [0], [0], []]
+    assert components(batch["ids"]) == [[1], [2, 2], [3, 3, 3], []]
+    assert components(batch["offsets"]) == [[0], [0], [0], []]
     assert batch["ids"].batch_info.rows == (1, 1, 1, 0)
-
-
-def test_columns_of_strings() -> None:
-    assert read(DataLoader(["a", "b", "c"], batch_size=3)) == [[["a", "b"], ["c"]]]  # type: ignore[arg-type]
-    [batch] = distribute(ArrayDataset(np.array(["a", "b", "c"])).batch(3))
-    assert [component.dtype for component in batch.values] == [np.dtype(object)] * 2
 
 
 @pytest.mark.parametrize("as_loader", [False, True])
@@ -178,12 +161,17 @@ def test_lines_of_text(tmp_path: Path, as_loader: bool) -> None:
     assert read(dataset, 3) == [[["a", "b"], ["c"], ["d"]], [["e"], [], []]]
     assert read(dataset, 3, auto_shard_policy="DATA") == [[["a", "b"], ["c", "d"], []], [["e"], [], []]]
     assert list(distribute(lines, 1)) == ["a", "b", "c", "d", "e"]
-    assert all(isinstance(batch.values[0], np.ndarray) for batch in distribute(dataset))
+    strings = distribute(ArrayDataset(np.array(["a", "b", "c"])).batch(3))
+    for batch in (*distribute(dataset), *strings):
+        assert [component.dtype for component in batch.values] == [np.dtype(object)] * 2
 
 
 def test_data_loading_workers_share_a_pipeline() -> None:
     loader = DataLoader(ArrayDataset(torch.arange(6)).take(4), batch_size=None, num_workers=2)
     assert sorted(int(row) for row in loader) == [0, 1, 2, 3]
+
+
+SHARDED = DataLoader(range(5), 2, sampler=DistributedSampler(range(5), num_replicas=2, rank=0))  # type: ignore[arg-type,var-annotated]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +185,8 @@ def test_data_loading_workers_share_a_pipeline() -> None:
         (torch.arange(3), InvalidArgumentError, "scalars, which cannot be split"),
         ([(torch.zeros(2), torch.tensor(1))], InvalidArgumentError, "holds a scalar"),
         ((torch.arange(3), torch.arange(2)), InvalidArgumentError, r"same number of rows; got \[3, 2\]"),
+        (distribute([torch.arange(2)]), UnsupportedError, "distributed already"),
+        (SHARDED, UnsupportedError, "shuffle=True instead of the sampler"),
     ],
 )
 def test_what_is_no_dataset_is_refused_at_once(dataset: Any, error: type[Exception], message: str) -> None:
@@ -204,22 +194,8 @@ def test_what_is_no_dataset_is_refused_at_once(dataset: Any, error: type[Excepti
         distribute(dataset)
 
 
-def test_single_examples_need_a_loader() -> None:
-    with pytest.raises(WrongTypeError, match="A dataset of single examples needs a DataLoader"):
-        list(distribute(Squares()))
-
-
-class Items(Dataset[Any]):
-    """A map-style data set of these items."""
-
-    def __init__(self, *items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
+def test_a_loader_that_is_sharded_already_is_taken_under_off() -> None:
+    assert len(list(distribute(SHARDED, auto_shard_policy="OFF"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -237,24 +213,58 @@ class Items(Dataset[Any]):
 def test_items_that_are_no_batches_are_refused(item: Any) -> None:
     batches = iter(distribute(Items((torch.ones(4, 2), torch.ones(4)), item)))
     assert [part.shape[0] for part in next(batches)[0].values] == [2, 2]
-    with pytest.raises(WrongTypeError, match=r"item 1 of Items is no batch of tensors with equally many.*DataLoader"):
+    message = (
+        r"item 1 of Items is no batch of tensors with equally many.*A dataset of single examples needs a DataLoader"
+    )
+    with pytest.raises(WrongTypeError, match=message):
         next(batches)
 
 
-def test_what_is_not_split_may_be_anything() -> None:
-    assert next(iter(distribute(Items((1, "a")), 1))) == (1, "a")
-
-
 def test_that_items_are_taken_for_batches_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_items.cache_clear()
-    item = {"x": torch.ones(4, 2), "names": ["a", "b", "c", "d"]}
+    class Named(Items): ...
+
+    Named.__qualname__ = "Named"
     with caplog.at_level(logging.WARNING, "torchstrat.data"):
         for _ in range(2):
-            [batch] = distribute(Items(item))
+            [batch] = distribute(Named({"x": torch.ones(4, 2), "names": ["a", "b", "c", "d"]}))
     assert batch["names"].values == (["a", "b"], ["c", "d"])
-    assert [record.message.split(",")[0] for record in caplog.records] == [
-        "each item of Items is taken for a global batch"
-    ]
+    [record] = caplog.records
+    assert record.message.startswith("each item of Named is taken for a global batch, ")
+
+
+def test_an_iterator_is_read_once() -> None:
+    dataset = distribute(batch for batch in torch.arange(4).split(2))
+    assert dataset.element_spec.shape == (None,)
+    assert len(list(dataset)) == 2
+    with pytest.raises(InvalidArgumentError, match="can be read once"):
+        list(dataset)
+
+
+def _own_collate(samples: list[Any]) -> Any:
+    return default_collate(samples)
+
+
+EIGHT = TensorDataset(torch.zeros(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "replicas", "shape"),
+    [
+        (DataLoader(TensorDataset(torch.zeros(0, 3)), batch_size=4), 2, (None, 3)),
+        (DataLoader(EIGHT, batch_size=4, drop_last=True), 2, (2, 3)),
+        (DataLoader(EIGHT, batch_size=4, drop_last=True), 3, (None, 3)),
+        (DataLoader(EIGHT, batch_size=4, collate_fn=_own_collate), 2, (None, None)),
+        ([(torch.zeros(4, 3),), (torch.zeros(4, 3),)], 2, (None, 3)),
+        ([(torch.zeros(4, 3),), (torch.zeros(4, 5),)], 2, (None, None)),
+        ((torch.zeros(5, 4, 3),), 2, (2, 3)),
+        (ArrayDataset((torch.zeros(8, 3),)).batch(4, drop_remainder=True), 2, (2, 3)),
+    ],
+)
+def test_element_spec(dataset: Any, replicas: int, shape: tuple[int | None, ...]) -> None:
+    [spec] = distribute(dataset, replicas).element_spec
+    assert spec.shape == shape
+    assert spec.dtype is torch.float32
+    assert [part.shape for part in spec.values] == [shape] * replicas
 
 
 class NothingAsStream(IterableDataset[Any]):
@@ -268,62 +278,15 @@ def test_the_spec_of_an_empty_loader(dataset: Any) -> None:
         _ = distribute(DataLoader(dataset, 2)).element_spec
 
 
-def test_a_distributed_dataset_is_not_distributed_again() -> None:
-    with pytest.raises(UnsupportedError, match="distributed already"):
-        distribute(distribute([torch.arange(2)]))
-
-
-def test_a_loader_that_is_sharded_already() -> None:
-    sampler: DistributedSampler[int] = DistributedSampler(Squares(), num_replicas=2, rank=0)
-    loader = DataLoader(Squares(), batch_size=2, sampler=sampler)
-    with pytest.raises(UnsupportedError, match="shuffle=True instead of the sampler"):
-        distribute(loader)
-    assert len(list(distribute(loader, auto_shard_policy="OFF"))) == 2
-
-
-def test_an_iterator_is_read_once() -> None:
-    dataset = distribute(batch for batch in torch.arange(4).split(2))
-    assert dataset.element_spec.shape == (None,)
-    assert len(list(dataset)) == 2
-    with pytest.raises(InvalidArgumentError, match="can be read once"):
-        list(dataset)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "replicas", "shape"),
-    [
-        (lambda: DataLoader(TensorDataset(torch.zeros(0, 3)), batch_size=4), 2, (None, 3)),
-        (lambda: DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4, drop_last=True), 2, (2, 3)),
-        (lambda: DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4, drop_last=True), 3, (None, 3)),
-        (lambda: DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4, collate_fn=_own_collate), 2, (None, None)),
-        (lambda: [(torch.zeros(4, 3),), (torch.zeros(4, 3),)], 2, (None, 3)),
-        (lambda: [(torch.zeros(4, 3),), (torch.zeros(4, 5),)], 2, (None, None)),
-        (lambda: (torch.zeros(5, 4, 3),), 2, (2, 3)),
-        (lambda: ArrayDataset((torch.zeros(8, 3),)).batch(4, drop_remainder=True), 2, (2, 3)),
-    ],
-)
-def test_element_spec(dataset: Any, replicas: int, shape: tuple[int | None, ...]) -> None:
-    [spec] = distribute(dataset(), replicas).element_spec
-    assert spec.shape == shape
-    assert spec.dtype is torch.float32
-    assert [part.shape for part in spec.values] == [shape] * replicas
-
-
-def _own_collate(samples: list[Any]) -> Any:
-    return default_collate(samples)
-
-
 def test_asking_for_the_spec_draws_nothing() -> None:
-    class Noise(Dataset[Any]):
-        def __len__(self) -> int:
-            return 2
-
+    class Noise(Items):
         def __getitem__(self, index: int) -> torch.Tensor:
             return torch.rand(3) + np.random.rand()
 
-    before = torch.get_rng_state()
-    assert distribute(DataLoader(Noise(), batch_size=2)).element_spec.shape == (None, 3)
-    assert torch.equal(before, torch.get_rng_state())
+    before = torch.get_rng_state(), np.random.get_state()[2]
+    assert distribute(DataLoader(Noise(1, 2), batch_size=2)).element_spec.shape == (None, 3)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == np.random.get_state()[2]
 
 
 @pytest.mark.parametrize(
@@ -347,8 +310,11 @@ def test_pipelines(pipeline: Any, expected: list[Any], cardinality: int) -> None
 
 
 def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
-    assert not reads_files(ArrayDataset(torch.arange(3)).batch(2))
-    assert reads_files(TextLineDataset(["a", "b"]).map(str.upper).batch(2))
+    rows, lines = ArrayDataset(torch.arange(3)).batch(2), TextLineDataset(["a", "b"]).map(str.upper).batch(2)
+    assert not hasattr(rows, "files")
+    assert not hasattr(rows, "open")
+    assert lines.files == ("a", "b")
+    assert callable(lines.open)
 
 
 def test_infinite_data() -> None:

@@ -28,21 +28,6 @@ class Readers(Dataset[int]):
         return os.getpid()
 
 
-def read(end: Callable[[int], object], **options: Any) -> list[int] | str:
-    """What a loader reads whose process is told to ``end`` after its first row; its error, if it raises."""
-    read: list[int] = []
-    try:
-        for pid in DataLoader(Readers(), batch_size=None, num_workers=1, prefetch_factor=1, **options):
-            if not read:
-                end(pid)
-            read.append(pid)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        gc.collect()  # the loader's iterator, and its threads
-    return read
-
-
 def by_another(pid: int) -> None:
     subprocess.run(["kill", "-TERM", str(pid)], check=True)
 
@@ -51,15 +36,28 @@ def by_its_parent(pid: int) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
-def test_it_goes_on_reading() -> None:
-    found = read(by_another, worker_init_fn=ts.data.outlive_preemption)
-    assert len(found) == 8
-    assert len(set(found)) == 1
-
-
-def test_without_it_the_training_process_would_raise() -> None:
-    assert "DataLoader worker" in str(read(by_another))
-
-
-def test_its_own_parent_can_end_it() -> None:
-    assert "DataLoader worker" in str(read(by_its_parent, worker_init_fn=ts.data.outlive_preemption))
+@pytest.mark.parametrize(
+    ("end", "init", "goes_on"),
+    [
+        (by_another, ts.data.outlive_preemption, True),
+        (by_another, None, False),
+        (by_its_parent, ts.data.outlive_preemption, False),
+    ],
+    ids=["goes on", "the training process would raise without it", "its own parent can end it"],
+)
+def test_a_worker_that_is_told_to_end(end: Callable[[int], object], init: Any, goes_on: bool) -> None:
+    read: list[int] = []
+    error = ""
+    try:
+        for pid in DataLoader(Readers(), None, num_workers=1, prefetch_factor=1, worker_init_fn=init):
+            if not read:
+                end(pid)
+            read.append(pid)
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        gc.collect()  # the loader's iterator, and its threads
+    if goes_on:
+        assert (len(read), len(set(read)), error) == (8, 1, "")
+    else:
+        assert "DataLoader worker" in error

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate
 
-from tests.unit.data_ranks import joined, on_ranks, plain
+from tests.support.datasets import Numbers, Stream
+from tests.support.input_ranks import components, distribute, distribute_from_function, joined, on_ranks
 from torchstrat import data
-from torchstrat.data import InputLayout, InputOptions
-from torchstrat.data.autoshard import _warn_of_whole_batches
+from torchstrat.data import InputLayout
 from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 
 Steps = list[tuple[list[Any], tuple[int, ...]]]
+LENGTH, INDICES = "the length of a dataset", "the indices of the next batches"
 
 
 def steps_of(dataset: Any) -> Steps:
-    return [([plain(part) for part in batch.values], batch.batch_info.rows) for batch in dataset]
+    return [(components(batch), batch.batch_info.rows) for batch in dataset]
 
 
 def read(dataset: Any, workers: int, local: int = 1, **options: Any) -> tuple[list[Any], list[list[str]]]:
@@ -29,77 +30,67 @@ def read(dataset: Any, workers: int, local: int = 1, **options: Any) -> tuple[li
 
     def work(layout: InputLayout) -> Steps:
         made = dataset(layout.worker_index) if callable(dataset) else dataset
-        return steps_of(data.distribute_dataset(None, layout, made, InputOptions(**options)))  # type: ignore[arg-type]
+        return steps_of(distribute(made, layout, **options))
 
     results, group = on_ranks(workers, work, local)
     return results, group.calls
 
 
-def components(results: list[Steps], step: int) -> list[Any]:
-    return [part for steps in results for part in steps[step][0]]
+def read_of_function(function: Any, workers: int) -> list[Any]:
+    """``function``: of the rank."""
+
+    def work(layout: InputLayout) -> Steps:
+        return steps_of(distribute_from_function(lambda context: function(context.input_pipeline_id), layout))
+
+    return on_ranks(workers, work)[0]
 
 
-class Fetches(Dataset[Any]):
-    def __init__(self, length: int = 10) -> None:
-        self.length = length
-        self.fetched: list[int] = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.fetched.append(index)
-        return torch.tensor(index)
+def in_steps(results: list[Steps]) -> list[list[Any]]:
+    """The rows of each step over all ranks."""
+    return [joined(part for parts, _ in of_ranks for part in parts) for of_ranks in zip(*results, strict=True)]
 
 
-def _doubled(samples: list[Any]) -> Any:
-    return 2 * default_collate(samples)
+def by_rank(results: list[Steps]) -> list[list[Any]]:
+    """The rows of each rank, which has one replica."""
+    return [joined(parts[0] for parts, _ in steps) for steps in results]
+
+
+# -- rows that are shared by index ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("collate", ["batch", "rows"])
 def test_reading_whole_batches_is_said_once(collate: str, caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_whole_batches.cache_clear()
-    loader = DataLoader(Fetches(), batch_size=4, collate_fn=_doubled)
+    def collate_fn(samples: list[Any]) -> Any:
+        return 2 * default_collate(samples)
+
+    collate_fn.__qualname__ = f"doubled_by_{collate}"
+    loader = DataLoader(Numbers(10), batch_size=4, collate_fn=collate_fn)
     with caplog.at_level(logging.WARNING, "torchstrat.data"):
         for _ in range(2):
-            results, _ = read(loader, 2, collate=collate)
-    assert [joined(components(results, step)) for step in range(3)] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
+            assert in_steps(read(loader, 2, collate=collate)[0]) == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
     assert len(caplog.records) == (collate == "batch")
-    assert all("the collate function _doubled may look at the whole batch" in one.message for one in caplog.records)
-
-
-class Backwards(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9, -1, -1))
+    message = "the collate function doubled_by_batch may look at the whole batch"
+    assert all(message in one.message for one in caplog.records)
 
 
 @pytest.mark.parametrize(("workers", "local"), [(2, 1), (3, 1), (2, 2)])
 def test_ranks_share_a_loader_by_index(workers: int, local: int) -> None:
-    datasets = [Fetches() for _ in range(workers)]
+    datasets = [Numbers(10) for _ in range(workers)]
     results, calls = read(lambda rank: DataLoader(datasets[rank], batch_size=4), workers, local)
-    assert [joined(components(results, step)) for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert in_steps(results) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len({tuple(rows for _, rows in steps) for steps in results}) == 1
     for steps, dataset in zip(results, datasets, strict=True):
         own = [row for parts, _ in steps for part in parts for row in part]
         assert set(own) <= set(dataset.fetched)
         assert len(dataset.fetched) <= len(own) + len(steps)  # one more where a rank has no rows, for its shape
-    assert all(call == ["the length of a dataset"] for call in calls)
+    if workers * local == 2:
+        assert [dataset.fetched for dataset in datasets] == [[0, 1, 4, 5, 8], [2, 3, 6, 7, 9]]
+    assert all(call == [LENGTH] for call in calls)
 
 
-def test_rows_of_torchs_samplers_are_known_without_talking_in_every_step() -> None:
-    results, calls = read(DataLoader(Fetches(60), batch_size=2, shuffle=True), 2)
-    assert len(results[0]) == 30
-    assert calls[0] == ["the length of a dataset", "the state of the sampler's random stream"]
-
-
-def test_indices_of_a_foreign_sampler_come_from_rank_zero_many_at_a_time() -> None:
-    def loader(rank: int) -> DataLoader[Any]:
-        sampler = Backwards() if rank == 0 else _Forbidden()
-        return DataLoader(Fetches(), batch_size=3, sampler=sampler)
-
-    results, calls = read(loader, 2)
-    assert [joined(components(results, step)) for step in range(4)] == [[9, 8, 7], [6, 5, 4], [3, 2, 1], [0]]
-    assert calls[1] == ["the length of a dataset", "the indices of the next batches"]
+class Backwards(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9, -1, -1))
 
 
 class _Forbidden(Sampler[int]):
@@ -113,76 +104,50 @@ class _Failing(Sampler[int]):
         raise KeyError("sampler")
 
 
-def test_a_sampler_that_fails_on_rank_zero_fails_everywhere() -> None:
-    results, _ = read(lambda rank: DataLoader(Fetches(), batch_size=3, sampler=_Failing()), 2)
-    assert isinstance(results[0], KeyError)
-    assert isinstance(results[1], CommunicationError)
-    assert "the sampler of rank 0, which draws for all ranks, raised KeyError" in str(results[1])
+class _Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(10)
 
 
-def test_an_endless_sampler() -> None:
-    class Endless(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            while True:
-                yield from range(10)
+def test_what_ranks_say_to_each_other_about_an_order() -> None:
+    """Never something in every step. An order of torch's is drawn again by each, another is told many steps at once."""
+    results, calls = read(DataLoader(Numbers(60), batch_size=2, shuffle=True), 2)
+    assert len(results[0]) == 30
+    assert calls[0] == [LENGTH, "the state of the sampler's random stream"]
 
-    def work(layout: InputLayout) -> Steps:
-        loader = DataLoader(Fetches(), batch_size=4, sampler=Endless())
-        dataset = data.distribute_dataset(None, layout, loader, None)  # type: ignore[arg-type]
-        return steps_of(batch for batch, _ in zip(dataset, range(50), strict=False))
+    samplers = [Backwards(), _Forbidden()]
+    results, calls = read(lambda rank: DataLoader(Numbers(10), batch_size=3, sampler=samplers[rank]), 2)
+    assert in_steps(results) == [[9, 8, 7], [6, 5, 4], [3, 2, 1], [0]]
+    assert calls[1] == [LENGTH, INDICES]
 
-    results, _ = on_ranks(2, work)
-    assert joined(components(results, 49)) == [6, 7, 8, 9]
+    def of_another_length(rank: int) -> DataLoader[Any]:
+        return DataLoader(Numbers(10), batch_size=5, sampler=RandomSampler(range(10), num_samples=5 * (rank + 1)))
 
-
-def test_samplers_of_different_settings_are_not_replayed() -> None:
-    def loader(rank: int) -> DataLoader[Any]:
-        dataset = Fetches()
-        return DataLoader(dataset, batch_size=5, sampler=RandomSampler(dataset, num_samples=5 * (rank + 1)))
-
-    results, calls = read(loader, 2)
-    assert calls[0] == ["the length of a dataset", "the indices of the next batches"]
+    results, calls = read(of_another_length, 2)
+    assert calls[0] == [LENGTH, INDICES]
     assert len(results[0]) == len(results[1]) == 1
 
 
-def test_datasets_of_different_lengths_are_refused() -> None:
-    results, _ = read(lambda rank: DataLoader(Fetches(10 + rank), batch_size=5), 2)
-    for error in results:
-        assert isinstance(error, InvalidArgumentError)
-        assert "[10, 11] items on ranks 0 to 1" in str(error)
+def test_an_endless_sampler() -> None:
+    def work(layout: InputLayout) -> Steps:
+        dataset = distribute(DataLoader(Numbers(10), batch_size=4, sampler=_Endless()), layout)
+        return steps_of(batch for batch, _ in zip(dataset, range(50), strict=False))
+
+    assert in_steps(on_ranks(2, work)[0])[49] == [6, 7, 8, 9]
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, first: int = 0, rows: int = 6) -> None:
-        self.first, self.rows = first, rows
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(self.first, self.first + self.rows))
+# -- pipelines that are read by all, or by each -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_batches", [False, True])
 def test_iterables_are_read_in_full_and_compared_once(as_batches: bool, caplog: pytest.LogCaptureFixture) -> None:
-    dataset: Any = list(torch.arange(6).split(4)) if as_batches else DataLoader(Stream(), batch_size=4)
+    dataset: Any = list(torch.arange(6).split(4)) if as_batches else DataLoader(Stream(6), batch_size=4)
     with caplog.at_level(logging.WARNING, "torchstrat.data"):
         results, calls = read(dataset, 3)
-    assert [components(results, step) for step in range(2)] == [[[0, 1], [2, 3], []], [[4], [5], []]]
+    assert [[parts for parts, _ in steps] for steps in results] == [[[[0, 1]], [[4]]], [[[2, 3]], [[5]]], [[[]], [[]]]]
     assert calls[0] == ["the checksum of the first batch"]
     assert len(caplog.records) == (0 if as_batches else 1)
-
-
-def test_iterables_of_different_lengths_are_refused_on_every_rank() -> None:
-    results, _ = read(lambda rank: list(torch.arange(4 + 2 * rank).split(2)), 2)
-    for error in results:
-        assert isinstance(error, InvalidArgumentError)
-        assert "[2, 3] batches on ranks 0 to 1" in str(error)
-
-
-@pytest.mark.parametrize("rows", [0, 6])
-def test_iterables_that_differ_are_refused_on_every_rank(rows: int) -> None:
-    results, _ = read(lambda rank: DataLoader(Stream(100 * rank, rows if rank else 6), batch_size=4), 2)
-    for error in results:
-        assert isinstance(error, InvalidArgumentError)
-        assert "rank(s) [1] read another first batch" in str(error)
 
 
 def test_off_gives_every_rank_everything_in_rotated_sizes() -> None:
@@ -193,57 +158,18 @@ def test_off_gives_every_rank_everything_in_rotated_sizes() -> None:
     assert [rows for _, rows in results[1]] == [(2, 1, 1), (1, 1, 2), (1, 2, 1)] * 2
 
 
+def test_what_is_sharded_already_is_left_alone_under_off() -> None:
+    results, _ = read(lambda rank: DataLoader(Stream(6, 100 * rank), batch_size=2), 2, auto_shard_policy="OFF")
+    assert by_rank(results) == [list(range(6)), list(range(100, 106))]
+    assert {rows for steps in results for _, rows in steps} == {(1, 1)}
+
+
 def test_data_that_ends_earlier_on_some_ranks() -> None:
-    def dataset(rank: int) -> list[torch.Tensor]:
-        return [torch.full((2,), 10 * rank + step) for step in range([1, 3, 0][rank])]
-
-    def work(layout: InputLayout) -> Steps:
-        made = data.distribute_datasets_from_function(
-            None,  # type: ignore[arg-type]
-            layout,
-            lambda context: dataset(context.input_pipeline_id),
-            None,
-        )
-        return steps_of(made)
-
-    results, _ = on_ranks(3, work)
-    assert results[0] == [([[0, 0]], (2, 2, 0)), ([[]], (0, 2, 0)), ([[]], (0, 2, 0))]
-    assert results[2] == [([[]], (2, 2, 0)), ([[]], (0, 2, 0)), ([[]], (0, 2, 0))]
-
-
-def test_a_pipeline_that_fails_on_one_rank_is_named_on_the_others() -> None:
-    def broken() -> Iterator[torch.Tensor]:
-        yield torch.zeros(2)
-        raise KeyError("broken")
-
-    def work(layout: InputLayout) -> Steps:
-        made = data.distribute_datasets_from_function(
-            None,  # type: ignore[arg-type]
-            layout,
-            lambda context: broken() if context.input_pipeline_id else [torch.zeros(2)] * 3,
-            None,
-        )
-        return steps_of(made)
-
-    results, _ = on_ranks(2, work)
-    assert isinstance(results[0], CommunicationError)
-    assert "rank 1 could not read its next batch: KeyError" in str(results[0])
-    assert isinstance(results[1], KeyError)
-
-
-def test_an_error_that_only_this_rank_sees_is_reported_to_the_others() -> None:
-    class Broken(Fetches):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if index == 5:
-                raise ValueError("item 5")
-            return super().__getitem__(index)
-
-    def work(layout: InputLayout) -> Steps:
-        dataset = data.distribute_dataset(None, layout, DataLoader(Broken(), batch_size=4), None)  # type: ignore[arg-type]
-        return steps_of(dataset)
-
-    _, group = on_ranks(2, work)
-    assert group.failures == ["its input failed in next(distributed_iterator): ValueError: item 5"]
+    found = read_of_function(lambda rank: [torch.full((2,), 10 * rank + step) for step in range((1, 3, 0)[rank])], 3)
+    rows = [(2, 2, 0), (0, 2, 0), (0, 2, 0)]
+    assert found[0] == list(zip([[[0, 0]], [[]], [[]]], rows, strict=True))
+    assert found[1] == list(zip([[[10, 10]], [[11, 11]], [[12, 12]]], rows, strict=True))
+    assert found[2] == list(zip([[[]]] * 3, rows, strict=True))
 
 
 @pytest.fixture
@@ -258,81 +184,119 @@ def files(tmp_path: Path) -> list[Path]:
 def test_files_are_shared_and_cut_to_rotated_sizes(files: list[Path], as_loader: bool) -> None:
     lines = data.TextLineDataset(files)
     results, _ = read(DataLoader(lines, batch_size=2) if as_loader else lines.batch(2), 3)
-    found = [[parts[0] for parts, _ in steps] for steps in results]
-    assert found[0] == [["f0-0"], ["f0-1"], [], ["f0-2"], ["f3-0"], [], ["f3-1"], ["f3-2"], []]
-    assert found[1] == [["f1-0"], [], ["f1-1"], ["f1-2"], [], [], [], [], []]
-    assert found[2] == [[], ["f2-0"], ["f2-1"], [], ["f2-2"], [], [], [], []]
+    assert [[parts[0] for parts, _ in steps] for steps in results] == [
+        [["f0-0"], ["f0-1"], [], ["f0-2"], ["f3-0"], [], ["f3-1"], ["f3-2"], []],
+        [["f1-0"], [], ["f1-1"], ["f1-2"], [], [], [], [], []],
+        [[], ["f2-0"], ["f2-1"], [], ["f2-2"], [], [], [], []],
+    ]
 
 
-def test_fewer_files_than_processes_is_an_error_on_every_rank(files: list[Path]) -> None:
-    results, _ = read(data.TextLineDataset(files[:1]).batch(2), 2)
-    assert all(isinstance(error, InvalidArgumentError) for error in results)
-    assert "1 file(s) cannot be shared by 2 processes" in str(results[0])
-
-
-def test_the_file_policy_needs_files() -> None:
-    results, _ = read([torch.arange(4)], 2, auto_shard_policy="FILE")
-    assert all(
-        isinstance(error, InvalidArgumentError) and "needs a dataset that reads files" in str(error)
-        for error in results
-    )
-
-
-def test_hints() -> None:
-    hint = data.SHARD_HINT
-    hinted = data.ArrayDataset(torch.arange(6)).shard(hint, hint).batch(2)
-    results, _ = read(hinted, 2, auto_shard_policy="HINT")
-    assert [joined((parts[0] for parts, _ in steps)) for steps in results] == [[0, 2, 4], [1, 3, 5]]
-    results, _ = read(data.ArrayDataset(torch.arange(6)).batch(2), 2, auto_shard_policy="HINT")
-    assert [joined((parts[0] for parts, _ in steps)) for steps in results] == [list(range(6))] * 2
-
-
-class Shards(Fetches):
+class Shards(Numbers):
     def __init__(self, rows: list[int]) -> None:
         super().__init__(len(rows))
         self.rows = rows
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(self.rows[index])
+        return torch.tensor(self.rows[index])
 
     def shard(self, shards: int, index: int) -> Shards:
-        return Shards(self.rows[index::shards])
+        return type(self)(self.rows[index::shards])
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("batch", [4, None])
-def test_a_map_style_dataset_in_a_loader_takes_the_hint(shuffle: bool, batch: int | None) -> None:
-    class Batches(Shards):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return super().__getitem__(index).reshape(1)
+class ShardsOfBatches(Shards):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index).reshape(1)
 
-        def shard(self, shards: int, index: int) -> Shards:
-            return Batches(self.rows[index::shards])
 
-    rows = list(range(8))
-    dataset = Shards(rows) if batch else Batches(rows)
-    results, _ = read(DataLoader(dataset, batch_size=batch, shuffle=shuffle), 2, auto_shard_policy="HINT")
-    found = [joined((parts[0] for parts, _ in steps)) for steps in results]
-    assert [sorted(part) for part in found] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+class ShardedStream(Stream):
+    def shard(self, shards: int, index: int) -> list[torch.Tensor]:
+        return [torch.arange(self.rows)[index::shards]]
+
+
+EIGHT = list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "shares"),
+    [
+        (data.ArrayDataset(torch.arange(8)).shard(data.SHARD_HINT, data.SHARD_HINT).batch(2), True),
+        (data.ArrayDataset(torch.arange(8)).batch(2), False),
+        (DataLoader(Shards(EIGHT), batch_size=4), True),
+        (DataLoader(Shards(EIGHT), batch_size=4, shuffle=True), True),
+        (DataLoader(ShardsOfBatches(EIGHT), batch_size=None), True),
+        (DataLoader(ShardsOfBatches(EIGHT), batch_size=None, shuffle=True), True),
+        (ShardedStream(8), True),
+    ],
+)
+def test_who_takes_a_hint_reads_its_share_and_who_does_not_everything(dataset: Any, shares: bool) -> None:
+    results, _ = read(dataset, 2, auto_shard_policy="HINT")
+    assert [sorted(rows) for rows in by_rank(results)] == ([EIGHT[::2], EIGHT[1::2]] if shares else [EIGHT] * 2)
+
+
+# -- what fails on one rank, or on all --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (lambda rank: DataLoader(Numbers(10 + rank), 5), "[10, 11] items on ranks 0 to 1"),
+        (lambda rank: list(torch.arange(4 + 2 * rank).split(2)), "[2, 3] batches on ranks 0 to 1"),
+        (lambda rank: DataLoader(Stream(6, 100 * rank), 4), "rank(s) [1] read another first batch than rank 0"),
+        (lambda rank: DataLoader(Stream(6 - 6 * rank), 4), "auto_shard_policy=AutoShardPolicy.OFF"),
+    ],
+)
+def test_what_differs_is_refused_on_every_rank(dataset: Any, message: str) -> None:
+    for found in read(dataset, 2)[0]:
+        assert isinstance(found, InvalidArgumentError)
+        assert message in str(found)
 
 
 @pytest.mark.parametrize(
     "order",
     [
         {"sampler": Backwards(), "batch_size": 2},
-        {"sampler": RandomSampler(range(8), replacement=True), "batch_size": 2},
+        {"sampler": RandomSampler(EIGHT, replacement=True), "batch_size": 2},
         {"batch_sampler": [[0, 1], [6, 7]]},
     ],
 )
 def test_a_sampler_of_the_whole_does_not_go_with_a_hint(order: dict[str, Any]) -> None:
-    results, _ = read(DataLoader(Shards(list(range(8))), **order), 2, auto_shard_policy="HINT")
-    assert all(isinstance(error, UnsupportedError) and "indices of the whole" in str(error) for error in results)
+    for found in read(DataLoader(Shards(EIGHT), **order), 2, auto_shard_policy="HINT")[0]:
+        assert isinstance(found, UnsupportedError)
+        assert "indices of the whole" in str(found)
 
 
-def test_a_dataset_with_a_shard_method_takes_the_hint() -> None:
-    class Sharded(Stream):
-        def shard(self, shards: int, index: int) -> list[torch.Tensor]:
-            return [torch.arange(4)[index::shards]]
+def test_the_file_policy_needs_enough_files(files: list[Path]) -> None:
+    for dataset, message in (
+        ([torch.arange(4)], "needs a dataset that reads files"),
+        (data.TextLineDataset(files[:1]).batch(2), "1 file(s) cannot be shared by 2 processes"),
+    ):
+        for error in read(dataset, 2, auto_shard_policy="FILE")[0]:
+            assert isinstance(error, InvalidArgumentError)
+            assert message in str(error)
 
-    results, _ = read(Sharded(), 2, auto_shard_policy="HINT")
-    assert [joined((parts[0] for parts, _ in steps)) for steps in results] == [[0, 2], [1, 3]]
+
+def broken() -> Iterator[torch.Tensor]:
+    yield torch.zeros(2)
+    raise KeyError("broken")
+
+
+def test_what_fails_on_one_rank_is_named_on_the_others() -> None:
+    sampler, told = read(DataLoader(Numbers(10), batch_size=3, sampler=_Failing()), 2)[0]
+    assert isinstance(sampler, KeyError)
+    assert isinstance(told, CommunicationError)
+    assert "the sampler of rank 0, which draws for all ranks, raised KeyError" in str(told)
+    told, pipeline = read_of_function(lambda rank: broken() if rank else [torch.zeros(2)] * 3, 2)
+    assert isinstance(told, CommunicationError)
+    assert "rank 1 could not read its next batch: KeyError" in str(told)
+    assert isinstance(pipeline, KeyError)
+
+
+def test_an_error_that_only_this_rank_sees_is_reported_to_the_others() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 5:
+                raise ValueError("item 5")
+            return super().__getitem__(index)
+
+    _, group = on_ranks(2, lambda layout: steps_of(distribute(DataLoader(Broken(10), batch_size=4), layout)))
+    assert group.failures == ["its input failed in next(distributed_iterator): ValueError: item 5"]

@@ -12,14 +12,11 @@ from torchstrat.devices import canonical, require_present, resolve_compute_devic
 from torchstrat.errors import DeviceError, WrongTypeError
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_count", lambda kind: 2 if kind == "cuda" else 0)
-
-
-@pytest.fixture
-def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_count", lambda kind: 0)
+@pytest.fixture(params=[2])
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    monkeypatch.setattr(devices, "_count", lambda kind: count if kind == "cuda" else 0)
+    return count
 
 
 @pytest.mark.parametrize(
@@ -47,25 +44,20 @@ def test_every_spelling_has_one_canonical_name(given: Any, name: str) -> None:
     assert canonical(name) == name
 
 
+NO_NAMES = ["", " ", "c", "cpu:", "cpu:-1", "cpu:x", "cpu:1:2", "warp:0", "/device:CPU:*", "cpu 0"]
+OTHER_TASKS = ["/job:worker/replica:0/task:0/device:CPU:0", "/job:localhost/replica:0/task:3/device:CPU:0"]
+
+
 @pytest.mark.parametrize(
-    "given", ["", " ", "c", "cpu:", "cpu:-1", "cpu:x", "cpu:1:2", "warp:0", "/device:CPU:*", "cpu 0"]
+    ("given", "error", "message"),
+    [
+        *((given, DeviceError, rf"'{given.replace('*', '.')}'(.|\n)*cpu:1") for given in NO_NAMES),
+        *((given, DeviceError, "another task") for given in OTHER_TASKS),
+        *((given, WrongTypeError, type(given).__name__) for given in (0, None, 1.5, ["cpu"])),
+    ],
 )
-def test_what_is_no_device_is_named_in_the_error(given: str) -> None:
-    with pytest.raises(DeviceError, match=r"cpu:1") as caught:
-        canonical(given)
-    assert repr(given) in str(caught.value)
-
-
-def test_a_device_of_another_task_is_refused() -> None:
-    with pytest.raises(DeviceError, match="another task"):
-        canonical("/job:worker/replica:0/task:0/device:CPU:0")
-    with pytest.raises(DeviceError, match="another task"):
-        canonical("/job:localhost/replica:0/task:3/device:CPU:0")
-
-
-@pytest.mark.parametrize("given", [0, None, 1.5, ["cpu"]])
-def test_what_is_no_name_is_a_type_error(given: Any) -> None:
-    with pytest.raises(WrongTypeError, match=type(given).__name__):
+def test_what_is_no_device_is_named_in_the_error(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         canonical(given)
 
 
@@ -76,52 +68,43 @@ def test_virtual_cpus_share_the_one_cpu() -> None:
         devices.torch_device("/job:worker/task:0/device:TPU:0")
 
 
-@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.usefixtures("gpus")
 def test_a_present_device_is_accepted_and_an_absent_one_is_not() -> None:
     assert require_present("GPU:1") == "cuda:1"
     with pytest.raises(DeviceError, match=r"'cuda:2' is not on this machine, which has cuda:0, cuda:1, cpu"):
         require_present("cuda:2")
-
-
-def test_a_kind_without_a_runtime_is_absent() -> None:
     with pytest.raises(DeviceError, match="not on this machine"):
         require_present("meta")
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_the_default_is_every_gpu() -> None:
-    assert resolve_compute_devices(None) == ("cuda:0", "cuda:1")
-
-
-@pytest.mark.usefixtures("no_gpus")
-def test_the_default_without_gpus_is_the_cpu() -> None:
-    assert resolve_compute_devices(None) == ("cpu:0",)
-
-
-def test_a_list_becomes_canonical_names_in_its_order() -> None:
-    assert resolve_compute_devices(["/device:CPU:1", torch.device("cpu"), "cpu:5"]) == ("cpu:1", "cpu:0", "cpu:5")
+@pytest.mark.parametrize(
+    ("gpus", "given", "chosen"),
+    [
+        (2, None, ("cuda:0", "cuda:1")),
+        (0, None, ("cpu:0",)),
+        (0, ["/device:CPU:1", torch.device("cpu"), "cpu:5"], ("cpu:1", "cpu:0", "cpu:5")),
+    ],
+    indirect=["gpus"],
+)
+def test_what_is_computed_on(gpus: int, given: Any, chosen: tuple[str, ...]) -> None:
+    assert resolve_compute_devices(given) == chosen
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "error", "message"),
     [
-        ([], "is empty"),
-        ("cpu:0", r"compute_devices=\['cpu:0'\]"),
-        (["cpu", "CPU:0"], "cpu:0 more than once"),
-        (["cpu:0", "nonsense"], "'nonsense'"),
-        (["cuda:99"], "'cuda:99' is not on this machine"),
+        ([], DeviceError, "is empty"),
+        ("cpu:0", DeviceError, r"compute_devices=\['cpu:0'\]"),
+        (["cpu", "CPU:0"], DeviceError, "cpu:0 more than once"),
+        (["cpu:0", "nonsense"], DeviceError, "'nonsense'"),
+        (["cuda:99"], DeviceError, "'cuda:99' is not on this machine"),
+        *((given, WrongTypeError, "device") for given in (2, torch.device("cpu"), {"cpu:0"}, [0])),
     ],
 )
-@pytest.mark.usefixtures("no_gpus")
-def test_lists_that_cannot_be_computed_on(given: Any, message: str) -> None:
-    with pytest.raises(DeviceError, match=message):
+@pytest.mark.usefixtures("gpus")
+def test_lists_that_cannot_be_computed_on(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         resolve_compute_devices(given, argument="compute_devices")
-
-
-@pytest.mark.parametrize("given", [2, torch.device("cpu"), {"cpu:0"}, [0]])
-def test_lists_of_the_wrong_type(given: Any) -> None:
-    with pytest.raises(WrongTypeError):
-        resolve_compute_devices(given)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +115,15 @@ def test_lists_of_the_wrong_type(given: Any) -> None:
         (None, ("cpu:0", "cpu:1"), "cpu:0"),
         ("CPU:2", ("cpu:0", "cpu:1"), "cpu:2"),
         ("GPU:1", ("cpu:0",), "cuda:1"),
+        ("", ("cpu:0",), DeviceError),
+        ("cuda:2", ("cpu:0",), DeviceError),
+        (3, ("cpu:0",), WrongTypeError),
     ],
 )
-@pytest.mark.usefixtures("two_gpus")
-def test_where_central_storage_keeps_variables(given: Any, compute_devices: tuple[str, ...], chosen: str) -> None:
-    assert resolve_parameter_device(given, compute_devices) == chosen
-
-
-@pytest.mark.parametrize(("given", "error"), [("", DeviceError), ("cuda:2", DeviceError), (3, WrongTypeError)])
-@pytest.mark.usefixtures("two_gpus")
-def test_a_bad_parameter_device_is_refused(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        resolve_parameter_device(given, ("cpu:0",))
+@pytest.mark.usefixtures("gpus")
+def test_where_central_storage_keeps_variables(given: Any, compute_devices: tuple[str, ...], chosen: Any) -> None:
+    if isinstance(chosen, str):
+        assert resolve_parameter_device(given, compute_devices) == chosen
+    else:
+        with pytest.raises(chosen):
+            resolve_parameter_device(given, compute_devices)

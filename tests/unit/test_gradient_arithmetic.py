@@ -10,21 +10,17 @@ from tests.unit.in_process_strategies import opened
 from torchstrat import gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("factors", [(0.5, 0.5), (0.25, 0.75)])
-def test_a_mean_in_half_precision_exists_where_the_sum_does_not(dtype, factors):
-    columns = [[torch.full((3,), 40_000.0, dtype=dtype)] for _ in factors]
-    gradients.combine_in_place(columns, factors)
-    assert all(torch.equal(column[0], torch.full((3,), 40_000.0, dtype=dtype)) for column in columns)
-
-
-def test_half_precision_beside_others_in_a_step():
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
+def test_a_mean_in_half_precision_exists_where_the_sum_does_not(sizes):
+    """In a step with single precision beside it, and with weights of the replicas."""
     with opened("mirrored x2") as strategy:
         with strategy.scope():
             half, single = (torch.zeros(2, dtype=dtype) for dtype in (torch.float16, torch.float32))
             model = torch.nn.ParameterDict({"sixteen": half, "thirty_two": single})
 
         def step():
+            context = ts.get_replica_context()
+            context.set_weight(sizes[context.replica_id_in_sync_group])
             ((model["sixteen"] * 40_000.0).sum() + (model["thirty_two"] * 3.0).sum()).backward()
 
         strategy.run(step)

@@ -9,35 +9,6 @@ from torch import nn
 import torchstrat as ts
 from tests.unit.in_process_strategies import opened
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.replicas.hooked_gradients import HookTurns
-
-
-def meet(*places: int | None, turns: HookTurns | None = None) -> int:
-    there = {replica: place for replica, place in enumerate(places) if place is not None}
-    return (turns or HookTurns()).next(there, range(len(places)), lambda: range(9))
-
-
-@pytest.mark.parametrize(
-    ("places", "chosen"),
-    [((3, 3), 3), ((3, None), 3), ((None, 3), 3), ((3, 5), 5), ((5, 3), 5), ((2, None, 4), 4)],
-)
-def test_the_gradient_that_is_ready_first_is_combined_first(places, chosen):
-    assert meet(*places) == chosen
-
-
-def test_a_replica_that_comes_late_is_noticed():
-    turns = HookTurns()
-    assert meet(5, 3, turns=turns) == 5
-    assert meet(3, 3, turns=turns) == 3
-    with pytest.raises(ReplicaDivergenceError, match="replica 1 comes in its backward pass"):
-        meet(4, 5, turns=turns)
-
-
-def test_what_one_pass_has_missed_the_next_one_may_have():
-    turns = HookTurns()
-    assert meet(5, None, turns=turns) == 5
-    assert turns.end() == [(5, 0, [1])]
-    assert meet(None, 5, turns=turns) == 5
 
 
 @pytest.mark.parametrize("name", ["mirrored x2", "mirrored x3", "central x2", "apart x2"])
@@ -69,3 +40,36 @@ def test_replicas_that_use_other_layers(name, kind):
             top = 1.0 if kind == "clamp" else 6.0
             assert torch.allclose(layers[index].weight.grad, torch.full((1, 2), min(top, 6.0 / count)))
         assert seen[0] == [12.0] * count
+
+
+def test_a_replica_that_comes_late_is_noticed():
+    """The gradient that is ready first is combined first; a replica that has another order has missed it."""
+    with opened("mirrored x2") as strategy:
+        with strategy.scope():
+            layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])
+            for layer in layers:
+                layer.weight.register_hook(lambda g: g * 1)
+
+        def step():
+            first = ts.get_replica_context().replica_id_in_sync_group
+            layers[1 - first](layers[first](torch.ones(1, 2))).sum().backward()
+
+        with pytest.raises(ReplicaDivergenceError, match="replica 1 comes in its backward pass"):
+            strategy.run(step)
+
+
+def test_what_one_pass_has_missed_the_next_one_may_have():
+    seen: list[float] = []
+    with opened("mirrored x2") as strategy:
+        with strategy.scope():
+            common, other = (nn.Linear(2, 1, bias=False) for _ in range(2))
+            other.weight.register_hook(lambda g: seen.append(float(g.sum())))
+
+        def step(who):
+            x = torch.ones(1, 2)
+            is_who = ts.get_replica_context().replica_id_in_sync_group == who
+            (common(x) + other(3 * x) if is_who else common(x)).sum().backward()
+
+        for who in (0, 1):
+            strategy.run(step, args=(who,))
+    assert seen == [3.0, 3.0]

@@ -42,30 +42,23 @@ def test_optimizer_state_is_what_a_step_allocates(optimizer_type, options):
     assert expected == allocated == optimizer_state_bytes(optimizer)
 
 
-def test_copies_are_counted_where_they_live(closing):
+@pytest.mark.parametrize(
+    ("make", "on_devices", "on_host"),
+    [
+        (lambda: ts.OneDeviceStrategy("cpu:0"), {"cpu:0": 3}, 3),
+        (lambda: ts.MirroredStrategy(["cpu:0", "cpu:1"]), {"cpu:0": 3, "cpu:1": 2}, 5),
+        (lambda: ts.CentralStorageStrategy(["cpu:0", "cpu:1"]), None, 5),
+    ],
+)
+def test_copies_are_counted_where_they_live(make, on_devices, on_host):
+    """In the bytes of the weights: gradients are as many, and momentum."""
     model = nn.Linear(1000, 1000, bias=False, device="meta")
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    weights = 4_000_000
-    one = closing(ts.OneDeviceStrategy("cpu:0")).extended.estimate(model, optimizer)
-    assert one.per_device_bytes == {"cpu:0": 3 * weights}
-    two = closing(ts.MirroredStrategy(["cpu:0", "cpu:1"])).extended.estimate(model, optimizer)
-    assert two.per_device_bytes == {"cpu:0": 3 * weights, "cpu:1": 2 * weights}
-    central = closing(ts.CentralStorageStrategy(["cpu:0", "cpu:1"])).extended.estimate(model, optimizer)
-    assert central.host_bytes == 5 * weights
-    assert "host: 19.1 MiB" in str(central)
-
-
-@pytest.fixture
-def closing():
-    strategies = []
-
-    def keep(strategy):
-        strategies.append(strategy)
-        return strategy
-
-    yield keep
-    for strategy in strategies:
-        strategy.close()
+    strategy = make()
+    found = strategy.extended.estimate(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+    strategy.close()
+    assert on_devices is None or found.per_device_bytes == {at: 4_000_000 * count for at, count in on_devices.items()}
+    assert found.host_bytes == 4_000_000 * on_host
+    assert on_devices is not None or "host: 19.1 MiB" in str(found)
 
 
 def test_an_estimate_steps_nothing_of_the_users():

@@ -35,6 +35,20 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[ts.Strategy]:
     made.close()
 
 
+@pytest.fixture
+def in_mirrored() -> Iterator[ts.Strategy]:
+    made = mirrored()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def in_central() -> Iterator[ts.Strategy]:
+    made = central()
+    yield made
+    made.close()
+
+
 def variable(strategy: ts.Strategy, initial: Any = 10.0, **arguments: Any) -> ts.Variable:
     with strategy.scope():
         return ts.Variable(initial, **arguments)
@@ -47,7 +61,11 @@ def number() -> torch.Tensor:
     return torch.tensor(context.replica_id_in_sync_group + 1.0)
 
 
-# -- creation -------------------------------------------------------------------------------------------------------
+def copies(strategy: ts.Strategy, variable: ts.Variable) -> list[Any]:
+    return [one.tolist() for one in strategy.local_results(variable)]
+
+
+# -- creation ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -78,19 +96,16 @@ def test_the_initial_tensor_is_not_shared() -> None:
     assert made.numpy().tolist() == [1, 2]
 
 
-def test_components_live_where_the_strategy_puts_them() -> None:
-    in_central, in_mirrored = central(), mirrored()
+def test_components_live_where_the_strategy_puts_them(in_central: ts.Strategy, in_mirrored: ts.Strategy) -> None:
     one, two = variable(in_central), variable(in_mirrored)
     assert in_central.local_results(one) == (one,)
     assert in_central.extended.device_of(one) == "cpu:7"
     components = in_mirrored.local_results(two)
     assert [in_mirrored.extended.device_of(component) for component in components] == ["cpu:0", "cpu:1"]
     components[1].assign(3.0)
-    assert [float(component) for component in components] == [10, 3]
+    assert copies(in_mirrored, two) == [10, 3]
     assert repr(one) == ("<Variable 'Variable' shape=(), dtype=torch.float32, aggregation=NONE on cpu:7: tensor(10.)>")
     assert repr(two).endswith("on cpu:0, cpu:1: {0: tensor(10.), 1: tensor(3.)}>")
-    in_central.close()
-    in_mirrored.close()
 
 
 def test_created_in_a_replica_it_is_one_variable(strategy: ts.Strategy) -> None:
@@ -127,19 +142,19 @@ def test_wrong_arguments(
         variable(strategy, **arguments)
 
 
-def test_kinds_that_only_mirrored_variables_refuse() -> None:
-    for refused in ({"synchronization": ts.VariableSynchronization.NONE}, {"initial": 1, "aggregation": MEAN}):
-        for replicas in (1, 2):
-            strategy = mirrored(replicas)
-            with pytest.raises(ValueError, match="mirrored"):
-                variable(strategy, **refused)
-            strategy.close()
-        in_central = central()
-        variable(in_central, **refused)
-        in_central.close()
+@pytest.mark.parametrize(
+    "refused", [{"synchronization": ts.VariableSynchronization.NONE}, {"initial": 1, "aggregation": MEAN}]
+)
+def test_kinds_that_only_mirrored_variables_refuse(
+    in_mirrored: ts.Strategy, in_central: ts.Strategy, refused: dict[str, Any]
+) -> None:
+    for strategy in (in_mirrored, mirrored(1)):
+        with pytest.raises(ValueError, match="mirrored"):
+            variable(strategy, **refused)
+    variable(in_central, **refused)
 
 
-# -- reading --------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def test_reads_like_a_tensor() -> None:
@@ -200,52 +215,41 @@ def test_an_assignment_in_inference_mode_can_be_followed_by_another() -> None:
     assert v == 3
 
 
-def test_copies_and_pickles() -> None:
-    strategy = mirrored()
-    v = variable(strategy, 1.0, aggregation=SUM)
+def test_copies_and_pickles(in_mirrored: ts.Strategy) -> None:
+    v = variable(in_mirrored, 1.0, aggregation=SUM)
     twin = copy.deepcopy({"v": v})["v"]
-    strategy.run(lambda: twin.assign_add(number()))
+    in_mirrored.run(lambda: twin.assign_add(number()))
     assert (float(v), float(twin)) == (1, 4)
     file = io.BytesIO()
     torch.save({"v": v}, file)
     file.seek(0)
     assert torch.load(file)["v"] == torch.tensor(1.0)
-    strategy.close()
 
 
-# -- assigning ------------------------------------------------------------------------------------------------------
+# -- assigning: what comes of each method, aggregation and strategy is recorded in tests/conformance ------------------
 
 
-@pytest.mark.parametrize(("aggregation", "total"), [(SUM, 3.0), (MEAN, 1.5), (FIRST, 1.0)])
-@pytest.mark.parametrize(("method", "expected"), [("assign", 0), ("assign_add", 10), ("assign_sub", 10)])
-def test_replicas_assign_once(
-    strategy: ts.Strategy, aggregation: ts.VariableAggregation, total: float, method: str, expected: float
-) -> None:
-    v = variable(strategy, aggregation=aggregation)
-    sign = -1 if method == "assign_sub" else 1
-
-    def step() -> tuple[Any, torch.Tensor]:
-        return getattr(v, method)(number()), v.read_value()
-
-    returned, seen = strategy.run(step)
-    assert float(v) == expected + sign * total
-    assert [float(one) for one in strategy.local_results(seen)] == [float(v)] * 2
-    assert [float(one) for one in strategy.local_results(v)] == [float(v)] * len(strategy.local_results(v))
+def test_replicas_assign_once_and_see_it_at_once(strategy: ts.Strategy) -> None:
+    v = variable(strategy, aggregation=SUM)
+    returned, seen = strategy.run(lambda: (v.assign_sub(number()), v.read_value()))
+    assert [float(one) for one in strategy.local_results(seen)] == [7, 7]
+    assert copies(strategy, v) == [7] * len(strategy.local_results(v))
     is_central = isinstance(strategy, ts.CentralStorageStrategy)
     assert (returned is v) if is_central else (returned.values == strategy.local_results(v))
 
 
-def test_aggregation_none_keeps_own_copies_or_is_an_error() -> None:
-    one, two = mirrored(), central()
-    v = variable(one)
-    one.run(lambda: v.assign(number()))
-    assert [float(component) for component in one.local_results(v)] == [1, 2]
-    shared = variable(two)
-    with pytest.raises(ValueError, match="2 replicas would each assign to the one copy"):
-        two.run(lambda: shared.assign(number()))
-    assert shared == 10
-    one.close()
-    two.close()
+@pytest.mark.parametrize(
+    ("initial", "aggregation", "message"),
+    [(10.0, NONE, "2 replicas would each assign to the one copy"), (10, MEAN, "a mean of integers is none")],
+)
+def test_what_the_one_copy_refuses(in_central: ts.Strategy, initial: Any, aggregation: Any, message: str) -> None:
+    v = variable(in_central, initial, aggregation=aggregation)
+    with pytest.raises(ValueError, match=message):
+        in_central.run(lambda: v.assign(number().to(v.dtype)))
+    assert v == 10
+    if aggregation is MEAN:
+        in_central.run(lambda: v.assign(5))  # one value: nothing to average
+        assert v == 5
 
 
 @pytest.mark.parametrize("value", [2.0, [2.0], torch.tensor([2.0]), np.array([2.0])])
@@ -258,48 +262,29 @@ def test_one_value_for_all_replicas(strategy: ts.Strategy, value: Any) -> None:
     with pytest.raises(ValueError, match="adding up a value that is the same everywhere is ambiguous"):
         strategy.run(lambda: v.assign_add(value))
     assert v.tolist() == [1]
-
-
-def test_python_numbers_that_differ(strategy: ts.Strategy) -> None:
     v = variable(strategy, 0.0, aggregation=MEAN)
     strategy.run(lambda: v.assign(float(number())))
-    assert v == 1.5
-
-
-def test_a_mean_of_integers_is_an_error() -> None:
-    strategy = central()
-    v = variable(strategy, 1, aggregation=MEAN)
-    with pytest.raises(ValueError, match="a mean of integers is none"):
-        strategy.run(lambda: v.assign(number().long()))
-    strategy.run(lambda: v.assign(5))  # one value: nothing to average
-    assert v == 5
-    strategy.close()
+    assert v == 1.5, "Python numbers that differ"
 
 
 def test_outside_of_run_values_are_applied_as_they_are(strategy: ts.Strategy) -> None:
     v = variable(strategy, aggregation=SUM)
     assert v.assign(7.0) is v
-    with strategy.scope():
-        v.assign_add(1.0)
     strategy.run(lambda: ts.get_replica_context().merge_call(lambda _: v.assign_sub(2.0)))  # type: ignore[union-attr]
-    assert [float(one) for one in strategy.local_results(v)] == [6.0] * len(strategy.local_results(v))
+    assert copies(strategy, v) == [5.0] * len(strategy.local_results(v))
     v.assign(ts.PerReplica([torch.tensor(1.0), torch.tensor(2.0)]))
-    own = [1.0] if isinstance(strategy, ts.CentralStorageStrategy) else [1.0, 2.0]
-    assert [float(one) for one in strategy.local_results(v)] == own
+    assert copies(strategy, v) == ([1.0] if isinstance(strategy, ts.CentralStorageStrategy) else [1.0, 2.0])
 
 
-def test_scatter_add(strategy: ts.Strategy) -> None:
+def test_scatter_add_adds_up_what_is_for_one_row(strategy: ts.Strategy) -> None:
     table = variable(strategy, torch.zeros(3, 2), aggregation=SUM)
 
     def step() -> None:
         row = int(number())
-        delta = torch.sparse_coo_tensor([[row, row]], torch.ones(2, 2), (3, 2), check_invariants=True)
-        table.scatter_add(delta)
+        table.scatter_add(torch.sparse_coo_tensor([[row, row]], torch.ones(2, 2), (3, 2), check_invariants=True))
 
     strategy.run(step)
     assert table.tolist() == [[0, 0], [2, 2], [2, 2]]
-    with pytest.raises(TypeError, match="sparse COO"):
-        table.scatter_add(torch.ones(3, 2))
 
 
 @pytest.mark.parametrize(
@@ -312,6 +297,7 @@ def test_scatter_add(strategy: ts.Strategy) -> None:
         ("assign", [1j, 2j], TypeError, "cannot hold"),
         ("assign", None, TypeError, "got NoneType"),
         ("assign_add", torch.ones(2).to_sparse(), TypeError, "Use scatter_add"),
+        ("scatter_add", torch.ones(2), TypeError, "sparse COO"),
     ],
 )
 def test_wrong_values(strategy: ts.Strategy, method: str, value: Any, error: type[Exception], message: str) -> None:
@@ -320,7 +306,7 @@ def test_wrong_values(strategy: ts.Strategy, method: str, value: Any, error: typ
         getattr(v, method)(value)
     with pytest.raises(error, match=message):
         strategy.run(lambda: getattr(v, method)(value))
-    assert all(one.tolist() == [1, 2] for one in strategy.local_results(v))
+    assert copies(strategy, v) == [[1, 2]] * len(strategy.local_results(v))
 
 
 def test_a_declared_shape_with_unknown_sizes() -> None:
@@ -363,52 +349,42 @@ def test_with_one_replica_any_aggregation_is_a_plain_assignment() -> None:
 
 
 @pytest.mark.parametrize(("aggregation", "combined"), [(SUM, 5.0), (MEAN, 2.5), (FIRST, 2.0)])
-def test_on_read(aggregation: ts.VariableAggregation, combined: float) -> None:
-    strategy = mirrored()
-    v = variable(strategy, 1.0, aggregation=aggregation, synchronization=ON_READ)
-
-    def step() -> torch.Tensor:
-        v.assign_add(number())
-        return v + 0
-
-    assert [float(one) for one in strategy.run(step).values] == [2, 3]
-    assert float(v) == float(v.read_value()) == combined
+def test_on_read(in_mirrored: ts.Strategy, aggregation: ts.VariableAggregation, combined: float) -> None:
+    v = variable(in_mirrored, 1.0, aggregation=aggregation, synchronization=ON_READ)
+    in_mirrored.run(lambda: v.assign_add(number()))
+    assert (copies(in_mirrored, v), float(v)) == ([2, 3], combined)
     v.assign(8.0)
     assert float(v) == 8
-    strategy.close()
 
 
-def test_on_read_that_has_no_single_value() -> None:
-    strategy = mirrored()
-    v = variable(strategy, synchronization=ON_READ)
+def test_on_read_that_has_no_single_value(in_mirrored: ts.Strategy) -> None:
+    v = variable(in_mirrored, synchronization=ON_READ)
     with pytest.raises(ValueError, match="has no single value"):
         v.read_value()
     assert "{0: tensor(10.), 1: tensor(10.)}" in repr(v)
-    total = variable(strategy, aggregation=SUM, synchronization=ON_READ)
+    total = variable(in_mirrored, aggregation=SUM, synchronization=ON_READ)
     with pytest.raises(ValueError, match="its components add up"):
         total.assign_add(1.0)
-    strategy.close()
 
 
 # -- with the rest of a strategy ------------------------------------------------------------------------------------
 
 
-def test_reduce_and_gather_of_variables() -> None:
-    in_central, in_mirrored = central(), mirrored()
-    one, two = variable(in_central, [3.0]), variable(in_mirrored, [3.0])
-    for strategy, v in ((in_central, one), (in_mirrored, two)):
-        assert strategy.reduce("mean", v) is v
-        with pytest.raises(ValueError, match="same for all"):
-            strategy.reduce("sum", v)
-        assert strategy.reduce("sum", v, axis=0) == 6
-    assert in_mirrored.gather(two, axis=0).tolist() == [3, 3]
-    assert in_central.gather(one, axis=0).tolist() == [3]
+def test_reduce_and_gather_of_variables(strategy: ts.Strategy) -> None:
+    v = variable(strategy, [3.0])
+    assert strategy.reduce("mean", v) is v
+    with pytest.raises(ValueError, match="same for all"):
+        strategy.reduce("sum", v)
+    assert strategy.reduce("sum", v, axis=0) == 6
+    assert strategy.gather(v, axis=0).tolist() == [3] * len(strategy.local_results(v))
+
+
+def test_reduce_of_components_that_differ(in_mirrored: ts.Strategy) -> None:
     on_read = variable(in_mirrored, 3.0, aggregation=SUM, synchronization=ON_READ)
     assert in_mirrored.reduce("sum", on_read) == 6
-    returned = in_mirrored.run(lambda: two.assign(number().reshape(1)))
+    v = variable(in_mirrored, [3.0])
+    returned = in_mirrored.run(lambda: v.assign(number().reshape(1)))
     assert in_mirrored.reduce("sum", returned).tolist() == [3]
-    in_central.close()
-    in_mirrored.close()
 
 
 def test_a_step_that_uses_a_variable_is_not_warned_about(strategy: ts.Strategy) -> None:

@@ -9,9 +9,25 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.unit.data_ranks import WordsPlace
 from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
 from torchstrat.collectives.words import Words
+
+
+class WordsPlace:
+    """Where nobody waits for words in vain."""
+
+    def __init__(self, store: Any, ended: Callable[[], list[int]] = list) -> None:
+        self._store, self.ended = store, ended
+
+    def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        return call(self._store)
+
+    def told(self) -> None: ...
+
+    def look(self) -> None: ...
+
+    def wait(self, listen: Callable[[], dict[int, str]]) -> dict[int, str]:
+        return listen()
 
 
 def words(size: int, seconds: float = 60.0, ended: Callable[[], list[int]] = list) -> tuple[Any, list[Words]]:
@@ -40,20 +56,15 @@ def test_all_are_heard_whoever_comes_last_and_nothing_stays() -> None:
     assert not any(store.check([name]) for name in ("0", "1", "2", "read"))
 
 
-def test_who_has_ended_without_a_word_is_not_waited_for() -> None:
-    _, ranks = words(2, ended=lambda: [1])
-    ranks[0].tell("")
+@pytest.mark.parametrize(
+    ("settings", "teller", "ended", "late"), [({"ended": lambda: [1]}, 0, (1,), ()), ({"seconds": 0.0}, 1, (), (0,))]
+)
+def test_who_has_ended_without_a_word_or_does_not_come_in_time_is_named(settings, teller, ended, late) -> None:
+    _, ranks = words(2, **settings)
+    ranks[teller].tell("here")
     with pytest.raises(PeersMissingError) as missing:
         ranks[0].of_all()
-    assert missing.value.ended == (1,)
-
-
-def test_who_does_not_come_in_time_is_named() -> None:
-    _, ranks = words(2, seconds=0.0)
-    ranks[1].tell("here")
-    with pytest.raises(PeersMissingError) as missing:
-        ranks[0].of_all()
-    assert missing.value.late == (0,)
+    assert (missing.value.ended, missing.value.late) == (ended, late)
 
 
 def test_a_store_that_does_not_answer_for_a_while_is_asked_again() -> None:
