@@ -53,7 +53,7 @@ def assignments(kind: str) -> dict[str, Any]:
             rows = rank() + 1  # unequal
             indices = torch.stack([torch.arange(rows), torch.zeros(rows, dtype=torch.int64)])
             table.scatter_add(torch.sparse_coo_tensor(indices, torch.ones(rows), (3, 1), check_invariants=True))
-            count.assign(7)
+            count.assign(7 + rank())
             return variables[SUM].read_value()
 
         found["in run"] = strategy.local_results(strategy.run(step))[0]

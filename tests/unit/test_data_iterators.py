@@ -247,26 +247,20 @@ SINGLE = layout_in_process(1, per_replica_input="refused")
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("dataset", "layout", "options", "error", "message"),
     [
-        (lambda: distribute_from_function(lambda context: [1, 2, 3]), TypeError, "a list of int is no dataset"),
-        (
-            lambda: distribute_from_function(lambda context: [torch.zeros(1)], place_dataset_on_device=True),
-            ValueError,
-            "PER_REPLICA",
-        ),
-        (
-            lambda: distribute_from_function(lambda _: [torch.arange(2)], SINGLE, replication_mode=PER_REPLICA),
-            UnsupportedError,
-            "with a single replica",
-        ),
-        (
-            lambda: distribute([torch.arange(2)], replication_mode=PER_REPLICA),
-            UnsupportedError,
-            "for one dataset that is split",
-        ),
+        ([1, 2, 3], 2, {}, TypeError, "a list of int is no dataset"),
+        ([torch.zeros(1)], 2, {"place_dataset_on_device": True}, ValueError, "PER_REPLICA"),
+        ([torch.zeros(1)], SINGLE, {"replication_mode": PER_REPLICA}, UnsupportedError, "with a single replica"),
     ],
 )
-def test_functions_and_options_that_do_not_fit(call: Any, error: type[Exception], message: str) -> None:
+def test_functions_and_options_that_do_not_fit(
+    dataset: Any, layout: Any, options: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        call()
+        distribute_from_function(lambda context: dataset, layout, **options)
+
+
+def test_one_dataset_has_no_pipeline_for_each_replica() -> None:
+    with pytest.raises(UnsupportedError, match="for one dataset that is split"):
+        distribute([torch.arange(2)], replication_mode=PER_REPLICA)

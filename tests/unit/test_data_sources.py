@@ -297,7 +297,6 @@ def test_asking_for_the_spec_draws_nothing() -> None:
         (lambda rows: rows.take(3), [0, 1, 2], 3),
         (lambda rows: rows.repeat(2).batch(4), [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]], 3),
         (lambda rows: rows.shard(2, 1), [1, 3], 2),
-        (lambda rows: rows.map(lambda row: row * 2), [0, 2, 4, 6, 8], 5),
         (lambda rows: rows.batch(2).unbatch().batch(3), [[0, 1, 2], [3, 4]], -2),
         (lambda rows: rows.batch(4).rebatch([1, 2]), [[0], [1, 2], [3], [4]], -2),
         (lambda rows: rows.repeat().take(7).batch(7), [[0, 1, 2, 3, 4, 0, 1]], 1),

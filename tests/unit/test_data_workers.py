@@ -1,10 +1,12 @@
-"""Several processes' input, with a thread and an in-memory communicator for each rank."""
+"""Several processes' input, with a thread and an in-memory communicator for each rank.
+
+What each rank gets under each policy, of numbers and of files, is recorded in tests/conformance.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,10 +154,8 @@ def test_iterables_are_read_in_full_and_compared_once(as_batches: bool, caplog: 
 
 def test_off_gives_every_rank_everything_in_rotated_sizes() -> None:
     results, _ = read([torch.arange(4), torch.arange(4, 8)], 3, auto_shard_policy="OFF")
-    assert [parts for parts, _ in results[0]] == [[[0, 1]], [[2]], [[3]], [[4, 5]], [[6]], [[7]]]
-    assert [parts for parts, _ in results[1]] == [[[0]], [[1]], [[2, 3]], [[4]], [[5]], [[6, 7]]]
-    assert [parts for parts, _ in results[2]] == [[[0]], [[1, 2]], [[3]], [[4]], [[5, 6]], [[7]]]
-    assert [rows for _, rows in results[1]] == [(2, 1, 1), (1, 1, 2), (1, 2, 1)] * 2
+    assert by_rank(results) == [list(range(8))] * 3
+    assert [[rows for _, rows in steps] for steps in results] == [[(2, 1, 1), (1, 1, 2), (1, 2, 1)] * 2] * 3
 
 
 def test_what_is_sharded_already_is_left_alone_under_off() -> None:
@@ -170,25 +170,6 @@ def test_data_that_ends_earlier_on_some_ranks() -> None:
     assert found[0] == list(zip([[[0, 0]], [[]], [[]]], rows, strict=True))
     assert found[1] == list(zip([[[10, 10]], [[11, 11]], [[12, 12]]], rows, strict=True))
     assert found[2] == list(zip([[[]]] * 3, rows, strict=True))
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    paths = [tmp_path / f"{index}.txt" for index in range(4)]
-    for index, path in enumerate(paths):
-        path.write_text("".join(f"f{index}-{line}\n" for line in range(3)), encoding="utf-8")
-    return paths
-
-
-@pytest.mark.parametrize("as_loader", [False, True])
-def test_files_are_shared_and_cut_to_rotated_sizes(files: list[Path], as_loader: bool) -> None:
-    lines = data.TextLineDataset(files)
-    results, _ = read(DataLoader(lines, batch_size=2) if as_loader else lines.batch(2), 3)
-    assert [[parts[0] for parts, _ in steps] for steps in results] == [
-        [["f0-0"], ["f0-1"], [], ["f0-2"], ["f3-0"], [], ["f3-1"], ["f3-2"], []],
-        [["f1-0"], [], ["f1-1"], ["f1-2"], [], [], [], [], []],
-        [[], ["f2-0"], ["f2-1"], [], ["f2-2"], [], [], [], []],
-    ]
 
 
 class Shards(Numbers):
@@ -263,16 +244,6 @@ def test_a_sampler_of_the_whole_does_not_go_with_a_hint(order: dict[str, Any]) -
     for found in read(DataLoader(Shards(EIGHT), **order), 2, auto_shard_policy="HINT")[0]:
         assert isinstance(found, UnsupportedError)
         assert "indices of the whole" in str(found)
-
-
-def test_the_file_policy_needs_enough_files(files: list[Path]) -> None:
-    for dataset, message in (
-        ([torch.arange(4)], "needs a dataset that reads files"),
-        (data.TextLineDataset(files[:1]).batch(2), "1 file(s) cannot be shared by 2 processes"),
-    ):
-        for error in read(dataset, 2, auto_shard_policy="FILE")[0]:
-            assert isinstance(error, InvalidArgumentError)
-            assert message in str(error)
 
 
 def broken() -> Iterator[torch.Tensor]:

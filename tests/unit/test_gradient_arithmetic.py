@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
 import torchstrat as ts
-from tests.unit.in_process_strategies import opened
 from torchstrat import gradients
+
+CPUS = ["cpu:0", "cpu:1"]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
 def test_a_mean_in_half_precision_exists_where_the_sum_does_not(sizes):
     """In a step with single precision beside it, and with weights of the replicas."""
-    with opened("mirrored x2") as strategy:
+    with closing(ts.MirroredStrategy(CPUS)) as strategy:
         with strategy.scope():
             half, single = (torch.zeros(2, dtype=dtype) for dtype in (torch.float16, torch.float32))
             model = torch.nn.ParameterDict({"sixteen": half, "thirty_two": single})
@@ -47,7 +50,7 @@ def test_shared_memory(tensors, shared):
 
 @pytest.mark.parametrize("call", ["all_gather", "all_reduce"])
 def test_a_replica_of_weight_0_sends_no_nan_back(call):
-    with opened("mirrored x2") as strategy:
+    with closing(ts.MirroredStrategy(CPUS)) as strategy:
         with strategy.scope():
             model = torch.nn.ParameterDict({"scale": torch.ones(2)})
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from torchstrat.errors import (
     InvalidArgumentError,
     LedgerError,
     NotSendableError,
-    ParameterServerUnavailable,
     WrongTypeError,
 )
 from torchstrat.testing.fake_cluster import FakeCluster
@@ -553,6 +551,8 @@ def test_a_resumed_epoch_hands_out_exactly_the_rest(cluster: FakeCluster, tmp_pa
 
 def test_a_position_is_plain_data(coordinator: ts.ClusterCoordinator) -> None:
     leased = coordinator.create_leased_dataset(Rows, 8, shuffle=True, seed=9)
+    assert repr(leased) == "<the leased dataset Rows: 100 rows, epoch 0>"
+    assert (type(leased), leased.batch_size, len(leased)) == (LeasedDataset, 8, 13)
     assert leased.state_dict() == {
         "epoch": 0,
         "seed": 9,
@@ -572,16 +572,6 @@ def test_a_position_is_plain_data(coordinator: ts.ClusterCoordinator) -> None:
     other.load_state_dict(state)
     assert other.epoch == 1, "the epoch is over"
     assert [lease.epoch for lease in itertools.islice(other, 1)] == [1]
-
-
-def test_an_order_of_the_users_is_drawn_again(cluster: FakeCluster) -> None:
-    program = CountedRows(cluster, shuffle=lambda epoch: reversed(range(ROWS)))
-    program.half()
-    state = program.leased.state_dict()
-    assert state["finished"] == [(0, 16), (24, 40)]
-    again = program.coordinator.create_leased_dataset(Rows, 100, shuffle=lambda epoch: reversed(range(ROWS)))
-    again.load_state_dict(state)
-    assert rows_of(again) == [*range(83, 75, -1), *range(59, -1, -1)]
 
 
 @pytest.mark.parametrize(
@@ -616,6 +606,7 @@ def test_the_position_does_not_change_under_functions(cluster: FakeCluster) -> N
 def test_leases_from_before_a_restore_are_void(cluster: FakeCluster, tmp_path: Path) -> None:
     program = CountedRows(cluster)
     program.half()
+    assert program.leased.state_dict()["finished"] == [(0, 16), (24, 40)]
     program.checkpoint.save(tmp_path / "checkpoint")
     held, *others = program.leased
     program.train(others)
@@ -662,25 +653,6 @@ def test_what_a_failed_job_had_queued_does_not_count_in_the_restored_one(cluster
     program.check()
 
 
-def test_a_lost_server_and_a_checkpoint(cluster: FakeCluster, tmp_path: Path) -> None:
-    program = CountedRows(cluster)
-    program.half()
-    program.checkpoint.save(tmp_path / "checkpoint")
-    gate, _, queued = program.queue("server")
-    cluster.kill_server(1)
-    assert isinstance(error_of(queued[-1]), CancelledByServerLossError)
-    gate.set()
-    with pytest.raises(ParameterServerUnavailable):
-        program.join()
-    *in_the_workers_batches, another, _ = (type(error_of(value)) for value in queued)
-    assert set(in_the_workers_batches) <= {type(None), CancelledByServerLossError}
-    assert another is CancelledByServerLossError
-    cluster.start_server(1)
-    program.checkpoint.restore(tmp_path / "checkpoint")
-    program.train()
-    program.check()
-
-
 def test_a_loop_over_leases_lives_through_restores_that_it_does_not_ask_for(
     cluster: FakeCluster, tmp_path: Path
 ) -> None:
@@ -704,11 +676,3 @@ def test_a_loop_over_leases_lives_through_restores_that_it_does_not_ask_for(
         program.check(2)
     assert restored == [5, 20]
     assert cancelled == 2
-
-
-def test_it_says_what_it_is(coordinator: ts.ClusterCoordinator) -> None:
-    leased = coordinator.create_leased_dataset(Rows, 8)
-    assert repr(leased) == "<the leased dataset Rows: 100 rows, epoch 0>"
-    assert isinstance(leased, LeasedDataset)
-    assert leased.batch_size == 8
-    assert Counter(type(lease) for lease in leased) == {Lease: 13}

@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.memory import optimizer_state_bytes
+
+
+def optimizer_state_bytes(optimizer):
+    model = nn.ParameterList(parameter for group in optimizer.param_groups for parameter in group["params"])
+    [holding] = ts.OneDeviceStrategy("cpu:0").extended.estimate(model, optimizer).holdings
+    return holding.optimizer_state_bytes
 
 
 @pytest.mark.parametrize(

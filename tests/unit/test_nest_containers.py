@@ -44,8 +44,12 @@ class Frozen(dict):
 
 
 class Pair(collections.namedtuple("Pair", "first second")):
-    def __new__(cls, both):
-        return super().__new__(cls, both, both)
+    """Its constructor takes one value, and it has an attribute."""
+
+    def __new__(cls, both, scale=2.0):
+        made = super().__new__(cls, both, both)
+        made.scale = scale
+        return made
 
 
 class ReadOnly(Mapping):

@@ -127,6 +127,11 @@ def split(strategy: ts.Strategy, incoming: Any, policy: str) -> tuple[list[Any],
     return parts, [rows for step in steps for rows in step[0].batch_info.rows]
 
 
+def fixed_sizes(rows: int, replicas: int) -> tuple[int, ...]:
+    each, left_over = divmod(rows, replicas)
+    return tuple(each + (replica < left_over) for replica in range(replicas))
+
+
 @examples
 @given(batch=batches(), replicas=st.integers(1, 5), policy=st.sampled_from(["DATA", "OFF"]), again=st.booleans())
 def test_a_distributed_dataset_hands_out_every_row_in_order(
@@ -137,7 +142,7 @@ def test_a_distributed_dataset_hands_out_every_row_in_order(
     parts, rows = split(strategies[replicas], incoming, policy)
     assert [len(part[0]) for part in parts] == rows
     if policy == "OFF":
-        expected = ts.data.batch_sizes_for_worker(count, 1, replicas, 0)
+        expected = fixed_sizes(count, replicas)
     else:
         chunk = -(-count // replicas)
         expected = tuple(max(0, min(chunk, count - chunk * replica)) for replica in range(replicas))
@@ -155,7 +160,7 @@ def test_a_stream_cut_anew_is_the_same_stream(
     incoming = [part for part in split(strategies[pieces], [value], "DATA")[0] if len(part[0])]
     parts, rows = split(strategies[replicas], Batches(incoming, declared), "OFF")
     assert [len(part[0]) for part in parts] == rows
-    sizes = ts.data.batch_sizes_for_worker(declared, 1, replicas, 0)
+    sizes = fixed_sizes(declared, replicas)
     assert all(found <= sizes[number % replicas] for number, found in enumerate(rows))
     assert rejoined(parts) == described(value)
 
@@ -178,6 +183,7 @@ def test_a_pipeline_in_batches_of_other_sizes_keeps_every_row(rows: int, batch: 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 3))
 def test_workers_sizes_add_up_to_the_global_batch_in_every_step(batch: int, workers: int, local: int) -> None:
     cycles = [ts.data.batch_sizes_for_worker(batch, workers, local, worker) for worker in range(workers)]
+    assert cycles[0] == fixed_sizes(batch, workers * local)
     for step in range(0, workers * local, local):
         assert sum(sum(cycle[step : step + local]) for cycle in cycles) == batch
 
