@@ -66,7 +66,7 @@ def test_epochs_with_kills_in_every_phase_and_one_that_goes_on_in_another_cluste
         training.train_until(lambda: len(plan.fired("worker", 1)) == len(kills) + 2, "the kills")
         leases = iter(training.leased)
         with training.coordinator._dispatcher.paused(PATIENCE_SECONDS, "the test"):  # or they end while it schedules
-            values = training.schedule(itertools.islice(leases, 200))
+            values = training.schedule(itertools.islice(leases, 600))
         values[20].get(PATIENCE_SECONDS)
         training.checkpoint.save(tmp_path / "checkpoint")
         assert training.leased.ledger.scheduled > 0, "there was nothing to be saved in the middle of"

@@ -217,50 +217,24 @@ def test_a_loader_is_iterated_as_it_or_its_class_says(by_its_class: bool, monkey
     assert [components(batch) for batch in distribute(loader)] == [[[0, 10], [20, 30]]]
 
 
-# -- functions that make a dataset ------------------------------------------------------------------------------------
+# -- functions that make a dataset, of which more is recorded in tests/conformance ---
 
 
-@pytest.mark.parametrize(
-    ("dataset", "expected"),
-    [
-        (lambda: list(torch.arange(5).split(2)), [([[0, 1], [2, 3]], (2, 2)), ([[4], []], (1, 0))]),
-        (lambda: torch.arange(3), [([0, 1], (1, 1)), ([2, []], (1, 0))]),
-    ],
-    ids=["batches", "unbatched elements"],
-)
-def test_a_function_gives_whole_elements_in_turn(dataset: Any, expected: Any) -> None:
+def test_unbatched_elements_of_a_function_that_are_left_over_are_not_lost() -> None:
     contexts: list[ts.InputContext] = []
-    made = distribute_from_function(lambda context: contexts.append(context) or dataset())
-    assert contexts == [ts.InputContext(1, 0, 2)]
-    assert [(components(batch), batch.batch_info.rows) for batch in made] == expected
+    made = distribute_from_function(lambda context: contexts.append(context) or torch.arange(3))
+    steps = [(components(batch), batch.batch_info.rows) for batch in made]
+    assert steps == [([0, 1], (1, 1)), ([2, []], (1, 0))]
     assert made.cardinality == 2
-    assert len(contexts) == 1
+    assert contexts == [ts.InputContext(1, 0, 2)]
 
 
 def test_a_pipeline_for_each_replica() -> None:
     streams = iter([[torch.zeros(1), torch.ones(1)], [torch.full((1,), 7.0)]])
     dataset = distribute_from_function(lambda context: next(streams), replication_mode=PER_REPLICA)
     assert [components(batch) for batch in dataset] == [[[0], [7]], [[1], []]]
-
-
-SINGLE = layout_in_process(1, per_replica_input="refused")
-
-
-@pytest.mark.parametrize(
-    ("dataset", "layout", "options", "error", "message"),
-    [
-        ([1, 2, 3], 2, {}, TypeError, "a list of int is no dataset"),
-        ([torch.zeros(1)], 2, {"place_dataset_on_device": True}, ValueError, "PER_REPLICA"),
-        ([torch.zeros(1)], SINGLE, {"replication_mode": PER_REPLICA}, UnsupportedError, "with a single replica"),
-    ],
-)
-def test_functions_and_options_that_do_not_fit(
-    dataset: Any, layout: Any, options: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        distribute_from_function(lambda context: dataset, layout, **options)
-
-
-def test_one_dataset_has_no_pipeline_for_each_replica() -> None:
     with pytest.raises(UnsupportedError, match="for one dataset that is split"):
         distribute([torch.arange(2)], replication_mode=PER_REPLICA)
+    refused = layout_in_process(1, per_replica_input="refused")
+    with pytest.raises(UnsupportedError, match="with a single replica"):
+        distribute_from_function(lambda context: [torch.arange(2)], refused, replication_mode=PER_REPLICA)

@@ -432,13 +432,14 @@ IN_BATCHES: dict[str, Callable[[int, int], Any]] = {
         name: lambda length, size, make=ORDERS[name]: make(Numbers(length), size)
         for name in ("shuffle", "generator", "eager sampler", "stateful sampler", "batch sampler")
     },
+    "generator in a sampler": lambda length, size: DataLoader(Numbers(length), size, sampler=WithGenerator(length)),
     "iterable": lambda length, size: DataLoader(FixedStream(length), size),
     "shuffled iterable": lambda length, size: DataLoader(Stream(length), size),
     "stateful iterable": lambda length, size: DataLoader(StatefulStream(length), size),
     "list": lambda length, size: list(torch.arange(length).split(size)),
     "pipeline": lambda length, size: data.ArrayDataset(torch.arange(length)).shuffle(5, seed=3).batch(size),
 }
-DRAWN_FROM_THE_PROCESS = ("shuffle", "batch sampler", "shuffled iterable")
+DRAWN_FROM_THE_PROCESS = ("shuffle", "eager sampler", "batch sampler", "shuffled iterable")
 """Which ranks of one process would do all at once."""
 WORLDS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 9)), min_size=2, max_size=4)
 """Processes, replicas in each, global batch."""
@@ -512,7 +513,7 @@ EQUALLY: dict[str, Callable[[list[Path]], MakeOnRank]] = {
     },
     **{
         name: lambda _, make=IN_BATCHES[name]: of(lambda: make(17, 4))
-        for name in ("generator", "eager sampler", "stateful sampler", "iterable", "pipeline")
+        for name in ("generator", "generator in a sampler", "stateful sampler", "iterable", "pipeline")
     },
     # Of different lengths, so that one process has ended when the state is taken.
     "function": lambda _: of_function(lambda rank: DataLoader(Numbers(6 + 5 * rank), 2)),

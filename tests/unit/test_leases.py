@@ -494,6 +494,7 @@ def test_with_its_length_given_the_dataset_is_made_once_by_each_worker_only(coor
         note_run(coordinator.get_current_worker_index())  # fails here
         return Rows()
 
+    take_runs()
     with pytest.raises(ContextError):
         coordinator.create_leased_dataset(make, 8)
     leased = coordinator.create_leased_dataset(make, 8, rows=ROWS)

@@ -125,9 +125,7 @@ def test_created_in_a_replica_it_is_one_variable(strategy: ts.Strategy) -> None:
     [
         ({"initial": None}, ValueError, "needs an initial_value"),
         ({"aggregation": "sum"}, ValueError, "ts.VariableAggregation.SUM"),
-        ({"aggregation": "sum"}, TypeError, "ts.VariableAggregation.SUM"),
         ({"synchronization": 3}, ValueError, "ts.VariableSynchronization"),
-        ({"trainable": True}, NotImplementedError, "torch.nn.Parameter"),
         ({"initial": [1.0, 2.0], "shape": (3,)}, ValueError, r"shape=\(3,\)"),
         ({"initial": 1.5, "dtype": torch.int32}, TypeError, "int32 cannot hold"),
         ({"initial": "text"}, TypeError, "got str 'text'"),
