@@ -63,7 +63,9 @@ def test_epochs_with_kills_in_every_phase_and_one_that_goes_on_in_another_cluste
         cluster.kill("worker", 0)  # idle, between two epochs
         training.leased.batch_size = 4
         plan.add("worker", 1, Fault("inside a function", 3), Fault("between push and answer", 3))
-        training.train_until(lambda: len(plan.fired("worker", 1)) == len(kills) + 2, "the kills")
+        training.train_until(
+            lambda: len(plan.fired("worker", 1)) == len(kills) + 2 and is_back(plan, "worker", 1), "the kills"
+        )
         leases = iter(training.leased)
         with training.coordinator._dispatcher.paused(PATIENCE_SECONDS, "the test"):  # or they end while it schedules
             values = training.schedule(itertools.islice(leases, 600))
