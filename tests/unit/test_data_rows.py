@@ -1,4 +1,4 @@
-"""Batches as rows: every kind of leaf can be cut, joined, emptied and told apart, and marks say where its rows are."""
+"""Batches as rows: they are told apart, and marks say where their rows are. Cutting them: `test_properties`."""
 
 from __future__ import annotations
 
@@ -14,39 +14,12 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader
 
 import torchstrat as ts
-from tests.support.input_ranks import components, distribute, on_ranks, plain
+from tests.support.input_ranks import components, distribute, on_ranks
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 
 def jagged(*values: list[int]) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.tensor(row) for row in values], layout=torch.jagged)
-
-
-def content(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        return [row.tolist() for row in leaf.unbind()]
-    return plain(leaf.to_dense() if isinstance(leaf, torch.Tensor) else leaf)
-
-
-LEAVES: dict[str, Any] = {
-    "tensor": torch.tensor([[0, 1], [2, 3], [4, 5]]),
-    "strings": np.array(["a", "b", "c"], dtype=object),
-    "list": ["a", "b", "c"],
-    "jagged": jagged([1], [2, 2], [3]),
-    "sparse": torch.eye(3).to_sparse(),
-}
-
-
-@pytest.mark.parametrize("kind", LEAVES)
-def test_parts_keep_type_and_trailing_shape_and_so_do_empty_ones(kind: str) -> None:
-    leaf = LEAVES[kind]
-    [batch] = distribute([leaf], 4)
-    assert [content(part) for part in batch.values] == [*([row] for row in content(leaf)), []]
-    for part in batch.values:
-        assert type(part) is type(leaf)
-        if isinstance(leaf, torch.Tensor):
-            assert (part.dtype, part.layout) == (leaf.dtype, leaf.layout)
-            assert leaf.is_nested or part.shape[1:] == leaf.shape[1:]
 
 
 def test_parts_of_a_dense_tensor_share_its_memory() -> None:

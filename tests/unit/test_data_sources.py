@@ -1,4 +1,5 @@
-"""Everything that may be given as a dataset, split over the replicas of one process."""
+"""Everything that may be given as a dataset, split over the replicas of one process. Pipelines are recorded in
+tests/conformance, and what batches hold is asked by `tests.matrix.batches`."""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, default_collate
 
-from tests.support.input_ranks import components, distribute, joined, layout_in_process, plain
+from tests.support.input_ranks import components, distribute, layout_in_process, plain
 from torchstrat import PerReplica, data
 from torchstrat.data import ArrayDataset, AutoShardPolicy, TextLineDataset
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
@@ -52,7 +52,7 @@ class Files:
 
     def open(self, files: Any) -> Iterator[torch.Tensor]:
         for name in files:
-            yield torch.full((3,), int(name))
+            yield torch.arange(int(name), min(5, int(name) + 2))
 
 
 NATURAL_SPELLINGS: dict[str, Any] = {
@@ -65,6 +65,7 @@ NATURAL_SPELLINGS: dict[str, Any] = {
     "IterableDataset": Stream,
     "Dataset of batches": lambda: Items(*torch.arange(5).split(2)),
     "ArrayDataset": lambda: ArrayDataset(np.arange(5)).batch(2),
+    "file source of one's own": lambda: Files("0", "2", "4"),
 }
 
 
@@ -78,27 +79,6 @@ def test_natural_spellings(spelling: str) -> None:
 def test_the_fixed_size_rule_finds_the_batch_size(spelling: str, policy: str) -> None:
     dataset = NATURAL_SPELLINGS[spelling]()
     assert read(dataset, 3, auto_shard_policy=policy) == [[[0], [1], []], [[2], [3], []], [[4], [], []]]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "expected"),
-    [
-        (torch.arange(6).reshape(2, 3), [[[0, 1], [2]], [[3, 4], [5]]]),
-        (Files("1", "2"), [[[1, 1], [1]], [[2, 2], [2]]]),
-        (DataLoader(["a", "b", "c"], batch_size=3), [[["a", "b"], ["c"]]]),  # type: ignore[arg-type]
-        (  # a collate function that pads sees the global batch
-            DataLoader(
-                [torch.ones(size) for size in (1, 2, 3)],  # type: ignore[arg-type]
-                batch_size=3,
-                collate_fn=lambda found: pad_sequence(found, batch_first=True),
-            ),
-            [[[[1, 0, 0], [1, 1, 0]], [[1, 1, 1]]]],
-        ),
-    ],
-    ids=["rows of an array", "a file source of one's own", "strings", "padded"],
-)
-def test_other_datasets(dataset: Any, expected: Any) -> None:
-    assert read(dataset) == expected
 
 
 def test_arrays_of_different_lengths_are_split_each_by_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,21 +115,6 @@ def test_batch_info_is_one_object_per_step() -> None:
     assert (batch[0].batch_info.rows, batch[0].batch_info.run_empty) == ((2, 1), False)
     [batch] = distribute([torch.arange(3)], empty_replicas="run")
     assert batch.batch_info.run_empty
-
-
-def packed(samples: list[list[int]]) -> dict[str, torch.Tensor]:
-    """What `nn.EmbeddingBag` takes: all ids in a row, and where each example starts."""
-    lengths = torch.tensor([0, *map(len, samples)])
-    return {"ids": torch.tensor(joined(samples)), "offsets": lengths.cumsum(0)[:-1]}
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_cannot_be_cut_by_row_is_collated_for_each_replica(workers: int) -> None:
-    loader = DataLoader([[1], [2, 2], [3, 3, 3]], batch_size=3, collate_fn=packed, num_workers=workers)  # type: ignore[arg-type]
-    [batch] = distribute(loader, 4)
-    assert components(batch["ids"]) == [[1], [2, 2], [3, 3, 3], []]
-    assert components(batch["offsets"]) == [[0], [0], [0], []]
-    assert batch["ids"].batch_info.rows == (1, 1, 1, 0)
 
 
 def test_lines_of_text_in_a_loader(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def test_a_present_device_is_accepted_and_an_absent_one_is_not() -> None:
     assert require_present("GPU:1") == "cuda:1"
     with pytest.raises(DeviceError, match=r"'cuda:2' is not on this machine, which has cuda:0, cuda:1, cpu"):
         require_present("cuda:2")
+
+
+def test_a_kind_without_a_runtime_is_absent() -> None:
     with pytest.raises(DeviceError, match="not on this machine"):
         require_present("meta")
 

@@ -17,6 +17,7 @@ import torchstrat as ts
 from torchstrat import Ledger
 from torchstrat.errors import InvalidArgumentError, LedgerError
 from torchstrat.parameter_server.leases.epoch import Epoch, size
+from torchstrat.parameter_server.leases.intervals import Intervals
 from torchstrat.parameter_server.leases.order import DrawnOrder, InOrder, ShuffledOrder, rows_at
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -27,6 +28,13 @@ def numbers(intervals: Iterable[tuple[int, int]]) -> set[int]:
     assert all(start < stop for start, stop in pairs)
     assert all(one[1] < other[0] for one, other in itertools.pairwise(pairs)), "not in order, or not apart"
     return {number for start, stop in pairs for number in range(start, stop)}
+
+
+def test_intervals_compare_by_contents_and_nothing_is_no_part_of_them() -> None:
+    intervals = Intervals([(0, 2), (2, 5), (7, 7)])
+    intervals.remove(3, 3)
+    assert intervals == Intervals([(0, 5)])
+    assert intervals != Intervals([(0, 4)])
 
 
 class TestOrder:

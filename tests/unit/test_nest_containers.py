@@ -126,3 +126,9 @@ def test_what_holds_nothing_of_a_replicas_own_is_passed_whole(strategy: ts.Strat
     seen: list[Any] = []
     strategy.run(seen.append, args=(value,))
     assert [given is value for given in seen] == [True, True]
+
+
+def test_sizes_that_differ_are_a_plain_tuple_of_results(strategy: ts.Strategy) -> None:
+    result = strategy.run(lambda: torch.Size([1 + ts.get_replica_context().replica_id_in_sync_group]))
+    assert type(result) is tuple
+    assert result[0].values == (1, 2)
