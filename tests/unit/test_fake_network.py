@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 
 from torchstrat.errors import (
     CommunicationError,
@@ -20,9 +19,7 @@ from torchstrat.errors import (
     PeerTimeoutError,
     PeerUnavailableError,
 )
-from torchstrat.parameter_server.endpoint import Endpoint, Handler
-from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.testing.fake_network import FakeEndpoint, FakeNetwork
+from torchstrat.testing.fake_network import FakeEndpoint, FakeNetwork, Handler, Peer, Task
 
 PATIENCE_SECONDS = 20.0
 
@@ -34,13 +31,12 @@ def network() -> Iterator[FakeNetwork]:
 
 
 class Server:
-    """Counts what is pushed, as a parameter server would."""
+    """Keeps what is pushed, as a parameter server would."""
 
     def __init__(self, network: FakeNetwork, index: int = 0) -> None:
-        self.endpoint = network.endpoint(Task("ps", index))
-        self.peer = self.endpoint.peer
+        self.peer = (endpoint := network.endpoint(Task("ps", index))).peer
         self.pushed: list[Any] = []
-        self.endpoint.serve({"push": Handler(self._push), "pull": Handler(lambda _sender, _payload: len(self.pushed))})
+        endpoint.serve({"push": Handler(self._push), "pull": Handler(lambda _sender, _payload: len(self.pushed))})
 
     def _push(self, _sender: Peer, payload: Any) -> int:
         self.pushed.append(payload)
@@ -59,50 +55,42 @@ def worker(network: FakeNetwork, server: Server) -> FakeEndpoint:
     return worker
 
 
+@pytest.fixture
+def other(network: FakeNetwork, worker: FakeEndpoint) -> Server:
+    other = Server(network, 1)
+    worker.add_peer(other.peer)
+    return other
+
+
 def error_of(future: Future[Any]) -> BaseException:
     error = future.exception(PATIENCE_SECONDS)
     assert error is not None
     return error
 
 
-def test_it_is_an_endpoint(worker: FakeEndpoint) -> None:
-    endpoint: Endpoint = worker
-    assert str(endpoint.peer.task) == "worker 0"
-
-
-def test_values_are_copied_as_between_processes(worker: FakeEndpoint, server: Server) -> None:
-    sent = {"gradient": torch.zeros(3), "steps": [1, 2]}
-    worker.call(server.peer, "push", sent).result(PATIENCE_SECONDS)
-    sent["gradient"].add_(1)
-    sent["steps"].append(3)
-    assert server.pushed[0]["gradient"].tolist() == [0, 0, 0]
-    assert server.pushed[0]["steps"] == [1, 2]
-
-
-def test_a_kill_between_push_and_answer(network: FakeNetwork, worker: FakeEndpoint, server: Server) -> None:
-    with network.hold(server.peer, "push", "after") as held:
+@pytest.mark.parametrize("victim", ["server", "worker"])
+@pytest.mark.parametrize(("when", "pushed"), [("before", []), ("after", [1])])
+def test_a_kill_before_or_between_push_and_answer(
+    network: FakeNetwork, worker: FakeEndpoint, server: Server, when: Any, pushed: list[int], victim: str
+) -> None:
+    with network.hold(server.peer, "push", when) as held:
         answer = worker.call(server.peer, "push", 1)
         held.wait_until_reached()
-        assert server.pushed == [1]
+        assert server.pushed == pushed
         assert not answer.done()
-        network.kill(server.peer)
+        network.kill(server.peer if victim == "server" else worker.peer)
     error = error_of(answer)
-    assert isinstance(error, PeerUnavailableError)
-    assert error.peer == server.peer
+    assert isinstance(error, CommunicationError)
+    if victim == "server":
+        assert isinstance(error, PeerUnavailableError)
+        assert error.peer == server.peer
+    assert isinstance(error_of(worker.call(server.peer, "push", 2)), CommunicationError)
+    assert server.pushed == pushed
 
 
-def test_a_kill_before_the_push(network: FakeNetwork, worker: FakeEndpoint, server: Server) -> None:
-    with network.hold(server.peer, "push") as held:
-        answer = worker.call(server.peer, "push", 1)
-        held.wait_until_reached()
-        network.kill(server.peer)
-    assert isinstance(error_of(answer), PeerUnavailableError)
-    assert server.pushed == []
-
-
-def test_a_hold_holds_one_method_of_one_peer(network: FakeNetwork, worker: FakeEndpoint, server: Server) -> None:
-    other = Server(network, 1)
-    worker.add_peer(other.peer)
+def test_a_hold_holds_one_method_of_one_peer(
+    network: FakeNetwork, worker: FakeEndpoint, server: Server, other: Server
+) -> None:
     with network.hold(server.peer, "push") as held:
         answers = [worker.call(server.peer, "push", number) for number in range(3)]
         held.wait_until_reached(3)
@@ -124,46 +112,30 @@ def test_a_held_answer_does_not_hold_the_handlers_thread(network: FakeNetwork, w
         assert answer.result(PATIENCE_SECONDS) == 1
 
 
-def test_a_hold_that_nothing_reaches_says_so(network: FakeNetwork, server: Server) -> None:
-    held = network.hold(server.peer, "push")
-    with pytest.raises(CommunicationTimeoutError, match=r"waited 0\.01 s for 1 calls of 'push' to reach ps 0"):
-        held.wait_until_reached(timeout_seconds=0.01)
-    held.release()
-    held.release()
-
-
 def test_those_who_watch_are_told_of_a_kill_before_it_returns(
     network: FakeNetwork, worker: FakeEndpoint, server: Server
 ) -> None:
     told: list[tuple[Peer, str]] = []
-    worker.watch(server.peer, lambda *news: told.append(news))
-    worker.watch(server.peer, lambda *news: told.append(news))
-    network.kill(server.peer)
-    network.kill(server.peer)
-    network.advance(1_000)
-    assert told == [(server.peer, "its connection broke: the process has ended")] * 2
+    for _ in range(2):
+        worker.watch(server.peer, lambda *news: told.append(news))
+    for _ in range(2):
+        network.kill(server.peer)
+        network.advance(1_000)
+        assert told == [(server.peer, "its connection broke: the process has ended")] * 2
 
 
-def test_a_stopped_process_neither_hears_nor_answers(
-    network: FakeNetwork, worker: FakeEndpoint, server: Server
+@pytest.mark.parametrize("stopped", ["server", "worker"])
+def test_a_stopped_process_neither_hears_nor_speaks(
+    network: FakeNetwork, worker: FakeEndpoint, server: Server, other: Server, stopped: str
 ) -> None:
-    other = Server(network, 1)
-    worker.add_peer(other.peer)
-    network.stop(server.peer)
-    answer = worker.call(server.peer, "push", 1)
-    assert worker.call(other.peer, "push", 1).result(PATIENCE_SECONDS) == 1
-    network.resume(server.peer)
-    assert answer.result(PATIENCE_SECONDS) == 1
-
-
-def test_what_a_stopped_process_asks_arrives_when_it_goes_on(
-    network: FakeNetwork, worker: FakeEndpoint, server: Server
-) -> None:
-    network.stop(worker.peer)
+    peer = server.peer if stopped == "server" else worker.peer
+    network.stop(peer)
     answer = worker.call(server.peer, "push", 1)
     network.advance(59)
+    if stopped == "server":
+        assert worker.call(other.peer, "push", 1).result(PATIENCE_SECONDS) == 1
     assert server.pushed == []
-    network.resume(worker.peer)
+    network.resume(peer)
     assert answer.result(PATIENCE_SECONDS) == 1
 
 
@@ -176,10 +148,9 @@ def test_a_stopped_process_is_lost_at_the_deadline_only(
     network.stop(server.peer)
     network.advance(3)
     assert told == []
-    network.advance(0.5)
-    assert told == ["gave no sign of life for 3.5 s (deadline 3 s): stopped, hung or cut off"]
-    network.advance(100)
-    assert len(told) == 1
+    for seconds in (0.5, 100):
+        network.advance(seconds)
+        assert told == ["gave no sign of life for 3.5 s (deadline 3 s): stopped, hung or cut off"]
 
 
 def test_a_late_answer_is_dropped(network: FakeNetwork, worker: FakeEndpoint, server: Server) -> None:
@@ -192,49 +163,6 @@ def test_a_late_answer_is_dropped(network: FakeNetwork, worker: FakeEndpoint, se
         with pytest.raises(PeerTimeoutError, match=r"ps 0 .* did not answer 'push' within 5 s"):
             answer.result(0)
     assert worker.call(server.peer, "push", 2).result(PATIENCE_SECONDS) == 2
-
-
-def test_the_calls_of_a_killed_process_fail_and_reach_nobody(
-    network: FakeNetwork, worker: FakeEndpoint, server: Server
-) -> None:
-    with network.hold(server.peer, "push") as held:
-        answer = worker.call(server.peer, "push", 1)
-        held.wait_until_reached()
-        network.kill(worker.peer)
-    assert isinstance(error_of(answer), CommunicationError)
-    assert isinstance(error_of(worker.call(server.peer, "push", 2)), CommunicationError)
-    assert server.pushed == []
-
-
-def test_the_next_process_of_a_task_is_another_peer(network: FakeNetwork, worker: FakeEndpoint, server: Server) -> None:
-    network.kill(server.peer)
-    restarted = Server(network)
-    assert restarted.peer.task == server.peer.task
-    worker.add_peer(restarted.peer)
-    assert worker.call(restarted.peer, "push", 1).result(PATIENCE_SECONDS) == 1
-    assert isinstance(error_of(worker.call(server.peer, "push", 1)), PeerUnavailableError)
-
-
-def test_who_watches_a_process_that_gave_it_up_is_told(
-    network: FakeNetwork, worker: FakeEndpoint, server: Server
-) -> None:
-    told: list[str] = []
-    worker.watch(server.peer, lambda _peer, reason: told.append(reason))
-    server.endpoint.remove_peer(worker.peer)
-    network.advance(1)
-    assert len(told) == 1
-    assert "has given this process up" in told[0]
-
-
-def test_handlers_may_call(network: FakeNetwork, worker: FakeEndpoint, server: Server) -> None:
-    def relay(_sender: Peer, payload: Any) -> Any:
-        return worker.call(server.peer, "push", payload).result(PATIENCE_SECONDS)
-
-    worker.serve({"relay": Handler(relay)})
-    chief = network.endpoint(Task("chief", 0))
-    chief.add_peer(worker.peer)
-    assert chief.call(worker.peer, "relay", "x").result(PATIENCE_SECONDS) == 1
-    assert server.pushed == ["x"]
 
 
 def test_nothing_is_left_when_it_closes() -> None:
@@ -252,11 +180,13 @@ def test_nothing_is_left_when_it_closes() -> None:
         assert not thread.is_alive()
 
 
-def test_what_makes_no_sense_is_refused(network: FakeNetwork, worker: FakeEndpoint, server: Server) -> None:
-    stranger = Peer(Task("ps", 7), "0" * 16, "fake://ps/7")
+def test_what_makes_no_sense_is_refused(network: FakeNetwork, server: Server) -> None:
     with pytest.raises(InvalidArgumentError, match="ps 7 is no endpoint of this network; it has ps 0"):
-        network.kill(stranger)
+        network.kill(Peer(Task("ps", 7), "0" * 16, "fake://ps/7"))
     with pytest.raises(InvalidArgumentError, match=r"advance\(-1\)"):
         network.advance(-1)
-    with pytest.raises(InvalidArgumentError, match="timeout_seconds=0"):
-        worker.call(server.peer, "push", timeout_seconds=0)
+    held = network.hold(server.peer, "push")
+    with pytest.raises(CommunicationTimeoutError, match=r"waited 0\.01 s for 1 calls of 'push' to reach ps 0"):
+        held.wait_until_reached(timeout_seconds=0.01)
+    for _ in range(2):
+        held.release()

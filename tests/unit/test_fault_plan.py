@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.tasks import Task
-from torchstrat.parameter_server.worker import phases
-from torchstrat.testing.fault_plan import Fault, FaultPlan, Line, draw_kills, follow_plan
+from torchstrat.testing.fault_plan import Fault, FaultPlan, Line, Task, draw_kills, follow_plan, phases
 
 ME = Task("worker", 1)
 

@@ -1,4 +1,7 @@
-"""What functions change of settings holds until they end; the coordinator's hold from when a function is scheduled."""
+"""What functions change of settings holds until they end; the coordinator's hold from when a function is scheduled.
+
+What the table of state in tests/matrix edits as well (modes, `requires_grad`, rates) is left to it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE
-from torchstrat.parameter_server.travel.world import World
-from torchstrat.parameter_server.worker.settings import Settings
+from tests.unit.gates import close_gate, pass_gate
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
@@ -22,14 +23,13 @@ class Program:
         strategy = cluster.strategy()
         with strategy.scope():
             self.model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-            self.optimizer = torch.optim.SGD(
-                [{"params": [self.model[0].weight]}, {"params": [self.model[0].bias], "lr": torch.tensor(0.5)}], lr=0.1
-            )
+            groups = [{"params": [self.model[0].weight]}, {"params": [self.model[0].bias], "lr": 0.5}]
+            self.optimizer = torch.optim.SGD(groups, lr=0.1)
         self.coordinator = ts.ClusterCoordinator(strategy)
 
-    def run(self, function: Callable[[], Any]) -> Any:
+    def run(self, function: Callable[[], Any], warned: str = "ignore") -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter(warned)  # type: ignore[arg-type]
             value = self.coordinator.schedule(function)
             self.coordinator.join(timeout=30)
         return value.get()
@@ -41,97 +41,70 @@ def program() -> Iterator[Program]:
         yield Program(cluster)
 
 
-def fails(function: Callable[[], Any]) -> Callable[[], Any]:
-    def function_that_fails() -> None:
-        function()
-        raise KeyError("after it has set something")
-
-    return function_that_fails
+def _load_rate(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 7.0
+    optimizer.load_state_dict(state)
 
 
-def changes_of(program: Program) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """What a function does, and what another one sees of it."""
-    model, optimizer = program.model, program.optimizer
-    groups = lambda: optimizer.param_groups  # noqa: E731
-
-    def load() -> None:
-        state = optimizer.state_dict()
-        state["param_groups"][0]["lr"] = 7.0
-        optimizer.load_state_dict(state)
-
-    return {
-        "eval": (lambda: model.eval() and None, lambda: [one.training for one in model.modules()]),
-        "a child's mode": (lambda: model[1].train(False) and None, lambda: [one.training for one in model.modules()]),
-        "freezing": (
-            lambda: model.requires_grad_(False) and None,
-            lambda: [p.requires_grad for p in model.parameters()],
-        ),
-        "rate": (lambda: groups()[0].update(lr=3.0), lambda: groups()[0]["lr"]),
-        "new name": (lambda: groups()[0].update(mine=3.0), lambda: sorted(groups()[0])),
-        "deleted name": (lambda: groups()[0].pop("nesterov") and None, lambda: sorted(groups()[0])),
-        "tensor": (lambda: groups()[1]["lr"].mul_(3.0) and None, lambda: float(groups()[1]["lr"])),
-        "fewer groups": (lambda: groups().pop() and None, lambda: len(groups())),
-        "fewer parameters": (lambda: groups()[0]["params"].clear(), lambda: len(groups()[0]["params"])),
-        "load_state_dict": (load, lambda: groups()[0]["lr"]),
-        "gradient mode": (lambda: torch.set_grad_enabled(False) and None, torch.is_grad_enabled),
-        "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
-        "default device": (lambda: torch.set_default_device("meta"), lambda: str(torch.empty(1).device)),
-    }
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "new name": (lambda it: it.param_groups[0].update(mine=3.0), lambda it: sorted(it.param_groups[0])),
+    "deleted name": (lambda it: it.param_groups[0].pop("nesterov"), lambda it: sorted(it.param_groups[0])),
+    "fewer groups": (lambda it: it.param_groups.pop(), lambda it: len(it.param_groups)),
+    "fewer parameters": (lambda it: it.param_groups[0]["params"].clear(), lambda it: len(it.param_groups[0]["params"])),
+    "load_state_dict": (_load_rate, lambda it: it.param_groups[0]["lr"]),
+    "gradient mode": (lambda _: torch.set_grad_enabled(False), lambda _: torch.is_grad_enabled()),
+    "autocast": (lambda _: torch.set_autocast_enabled("cpu", True), lambda _: torch.is_autocast_enabled("cpu")),
+    "default device": (lambda _: torch.set_default_device("meta"), lambda _: str(torch.empty(1).device)),
+}
+"""What a function does, and what another one sees of it."""
 
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("eval", "a child's mode", "freezing", "rate", "new name", "deleted name", "tensor"),
-        *("fewer groups", "fewer parameters", "load_state_dict", "gradient mode", "autocast", "default device"),
-    ],
-)
+@pytest.mark.parametrize("name", CHANGES)
 def test_what_a_function_sets_is_put_back(program: Program, name: str, how: str) -> None:
-    change, look = changes_of(program)[name]
-    before = program.run(look)
+    optimizer, (change, look) = program.optimizer, CHANGES[name]
+
+    def set_it() -> None:
+        change(optimizer)
+        if how == "raises":
+            raise KeyError("after it has set something")
+
+    before = program.run(lambda: look(optimizer))
     if how == "returns":
-        program.run(change)
+        program.run(set_it)
     else:
         with pytest.raises(KeyError):
-            program.run(fails(change))
-    assert program.run(look) == before
+            program.run(set_it)
+    assert program.run(lambda: look(optimizer)) == before
 
 
-def test_what_the_coordinator_sets_holds_from_then_on(program: Program) -> None:
-    model, optimizer = program.model, program.optimizer
-    look = lambda: (model.training, optimizer.param_groups[0]["lr"], float(optimizer.param_groups[1]["lr"]))  # noqa: E731
-    program.run(lambda: model.eval() and None)
-    model.eval()
-    optimizer.param_groups[0]["lr"] = 2.0
-    optimizer.param_groups[1]["lr"].fill_(4.0)
-    assert program.run(look) == (False, 2.0, 4.0)
-    model.train()
-    assert program.run(look) == (True, 2.0, 4.0)
+def test_a_change_of_a_rate_is_warned_of_once(program: Program) -> None:
+    optimizer = program.optimizer
+
+    def set_rate(rate: float) -> Callable[[], None]:
+        return lambda: optimizer.param_groups[0].update(lr=rate)
+
+    program.run(set_rate(0.1 + 0.0), "error")  # the same
+    with pytest.warns(UserWarning, match=r"set lr of group 0 of SGD from 0.1 to 0.5.*Set it on the coordinator"):
+        program.coordinator.schedule(set_rate(0.5)).get(timeout=30)
+    program.run(set_rate(0.7), "error")
+    assert program.run(lambda: optimizer.param_groups[0]["lr"]) == 0.1
 
 
 def test_plain_attributes_that_the_coordinator_sets_hold_from_then_on(program: Program) -> None:
     model = program.model
     look = lambda: (model[1].p, getattr(model, "extra", None), model[0].in_features)  # noqa: E731
     assert program.run(look) == (0.5, None, 2)
-    model[1].p = 0.25
-    assert program.run(look) == (0.25, None, 2)
-    for value in (0.1, 0.2, 0.3):  # the last may have the address of the first
-        model[1].p = value
-    model.extra = ("two", 2)
-    assert program.run(look) == (0.3, ("two", 2), 2)
-    model[1].p = 0.5
-    model.extra = None
-    assert program.run(look) == (0.5, None, 2)
-
-
-def test_what_a_function_sets_of_attributes_is_its_workers_until_the_coordinator_sets_it(program: Program) -> None:
-    model = program.model
+    for values in ([0.25], [0.1, 0.2, 0.3]):  # the last may have the address of another
+        for model[1].p in values:
+            model.extra = ("two", len(values))
+        assert program.run(look) == (values[-1], ("two", len(values)), 2)
     program.run(lambda: setattr(model[1], "p", 0.75))
     model.eval()
-    assert program.run(lambda: model[1].p) == 0.75
-    model[1].p = 0.125
-    assert program.run(lambda: model[1].p) == 0.125
+    assert program.run(look)[0] == 0.75, "what a function sets is its worker's, until the coordinator sets it"
+    model[1].p, model.extra = 0.5, None
+    assert program.run(look) == (0.5, None, 2)
 
 
 def test_attributes_that_do_not_follow_are_warned_of_once(program: Program) -> None:
@@ -142,47 +115,17 @@ def test_attributes_that_do_not_follow_are_warned_of_once(program: Program) -> N
     with pytest.warns(UserWarning, match=r"attribute 'names' of a Sequential was set on the coordinator.*argument"):
         program.coordinator.schedule(lambda: 0)
     model.names = ["c"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert program.coordinator.schedule(lambda: model.names).get(timeout=30) == ["a"]
+    assert program.run(lambda: model.names, "error") == ["a"]
 
 
-def test_a_change_of_a_rate_is_warned_of_once() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    world = World(lambda spec: torch.empty(0))
-    world.register(("helper", 0), optimizer)
-    settings = Settings(world, lambda number: torch.empty(0))
-    settings.set_options({0: ({name: value for name, value in optimizer.param_groups[0].items() if name != "params"},)})
-    optimizer.param_groups[0]["lr"] = 0.1 + 0.0  # the same
-    settings.put_back()
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.warns(UserWarning, match=r"set lr of group 0 of SGD from 0.1 to 0.5.*Set it on the coordinator"):
-        settings.put_back()
-    optimizer.param_groups[0]["lr"] = 0.7
-    settings.put_back()
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-@pytest.fixture
-def default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(before)
-
-
-@pytest.mark.usefixtures("default_dtype")
-def test_the_default_dtype_is_the_programs_and_is_put_back() -> None:
-    settings = Settings(World(lambda spec: torch.empty(0)), lambda number: torch.empty(0))
-    settings.set_modes({DEFAULT_DTYPE: torch.float64})
-    assert torch.zeros(1).dtype is torch.float64
-    torch.set_default_dtype(torch.float16)
-    settings.put_back()
-    assert torch.zeros(1).dtype is torch.float64
-
-
-@pytest.mark.usefixtures("default_dtype")
-def test_a_worker_in_the_coordinators_process_leaves_the_default_dtype_alone() -> None:
-    settings = Settings(World(lambda spec: torch.empty(0)), lambda number: torch.empty(0), owns_process=False)
-    settings.set_modes({DEFAULT_DTYPE: torch.float64})
-    settings.put_back()
-    assert torch.zeros(1).dtype is torch.float32
+def test_a_worker_in_the_coordinators_process_leaves_the_default_dtype_alone(program: Program) -> None:
+    """On workers of their own it is the program's: tests/multiprocess/test_ps_process_settings.py."""
+    before, gate = torch.get_default_dtype(), close_gate("default dtype")
+    program.coordinator.schedule(lambda: pass_gate("default dtype"))
+    seen = program.coordinator.schedule(torch.get_default_dtype)
+    try:
+        torch.set_default_dtype(torch.float64)
+        gate.set()
+        assert seen.get(timeout=30) is torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(before)

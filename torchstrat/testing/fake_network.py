@@ -26,7 +26,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,6 +44,8 @@ from torchstrat.parameter_server.wire.answers import Answerer, Incoming, pack_re
 from torchstrat.parameter_server.wire.payloads import Packed, unpack
 from torchstrat.parameter_server.wire.waiting import Waiting
 
+__all__ = ["FakeEndpoint", "FakeNetwork", "Handler", "Hold", "Message", "Peer", "Task"]
+
 OnLost = Callable[[Peer, str], None]
 When = Literal["before", "after"]
 
@@ -57,7 +58,7 @@ class Message(NamedTuple):
     value: Any
 
 
-class FakeNetwork:
+class FakeNetwork(contextlib.AbstractContextManager["FakeNetwork"]):
     """Where the endpoints meet. Thread-safe; a context manager that closes everything.
 
     ``timeout_seconds``, ``heartbeat_seconds`` and ``deadline_seconds`` hold for every endpoint, in this network's time.
@@ -148,12 +149,7 @@ class FakeNetwork:
         for endpoint in endpoints:
             endpoint.close()
 
-    def __enter__(self) -> FakeNetwork:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _endpoint(self, peer: Peer) -> FakeEndpoint:
@@ -242,11 +238,12 @@ class FakeNetwork:
         self._tell_watchers(peer, f"its connection broke: {why}")
 
     def _silence(self, endpoint: FakeEndpoint) -> str | None:
-        if endpoint._stopped_at is None or self._now - endpoint._stopped_at <= self.deadline_seconds:
+        seconds = 0.0 if endpoint._stopped_at is None else self._now - endpoint._stopped_at
+        if seconds <= self.deadline_seconds:
             return None
-        seconds = self._now - endpoint._stopped_at
-        deadline = self.deadline_seconds
-        return f"gave no sign of life for {seconds:.1f} s (deadline {deadline:g} s): stopped, hung or cut off"
+        return (
+            f"gave no sign of life for {seconds:.1f} s (deadline {self.deadline_seconds:g} s): stopped, hung or cut off"
+        )
 
     def _tell_watchers(self, peer: Peer, reason: str) -> None:
         with self._changed:
@@ -331,8 +328,8 @@ class FakeEndpoint:
         except TorchstratError as error:
             if self._waiting.claim(to.incarnation, future):  # else the peer's end has settled it in the meantime
                 future.set_exception(error)
-            return future
-        self._network._begin(_Call(self, receiver, to, method, packed, seconds, future))
+        else:
+            self._network._begin(_Call(self, receiver, to, method, packed, seconds, future))
         return future
 
     def watch(self, peer: Peer, on_lost: OnLost, *, deadline_seconds: float | None = None) -> None:
@@ -365,14 +362,12 @@ class FakeEndpoint:
         return receiver
 
 
-class Hold:
+class Hold(contextlib.AbstractContextManager["Hold"]):
     """Calls that are held; made by `FakeNetwork.hold`. A context manager that releases them."""
 
     def __init__(self, network: FakeNetwork, peer: Peer, method: str, when: When) -> None:
-        self._network = network
-        self._peer = peer
-        self._method = method
-        self._when = when
+        self._network, self._peer = network, peer
+        self._method, self._when = method, when
         self._reached = 0
         self._caller: Peer | None = None
 
@@ -400,12 +395,7 @@ class Hold:
                 self._network._holds.remove(self)
             self._network._changed.notify_all()
 
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _matches(self, call: _Call, when: When) -> bool:
@@ -429,15 +419,12 @@ class _Call:
         except BaseException as error:
             self.fail(error)
         else:
-            if self._claim():
+            if self.sender._waiting.claim(self.to.incarnation, self.future):
                 self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        if self._claim():
+        if self.sender._waiting.claim(self.to.incarnation, self.future):
             self.future.set_exception(error)
-
-    def _claim(self) -> bool:
-        return self.sender._waiting.claim(self.to.incarnation, self.future)
 
 
 def _gone(peer: Peer, why: str) -> PeerUnavailableError:

@@ -33,6 +33,8 @@ from torchstrat.parameter_server.meeting.task_server import PLAN_VARIABLE
 from torchstrat.parameter_server.tasks import Task
 from torchstrat.parameter_server.worker import phases
 
+__all__ = ["Fault", "FaultPlan", "Line", "Phase", "Task", "draw_kills", "follow_plan", "phases"]
+
 _PLAN = "plan.json"
 _WITHOUT_RECORDS = "without_exactly_once"
 
