@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import torchstrat as ts
 from torchstrat.cluster_resolver import ClusterResolver
-from torchstrat.parameter_server.meeting.task_host import TaskHost
-from torchstrat.testing.fault_plan import FaultPlan, Line
+from torchstrat.launch import LocalCluster, RestartPolicy
+from torchstrat.testing.fault_plan import FaultPlan
 
 PATIENCE_SECONDS = 120.0
 """For what takes seconds, on a machine that may be busy with anything."""
@@ -21,14 +23,25 @@ PAUSE_SECONDS = 0.2
 """Between a few functions and the next: a worker that is alone shall not use up all places while another starts."""
 
 SIZE = 8000
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+AT_ONCE = RestartPolicy(first_delay_seconds=0.0)
+
+
+@contextmanager
+def cluster_with(
+    plan: FaultPlan, *, workers: int = 2, ps: int = 2, restart: Any = AT_ONCE, **env: str
+) -> Iterator[LocalCluster]:
+    """Its processes follow the plan."""
+    with LocalCluster(workers, ps, env={**QUIET, **plan.environment, **env}, restart=restart) as cluster:
+        yield cluster
 
 
 class Counters(nn.Module):
     """Three vectors on two servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
         super().__init__()
-        self.vectors = nn.ParameterList(nn.Parameter(torch.zeros(SIZE)) for _ in range(3))
+        self.vectors = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(3))
 
 
 class Gate:
@@ -52,7 +65,7 @@ class Gate:
 
 
 class Training:
-    """Function n adds 1 at place n of each vector, every tenth one in two pushes.
+    """Function n adds 1 at place n of each vector, every tenth one in two pushes. A context manager that closes it.
 
     Args:
         first: the first n: another coordinator went before.
@@ -67,38 +80,33 @@ class Training:
         self.data = iter(coordinator.create_per_worker_dataset(lambda: torch.utils.data.DataLoader(range(100_000))))
         self.functions = first
         self.wanted = torch.zeros(SIZE)
-        self.refused: Path | None = None
-        """Written when a push does not get through. A process that is given up waits for that, then starts again."""
 
-        def add_one(place, iterator, gate, refused):
+        def add_one(place, iterator, gate):
             row = int(next(iterator))
             worker = coordinator.get_current_worker_index()
-            if refused is not None:
-                give_in_after(refused)
             if gate is not None:
                 gate.pass_through(worker)
-            try:
-                for _ in range(2 if place % 10 == 9 else 1):
-                    model.zero_grad()
-                    sum(-vector[place] for vector in model.vectors).backward()
-                    optimizer.step()
-            except ts.errors.CommunicationError as error:
-                # Fenced; or cut off, where the servers have let go of this process already.
-                if refused is not None:
-                    refused.write_text(str(error))
-                raise
+            for _ in range(2 if place % 10 == 9 else 1):
+                model.zero_grad()
+                sum(-vector[place] for vector in model.vectors).backward()
+                optimizer.step()
             return place, worker, row
 
         self._add_one = add_one
 
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.strategy.close()
+
     def schedule(self, count: int = 1, gate: Gate | None = None) -> list[ts.RemoteValue]:
         """The next functions. ``gate``: they wait there first."""
-        results = []
-        for place in range(self.functions, self.functions + count):
-            results.append(self.coordinator.schedule(self._add_one, args=(place, self.data, gate, self.refused)))
+        places = range(self.functions, self.functions + count)
+        for place in places:
             self.wanted[place] += 2 if place % 10 == 9 else 1
         self.functions += count
-        return results
+        return [self.coordinator.schedule(self._add_one, args=(place, self.data, gate)) for place in places]
 
     def run(self, count: int = 6) -> list[tuple[int, int, int]]:
         """The next functions, to their ends: place, worker, row of the worker's data of each."""
@@ -120,15 +128,16 @@ class Training:
             time.sleep(PAUSE_SECONDS)
         return ended
 
-    def run_on(self, worker: int) -> tuple[int, int, int]:
-        """Functions until one has run on this worker; that one."""
-        until = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < until:
-            for ended in self.run():
-                if ended[1] == worker:
-                    return ended
-            time.sleep(PAUSE_SECONDS)
-        raise AssertionError(f"no function ran on worker {worker} within {PATIENCE_SECONDS:g} s")
+    def run_on(self, worker: int) -> int:
+        """Functions until one has run on this worker; the row of its data."""
+        rows: list[int] = []
+
+        def has_run() -> bool:
+            rows.extend(row for _, by, row in self.run() if by == worker)
+            return bool(rows)
+
+        self.run_until(has_run, f"a function on worker {worker}")
+        return rows[0]
 
     def check_values(self) -> None:
         """Every place holds exactly the number of its pushes."""
@@ -137,27 +146,13 @@ class Training:
             assert not wrong, f"vector {name}: {[(at, float(vector[at]), float(self.wanted[at])) for at in wrong[:10]]}"
 
 
-def give_in_after(file: Path) -> None:
-    """In a function: this process, once its cluster has given it up, starts again when there is ``file``, not at once.
-
-    Otherwise the function's thread and the one that ends the process race.
-    """
-    if not hasattr(TaskHost._give_in, "waits"):
-        give_in = TaskHost._give_in
-
-        def wait_first(host: TaskHost, reason: str) -> None:
-            wait_until(file.exists, str(file))
-            give_in(host, reason)
-
-        wait_first.waits = True  # type: ignore[attr-defined]
-        TaskHost._give_in = wait_first  # type: ignore[method-assign]
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = PATIENCE_SECONDS) -> None:
+    """For what cannot be waited for, such as numbers in /proc. ``what``: for the error, perhaps as it is by then."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
-            raise TimeoutError(f"{what} did not come true within {seconds:g} s")
+            said = what if isinstance(what, str) else what()
+            raise TimeoutError(f"{said} did not come true within {seconds:g} s")
         time.sleep(0.01)
 
 
@@ -165,9 +160,3 @@ def is_back(plan: FaultPlan, job: str, index: int) -> bool:
     """Whether a worker's last process has run a function."""
     log = plan.log(job, index)
     return bool(log) and log[-1].event == "first function"
-
-
-def start_up_seconds(log: list[Line]) -> list[float]:
-    """From the start of each process that came to a function to that function."""
-    started = {line.pid: line.time for line in log if line.event == "start"}
-    return [line.time - started[line.pid] for line in log if line.event == "first function"]

@@ -17,30 +17,29 @@ from typing import Any
 import pytest
 
 import torchstrat as ts
-from tests.faults.counting import PATIENCE_SECONDS, wait_until
+from tests.child_processes import children_of
+from tests.faults.counting import AT_ONCE, PATIENCE_SECONDS, QUIET, wait_until
 from torchstrat.launch import LocalCluster
-from torchstrat.launch.fork_server import why_not
-from torchstrat.launch.restarts import RestartPolicy
-
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-AT_ONCE = RestartPolicy(first_delay_seconds=0.0)
 
 pytestmark = [
     pytest.mark.deadline(300),
-    pytest.mark.skipif(why_not() is not None, reason=f"there is no fork server: {why_not()}"),
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there is no fork server"),
 ]
 
 
 @contextmanager
-def coordinator_of(cluster: LocalCluster) -> Iterator[ts.ClusterCoordinator]:
-    strategy = ts.ParameterServerStrategy(cluster.resolver)
-    try:
-        yield ts.ClusterCoordinator(strategy)
-    finally:
-        strategy.close()
+def cluster_of(
+    workers: int = 1, env: dict[str, str] = QUIET, **options: Any
+) -> Iterator[tuple[LocalCluster, ts.ClusterCoordinator]]:
+    with LocalCluster(workers, 1, env=env, **options) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver)
+        try:
+            yield cluster, ts.ClusterCoordinator(strategy)
+        finally:
+            strategy.close()
 
 
-def on_each_worker(coordinator: ts.ClusterCoordinator, number: int) -> dict[int, dict[str, Any]]:
+def on_each_worker(coordinator: ts.ClusterCoordinator, number: int = 1) -> list[dict[str, Any]]:
     """What each worker says of its process."""
 
     def describe() -> dict[str, Any]:
@@ -61,7 +60,11 @@ def on_each_worker(coordinator: ts.ClusterCoordinator, number: int) -> dict[int,
     while len(found) < number:
         told = coordinator.schedule(describe).get(PATIENCE_SECONDS)
         found[told["index"]] = told
-    return found
+    return [found[index] for index in range(number)]
+
+
+def pids_of(cluster: LocalCluster, workers: int) -> list[int]:
+    return [cluster.process(*task).pid for task in (*(("worker", index) for index in range(workers)), ("ps", 0))]
 
 
 def parent_of(pid: int) -> int:
@@ -72,6 +75,11 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
+def child_with(command: str, parent: int) -> int:
+    (found,) = (pid for pid in children_of(parent) if command in command_of(pid))
+    return found
+
+
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -79,19 +87,20 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def wait_for_end_of(*pids: int) -> None:
+    wait_until(lambda: all(map(is_gone, pids)), f"the end of {pids}")
+
+
 def test_each_fork_is_a_process_of_its_own() -> None:
-    with LocalCluster(2, 1, env={**QUIET, "EXTRA": "yes"}) as cluster, coordinator_of(cluster) as coordinator:
-        told = on_each_worker(coordinator, 2)
-        assert [told[index]["pid"] for index in range(2)] == [
-            cluster.process("worker", index).pid for index in range(2)
-        ]
+    with cluster_of(2, {**QUIET, "EXTRA": "yes"}) as (cluster, coordinator):
+        told, pids = on_each_worker(coordinator, 2), pids_of(cluster, 2)
+        assert [one["pid"] for one in told] == pids[:2]
         assert told[0]["random"] != told[1]["random"]
-        for index, one in told.items():
+        for index, one in enumerate(told):
             assert one["environment"]["EXTRA"] == "yes"
             assert f'"index": {index}' in one["environment"]["TF_CONFIG"]
             assert one["arguments"][-4:] == ["--job", "worker", "--index", str(index)]
             assert one["name"] == f"worker {index}"
-        pids = [cluster.process(*task).pid for task in (("worker", 0), ("worker", 1), ("ps", 0))]
         (parent,) = {parent_of(pid) for pid in pids}
         assert "torchstrat.launch._fork_server" in command_of(parent)
         assert len({os.getsid(pid) for pid in (parent, *pids)}) == 4
@@ -99,50 +108,49 @@ def test_each_fork_is_a_process_of_its_own() -> None:
     assert cluster.process("worker", 0).poll() == 0
 
 
-def test_programs_of_their_own() -> None:
-    with LocalCluster(1, 1, env=QUIET, start_method="spawn") as cluster, coordinator_of(cluster) as coordinator:
-        (told,) = on_each_worker(coordinator, 1).values()
+@pytest.mark.parametrize("why", ["it was asked for", "an import has started a thread"])
+def test_programs_of_their_own(why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A thread that an import has started would be missing in a fork."""
+    env, options = dict(QUIET), {"start_method": "spawn"}
+    if why == "an import has started a thread":
+        (tmp_path / "sitecustomize.py").write_text(
+            "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+        )
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        options = {}
+    with cluster_of(env=env, **options) as (_, coordinator):
+        (told,) = on_each_worker(coordinator)
         assert parent_of(told["pid"]) == os.getpid()
         assert "-m torchstrat.server" in command_of(told["pid"])
-
-
-def test_what_cannot_be_forked_is_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A thread that an import has started would be missing in a fork."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    with LocalCluster(1, 1, env={**QUIET, "PYTHONPATH": path}) as cluster, coordinator_of(cluster) as coordinator:
-        (told,) = on_each_worker(coordinator, 1).values()
-        assert parent_of(told["pid"]) == os.getpid()
-    assert "worker 0 is a program of its own and not a fork: it has 2 threads" in capfd.readouterr().err
+    says_why = "worker 0 is a program of its own and not a fork: it has 2 threads" in capfd.readouterr().err
+    assert says_why == (not options)
 
 
 def test_the_fork_server_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     """Its forks go on; whoever ends later is started again by another one."""
-    with LocalCluster(2, 1, env=QUIET, restart=AT_ONCE) as cluster, coordinator_of(cluster) as coordinator:
+    with cluster_of(2, restart=AT_ONCE) as (cluster, coordinator):
         before = on_each_worker(coordinator, 2)
-        servers = [parent_of(before[0]["pid"])]
-        os.kill(servers[0], signal.SIGKILL)
-        wait_until(lambda: parent_of(before[0]["pid"]) != servers[0], "the end of the fork server")
+        first = parent_of(before[0]["pid"])
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: parent_of(before[0]["pid"]) != first, "the end of the fork server")
         assert on_each_worker(coordinator, 2)[0]["pid"] == before[0]["pid"]
         killed = cluster.kill("worker", 0)
         cluster.wait_until_restarted("worker", 0, killed)
         after = on_each_worker(coordinator, 2)
         assert after[0]["pid"] != killed
         assert after[1]["pid"] == before[1]["pid"]
-        servers.append(parent_of(after[0]["pid"]))
-        assert "torchstrat.launch._fork_server" in command_of(servers[1])
-        pids = [cluster.process(*task).pid for task in (("worker", 0), ("worker", 1), ("ps", 0))]
-    assert all(map(is_gone, (*servers, *pids)))
+        second = parent_of(after[0]["pid"])
+        assert "torchstrat.launch._fork_server" in command_of(second)
+        pids = pids_of(cluster, 2)
+    assert all(map(is_gone, (first, second, *pids)))
     assert re.search(rf"worker 0 \(pid {killed}\) exited with status 255 after .* restarted", capfd.readouterr().err)
 
 
 def test_a_fork_that_cannot_be_watched_is_ended(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with LocalCluster(1, 1, env=QUIET, restart=AT_ONCE) as cluster, coordinator_of(cluster) as coordinator:
-        (before,) = on_each_worker(coordinator, 1).values()
+    with cluster_of(restart=AT_ONCE) as (cluster, coordinator):
+        (before,) = on_each_worker(coordinator)
         failed: list[int] = []
 
         def fail_once(pid: int) -> int:
@@ -154,83 +162,76 @@ def test_a_fork_that_cannot_be_watched_is_ended(
         really = os.pidfd_open
         monkeypatch.setattr(os, "pidfd_open", fail_once)
         cluster.kill("worker", 0)
-        (after,) = on_each_worker(coordinator, 1).values()
+        (after,) = on_each_worker(coordinator)
         assert after["pid"] not in (before["pid"], failed[0])
         assert is_gone(failed[0])
     assert re.search(r"worker 0 could not be started \(.*Too many open files\)", capfd.readouterr().err)
 
 
-SCRIPT = textwrap.dedent(
-    """
+@contextmanager
+def launcher_of(script: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A program that starts a cluster, and the pids that it prints."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        line = next(one for one in launcher.stdout if re.fullmatch(r"[\d ]+\n", one))
+        yield launcher, [int(pid) for pid in line.split()]
+
+
+SCRIPT = """
     import sys
     from torchstrat.launch import LocalCluster
 
     with LocalCluster(1, 1) as cluster:
         cluster.wait_until_listening()
-        print(cluster._reaper._process.pid, *(cluster.process(job, 0).pid for job in ("worker", "ps")), flush=True)
+        print(*(cluster.process(job, 0).pid for job in ("worker", "ps")), flush=True)
         sys.stdin.read()
-    """
-)
+"""
 
 
 @pytest.mark.parametrize("who_else", ["nobody", "the reaper", "the fork server"])
 def test_nobody_outlives_a_launcher_that_is_killed(who_else: str) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout is not None
-        line = next(one for one in launcher.stdout if re.fullmatch(r"[\d ]+\n", one))
-        reaper, worker, server = map(int, line.split())
-        fork_server = parent_of(worker)
-        also = {"nobody": [], "the reaper": [reaper], "the fork server": [fork_server]}[who_else]
-        for pid in also:
-            os.kill(pid, signal.SIGKILL)
+    with launcher_of(SCRIPT) as (launcher, (worker, server)):
+        reaper, fork_server = child_with("_reaper.py", launcher.pid), parent_of(worker)
+        if who_else != "nobody":
+            os.kill(reaper if who_else == "the reaper" else fork_server, signal.SIGKILL)
         launcher.kill()
-        for pid in (reaper, worker, server, fork_server):
-            wait_until(lambda pid=pid: is_gone(pid), f"the end of {pid}")  # type: ignore[misc]
+        wait_for_end_of(reaper, worker, server, fork_server)
 
 
-WOKEN = textwrap.dedent(
-    """
-    import os, signal, sys, threading
+WOKEN = """
+    import os, signal, sys, time
     import torchstrat as ts
     from torchstrat.launch import LocalCluster
 
     with LocalCluster(1, 1, restart=False) as cluster:
         strategy = ts.ParameterServerStrategy(cluster.resolver)
         coordinator = ts.ClusterCoordinator(strategy)
-        given_up, tell = threading.Event(), strategy._job.on_worker_lost
-        strategy._job.on_worker_lost = lambda *lost: (tell(*lost), given_up.set())
         worker = cluster.process("worker", 0).pid
         assert coordinator.schedule(os.getpid).get(timeout=60) == worker
         os.kill(worker, signal.SIGSTOP)
-        given_up.wait()
+        again = coordinator.schedule(lambda: (os.getpid(), sys.argv[1:]))
+        while "waits for a worker" not in repr(again):  # until it is given up
+            time.sleep(0.01)
         os.kill(worker, signal.SIGCONT)
-        again = coordinator.schedule(lambda: (os.getpid(), sys.argv[1:])).get(timeout=60)
-        assert again[0] == worker and again[1][-4:] == ["--job", "worker", "--index", "0"], again
-        print(cluster._reaper._process.pid, worker, flush=True)
+        pid, arguments = again.get(timeout=60)
+        assert pid == worker and arguments[-4:] == ["--job", "worker", "--index", "0"], arguments
+        print(worker, flush=True)
         sys.stdin.read()
-    """
-)
+"""
 
 
 def test_who_was_given_up_starts_itself_again_and_ends_with_the_launcher() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WOKEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout is not None
-        line = next(one for one in launcher.stdout if re.fullmatch(r"[\d ]+\n", one))
-        reaper, worker = map(int, line.split())
+    with launcher_of(WOKEN) as (launcher, (worker,)):
         assert "-m torchstrat.server" in command_of(worker)
-        os.kill(reaper, signal.SIGKILL)
+        os.kill(child_with("_reaper.py", launcher.pid), signal.SIGKILL)
         launcher.kill()
-        wait_until(lambda: is_gone(worker), "the end of the worker")
+        wait_for_end_of(worker)
 
 
-def test_who_stops_at_once_does_not_wait_for_the_imports() -> None:
-    with LocalCluster(1, 1, env=QUIET) as cluster:
-        (server,) = cluster._fork_server._servers  # type: ignore[union-attr]
-        assert server._process is not None
-        pid = server._process.pid
+def test_who_stops_at_once_does_not_wait_for_the_imports(capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(1, 1, env=QUIET):
+        pid = child_with("_fork_server", os.getpid())
     assert is_gone(pid)
-    assert not server.has_forked
+    assert "listens on" not in capfd.readouterr().err, "it has not come to a fork"

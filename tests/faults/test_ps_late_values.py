@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.faults.counting import PATIENCE_SECONDS, wait_until
-from torchstrat.launch import LocalCluster
-from torchstrat.launch.restarts import RestartPolicy
-from torchstrat.parameter_server.worker import phases
-from torchstrat.parameter_server.worker.arrivals import SWITCH
-from torchstrat.testing.fault_plan import Fault, FaultPlan
+from tests.faults.counting import PATIENCE_SECONDS, cluster_with, wait_until
+from torchstrat.testing.fault_plan import Fault, FaultPlan, phases
 
 WIDTHS = (512, 4096, 512)  # 8 MiB each
-VALUES_BEFORE_THE_SECOND_LAYER = 3  # the biases, and the first weight
+STOPS = Fault(phases.WRITING_VALUES, 3, "SIGSTOP")  # before the second layer: after the biases, and the first weight
 STEPS = 6
+NOTICE_SECONDS = 40.0
+"""It takes two, on a machine that may be busy with anything."""
 
 pytestmark = [
     pytest.mark.deadline(420),
@@ -38,108 +35,67 @@ def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(8, WIDTHS[0], generator=torch.Generator().manual_seed(step))
+def train(model: nn.Sequential, optimizer: torch.optim.Optimizer, step: int, folder: str | None) -> dict[str, Any]:
+    batch = torch.randn(8, WIDTHS[0], generator=torch.Generator().manual_seed(step))
+    at_the_beginning = type(model[2].weight).__name__
+    optimizer.zero_grad()
+    hidden = model[1](model[0](batch))
+    if folder is not None:
+        open(f"{folder}/{step} has computed its first layer", "w").close()
+    loss = (model[2](hidden) - batch).square().mean()
+    afterwards = type(model[2].weight).__name__
+    loss.backward()
+    optimizer.step()
+    return {"loss": loss.item(), "classes": (at_the_beginning, afterwards)}
 
 
-def plain_losses() -> list[float]:
-    model, optimizer = make()
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = (model(batch(step)) - batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def test_the_next_function_computes_with_the_first_layers_and_a_server_may_die_meanwhile(tmp_path: Path) -> None:
+    """The server is stopped when it has written the first layer, and goes on when the next function has used it.
 
-
-class Training:
-    """One worker, one server."""
-
-    def __init__(self, cluster: LocalCluster, folder: Path) -> None:
-        self.strategy = ts.ParameterServerStrategy(cluster.resolver)
-        with self.strategy.scope():
-            self.model, self.optimizer = make()
-        self.coordinator = ts.ClusterCoordinator(self.strategy)
-        self.folder = folder
-
-    def schedule(self, step: int) -> ts.RemoteValue:
-        model, optimizer, folder = self.model, self.optimizer, str(self.folder)
-
-        def train(step: int) -> dict[str, Any]:
-            at_the_beginning = type(model[2].weight).__name__
-            optimizer.zero_grad()
-            hidden = model[1](model[0](batch(step)))
-            open(f"{folder}/{step} has computed its first layer", "w").close()
-            loss = (model[2](hidden) - batch(step)).square().mean()
-            afterwards = type(model[2].weight).__name__
-            loss.backward()
-            optimizer.step()
-            return {"loss": loss.item(), "classes": (at_the_beginning, afterwards)}
-
-        return self.coordinator.schedule(train, (step,))
-
-    def has_computed_its_first_layer(self, step: int) -> bool:
-        return (self.folder / f"{step} has computed its first layer").exists()
-
-
-@contextmanager
-def training_with(plan: FaultPlan, folder: Path, overlap: str = "on") -> Iterator[tuple[LocalCluster, Training]]:
-    env = {"TORCH_CPP_LOG_LEVEL": "ERROR", SWITCH: overlap, **plan.environment}
-    with LocalCluster(1, 1, env=env, restart=RestartPolicy(first_delay_seconds=0.0)) as cluster:
-        training = Training(cluster, folder)
-        try:
-            yield cluster, training
-        finally:
-            training.strategy.close()
-
-
-def wait_until_it_happened(plan: FaultPlan) -> int:
-    """The server's process."""
-    wait_until(lambda: bool(plan.fired("ps", 0)), "what the server was to do")
-    return plan.fired("ps", 0)[0].pid
-
-
-@pytest.mark.parametrize("overlap", ["on", "off"])
-def test_the_next_function_computes_with_the_first_layers(tmp_path: Path, overlap: str) -> None:
-    """The server is stopped when it has written the first layer, and goes on when the next function has used it."""
+    The second time it is killed there: the function that waits for the second layer fails, naming the server; after a
+    restore nothing of the half-written values is seen.
+    """
     plan = FaultPlan(tmp_path / "plan")
-    plan.add("ps", 0, Fault(phases.WRITING_VALUES, VALUES_BEFORE_THE_SECOND_LAYER, "SIGSTOP"))
-    with training_with(plan, tmp_path, overlap) as (_, training):
-        results = [training.schedule(step) for step in range(STEPS)]
-        server = wait_until_it_happened(plan)
+    plan.add("ps", 0, STOPS)
+    with cluster_with(plan, workers=1, ps=1, TORCHSTRAT_OVERLAP_PULLS="on") as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            model, optimizer = make()
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def schedule(*steps: int) -> list[ts.RemoteValue]:
+            return [coordinator.schedule(train, (model, optimizer, step, str(tmp_path))) for step in steps]
+
+        def stopped_server(step: int, times: int) -> int:
+            """Its process, once the function of that step has used the first layer, and still waits."""
+            wait_until(lambda: len(plan.fired("ps", 0)) == times, "the stop of the server")
+            wait_until(
+                (tmp_path / f"{step} has computed its first layer").exists, "the use of the first layer meanwhile"
+            )
+            return plan.fired("ps", 0)[-1].pid
+
         try:
-            if overlap == "on":
-                wait_until(lambda: training.has_computed_its_first_layer(1), "the use of the first layer")
-            else:
-                with pytest.raises(TimeoutError):
-                    wait_until(lambda: training.has_computed_its_first_layer(1), "what it must not do", seconds=3.0)
+            results = schedule(0, 1, 2)
+            os.kill(stopped_server(1, 1), signal.SIGCONT)
+            found = coordinator.fetch(results)
+            assert found[1]["classes"] == ("ArrivingParameter", "WatchedParameter")
+            checkpoint = ts.Checkpoint(model=model, optimizer=optimizer)
+            checkpoint.save(tmp_path / "saved")
+
+            plan.add("ps", 0, STOPS)
+            results = schedule(3, 4, 5)
+            os.kill(stopped_server(4, 2), signal.SIGKILL)
+            killed_at = time.monotonic()
+            with pytest.raises(ts.errors.ParameterServerUnavailable, match="parameter server 0") as caught:
+                results[1].get(PATIENCE_SECONDS)
+            assert time.monotonic() - killed_at < NOTICE_SECONDS
+            assert str(caught.value.task) == "ps 0"
+            assert isinstance(caught.value, RuntimeError)
+            with pytest.raises(ts.errors.ParameterServerUnavailable):
+                coordinator.join(PATIENCE_SECONDS)
+            checkpoint.restore(tmp_path / "saved")
+            found += coordinator.fetch(schedule(*range(3, STEPS)))
         finally:
-            os.kill(server, signal.SIGCONT)
-        found = training.coordinator.fetch(results)
-        assert [one["loss"] for one in found] == plain_losses()
-        classes = ("ArrivingParameter" if overlap == "on" else "WatchedParameter", "WatchedParameter")
-        assert found[1]["classes"] == classes
-
-
-def test_a_server_is_killed_while_the_next_function_waits_for_a_layer(tmp_path: Path) -> None:
-    """The function fails, naming the server; after a restore nothing of the half-written values is seen."""
-    plan = FaultPlan(tmp_path / "plan")
-    with training_with(plan, tmp_path) as (_, training):
-        first = training.schedule(0).get(PATIENCE_SECONDS)
-        training.coordinator.join(PATIENCE_SECONDS)
-        checkpoint = ts.Checkpoint(model=training.model, optimizer=training.optimizer)
-        checkpoint.save(tmp_path / "saved")
-        plan.add("ps", 0, Fault(phases.WRITING_VALUES, VALUES_BEFORE_THE_SECOND_LAYER, "SIGSTOP"))
-        results = [training.schedule(step) for step in (1, 2, 3)]
-        server = wait_until_it_happened(plan)
-        wait_until(lambda: training.has_computed_its_first_layer(2), "the use of the first layer")
-        os.kill(server, signal.SIGKILL)
-        with pytest.raises(ts.errors.ParameterServerUnavailable, match="parameter server 0"):
-            results[1].get(PATIENCE_SECONDS)
-        with pytest.raises(ts.errors.ParameterServerUnavailable):
-            training.coordinator.join(PATIENCE_SECONDS)
-        checkpoint.restore(tmp_path / "saved")
-        rest = training.coordinator.fetch([training.schedule(step) for step in range(1, STEPS)])
-        assert [first["loss"], *(one["loss"] for one in rest)] == plain_losses()
+            strategy.close()
+    plain = make()
+    assert [one["loss"] for one in found] == [train(*plain, step, None)["loss"] for step in range(STEPS)]

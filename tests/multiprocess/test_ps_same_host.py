@@ -13,33 +13,35 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ps_nodes import PATIENCE_SECONDS, SECRET, Node, Nodes, wait_until
+from tests.faults.counting import wait_until
+from tests.support.ps_nodes import (
+    ELEMENTS,
+    PATIENCE_SECONDS,
+    Node,
+    Nodes,
+    endpoint_with,
+    error_of,
+)
 from torchstrat.collectives.shared_memory.segment import NoRoomError, Segment
 from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
 from torchstrat.parameter_server.same_host.greeting import name_of
 from torchstrat.parameter_server.same_host.message import DTYPES
 from torchstrat.parameter_server.same_host.neighbours import SWITCH
-from torchstrat.parameter_server.tasks import Task
 from torchstrat.parameter_server.transport import RpcEndpoint
-from torchstrat.testing._process import forking
-
-SUM = 4 * 2**20 // 4  # elements that `Handlers` adds up
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name is Linux's")
 
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    nodes = Nodes()
-    yield nodes
-    nodes.end()
+    with Nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture
 def me() -> Iterator[RpcEndpoint]:
-    endpoint = RpcEndpoint(Task("chief", 0), secret=SECRET)
-    yield endpoint
-    endpoint.close()
+    with endpoint_with() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
@@ -48,6 +50,15 @@ def other(me: RpcEndpoint, nodes: Nodes) -> Node:
     me.add_peer(node.peer)
     assert me.describe_way(node.peer) == "shared memory"
     return node
+
+
+def sums(me: RpcEndpoint, value: float = 0.0, elements: int = ELEMENTS) -> torch.Tensor:
+    """Memory that the others of this host can write to."""
+    return me.empty((elements,), torch.float32).fill_(value)
+
+
+def are(tensor: torch.Tensor, value: float) -> bool:
+    return bool((tensor == value).all())
 
 
 def ask(me: RpcEndpoint, node: Node, method: str, payload: Any = None, **options: Any) -> Any:
@@ -74,71 +85,69 @@ def test_tensors_of_every_kind_and_size_come_back_as_they_were(
                 assert torch.equal(found["b"], sent)
 
 
-def test_an_answer_is_written_where_the_caller_wants_it(me: RpcEndpoint, other: Node) -> None:
-    into = me.empty((SUM,), torch.float32)
+def test_long_texts_travel_too(me: RpcEndpoint, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_rpc(me, other, monkeypatch)
+    text = "x" * 5_000_000
+    many = [torch.full((600,), float(number)) for number in range(300)]
+    found = ask(me, other, "echo", (text, many))
+    assert found[0] == text
+    assert all(torch.equal(tensor, wanted) for tensor, wanted in zip(found[1], many, strict=True))
+
+
+def test_an_answer_is_written_where_the_caller_wants_it_and_it_fits(me: RpcEndpoint, other: Node) -> None:
+    into = sums(me)
     for number in (1, 2, 3):
-        answer = ask(me, other, "push_in_place", torch.ones(SUM), into=[into])
-        assert answer is into
-        assert bool((into == number).all())
+        assert ask(me, other, "push_in_place", torch.ones(ELEMENTS), into=[into]) is into
+        assert are(into, number)
+    own = torch.full((ELEMENTS,), 7.0)  # not memory that others see
+    for wrong in (sums(me, 7, ELEMENTS // 2), own):
+        answer = ask(me, other, "push_in_place", torch.ones(ELEMENTS), into=[wrong])
+        assert answer is not wrong
+        assert answer.shape == (ELEMENTS,)
+        assert are(wrong, 7)
 
 
-def test_the_caller_is_told_what_is_written_before_there_is_an_answer(me: RpcEndpoint, other: Node) -> None:
-    into = [me.empty((SUM,), torch.float32).zero_() for _ in range(2)]
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_caller_is_told_what_is_written_where_it_is_wanted_before_there_is_an_answer(
+    me: RpcEndpoint, other: Node, fits: bool
+) -> None:
+    into = [sums(me, elements=ELEMENTS if fits else ELEMENTS // 2), sums(me)]
     told: queue.Queue[int] = queue.Queue()
     future = me.call(other.peer, "write_two", into=into, on_written=told.put)
     assert told.get(timeout=PATIENCE_SECONDS) == 0
-    assert told.get(timeout=PATIENCE_SECONDS) == 1
-    assert bool((into[0] == 1).all())
+    if fits:
+        assert told.get(timeout=PATIENCE_SECONDS) == 1
+        assert are(into[0], 1)
     assert not future.done()
     ask(me, other, "release")
-    assert [answer is place for answer, place in zip(future.result(PATIENCE_SECONDS), into, strict=True)] == [True] * 2
-    assert bool((into[1] == 2).all())
-    assert told.empty()
-
-
-def test_the_caller_is_not_told_of_what_could_not_be_written_where_it_is_wanted(me: RpcEndpoint, other: Node) -> None:
-    told: queue.Queue[int] = queue.Queue()
-    wrong = [me.empty((SUM // 2,), torch.float32), me.empty((SUM,), torch.float32)]
-    future = me.call(other.peer, "write_two", into=wrong, on_written=told.put)
-    assert told.get(timeout=PATIENCE_SECONDS) == 0
-    ask(me, other, "release")
     first, second = future.result(PATIENCE_SECONDS)
-    assert bool((first == 1).all())
-    assert second is wrong[1]
+    assert (first is into[0], second is into[1]) == (fits, True)
+    assert are(first, 1)
+    assert are(second, 2)
     assert told.empty()
-
-
-def test_memory_that_does_not_fit_is_not_written_to(me: RpcEndpoint, other: Node) -> None:
-    wrong = me.empty((SUM // 2,), torch.float32).fill_(7)
-    own = torch.full((SUM,), 7.0)  # not memory that others see
-    for into in (wrong, own):
-        answer = ask(me, other, "push_in_place", torch.ones(SUM), into=[into])
-        assert answer is not into
-        assert answer.shape == (SUM,)
-        assert bool((into == 7).all())
 
 
 def test_gradients_that_lie_in_shared_memory_are_not_copied(
     me: RpcEndpoint, other: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gradient = me.empty((SUM,), torch.float32).fill_(1)
+    gradient = sums(me, 1)
     monkeypatch.setattr("torchstrat.parameter_server.same_host.caller.put", None)
     assert float(ask(me, other, "push", gradient)[0]) == 1
 
 
 def test_what_a_handler_keeps_is_its_own(me: RpcEndpoint, other: Node) -> None:
-    gradient = me.empty((SUM,), torch.float32).fill_(1)
+    gradient = sums(me, 1)
     ask(me, other, "keep", gradient)
     gradient.fill_(2)
-    assert bool((ask(me, other, "kept") == 1).all())
+    assert are(ask(me, other, "kept"), 1)
 
 
 def test_memory_comes_back(me: RpcEndpoint, other: Node) -> None:
     assert me._neighbours is not None
     for _ in range(50):
-        ask(me, other, "push_in_place", torch.ones(SUM), into=[me.empty((SUM,), torch.float32)])
+        ask(me, other, "push_in_place", torch.ones(ELEMENTS), into=[sums(me)])
     # Two calls' worth: one that is made, and one whose end the thread that brought it is about to forget.
-    assert me._neighbours.pool.total_bytes <= 2 * 2 * 4 * SUM
+    assert me._neighbours.pool.total_bytes <= 2 * 2 * 4 * ELEMENTS
 
 
 def test_rare_calls_leave_no_memory_behind(me: RpcEndpoint, other: Node) -> None:
@@ -150,46 +159,25 @@ def test_rare_calls_leave_no_memory_behind(me: RpcEndpoint, other: Node) -> None
     _wait_for_shared_bytes(before + large.nbytes // 4)
 
 
-def test_long_texts_travel_too(me: RpcEndpoint, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_rpc(me, other, monkeypatch)
-    text = "x" * 5_000_000
-    many = [torch.full((600,), float(number)) for number in range(300)]
-    found = ask(me, other, "echo", (text, many))
-    assert found[0] == text
-    assert all(torch.equal(tensor, wanted) for tensor, wanted in zip(found[1], many, strict=True))
-
-
-def test_a_late_answer_writes_to_memory_that_nobody_uses(me: RpcEndpoint, other: Node) -> None:
-    into = me.empty((SUM,), torch.float32)
+@pytest.mark.parametrize("gives_up", [False, True], ids=["a late answer", "a process that was given up"])
+def test_what_comes_too_late_writes_to_memory_that_nobody_uses(me: RpcEndpoint, other: Node, gives_up: bool) -> None:
+    into = sums(me)
     address = into.data_ptr()
     other.signal(signal.SIGSTOP)
-    late = me.call(other.peer, "push_in_place", torch.ones(SUM), timeout_seconds=0.2, into=[into])
-    assert isinstance(late.exception(PATIENCE_SECONDS), PeerTimeoutError)
-    del into
-    fresh = [me.empty((SUM,), torch.float32).fill_(5) for _ in range(4)]
+    timeout = None if gives_up else 0.2
+    late = me.call(other.peer, "push_in_place", torch.ones(ELEMENTS), timeout_seconds=timeout, into=[into])
+    if gives_up:
+        me.remove_peer(other.peer)
+    assert isinstance(error_of(late), PeerUnavailableError if gives_up else PeerTimeoutError)
+    del into, late
+    fresh = [sums(me, 5) for _ in range(4)]
     assert address not in {tensor.data_ptr() for tensor in fresh}
     other.signal(signal.SIGCONT)
-    assert float(ask(me, other, "push", torch.ones(SUM))[0]) == 2, "the late one was applied, and then this one"
-    assert all(bool((tensor == 5).all()) for tensor in fresh)
-
-
-def test_a_process_that_was_given_up_writes_to_memory_that_nobody_uses(me: RpcEndpoint, other: Node) -> None:
-    into = me.empty((SUM,), torch.float32)
-    address = into.data_ptr()
-    other.signal(signal.SIGSTOP)
-    call = me.call(other.peer, "push_in_place", torch.ones(SUM), into=[into])
-    me.remove_peer(other.peer)
-    assert isinstance(call.exception(PATIENCE_SECONDS), PeerUnavailableError)
-    del into, call
-    fresh = [me.empty((SUM,), torch.float32).fill_(5) for _ in range(4)]
-    assert address not in {tensor.data_ptr() for tensor in fresh}
-    other.signal(signal.SIGCONT)
-    other.run(_nothing)
-    assert all(bool((tensor == 5).all()) for tensor in fresh)
-
-
-def _nothing(_endpoint: RpcEndpoint) -> None:
-    """Tells that the process goes on."""
+    if gives_up:
+        assert other.call(other.peer, "echo", 1) == 1, "the process goes on"
+    else:
+        assert are(ask(me, other, "push", torch.ones(ELEMENTS)), 2), "the late one was applied, and then this one"
+    assert all(are(tensor, 5) for tensor in fresh)
 
 
 def test_without_memory_calls_go_through_rpc(me: RpcEndpoint, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,74 +185,50 @@ def test_without_memory_calls_go_through_rpc(me: RpcEndpoint, other: Node, monke
         raise NoRoomError(12, f"{size} bytes are too much")
 
     monkeypatch.setattr(Segment, "allocate", refuse)
-    into = me.empty((SUM,), torch.float32)
-    answer = ask(me, other, "push_in_place", torch.ones(SUM), into=[into])
-    assert bool((answer == 1).all())
+    assert are(ask(me, other, "push_in_place", torch.ones(ELEMENTS), into=[sums(me)]), 1)
 
 
 def test_forked_children_hold_no_connection(me: RpcEndpoint, other: Node) -> None:
     """A child that outlives this process must not keep others from seeing its end."""
     child = os.fork()
     if not child:
-        sockets = 0
-        for descriptor in os.listdir("/proc/self/fd"):
-            try:
-                target = os.readlink(f"/proc/self/fd/{descriptor}")
-            except OSError:
-                continue
-            sockets += target.startswith("socket:") and _is_sequenced_unix(int(descriptor))
-        os._exit(sockets)
+        os._exit(sum(map(_is_sequenced_unix, os.listdir("/proc/self/fd"))))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ask(me, other, "echo", 1) == 1
 
 
-def _is_sequenced_unix(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as found:
-        return found.family == socket.AF_UNIX and found.type == socket.SOCK_SEQPACKET
+def _is_sequenced_unix(descriptor: str) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(int(descriptor))) as found:
+            return found.family == socket.AF_UNIX and found.type == socket.SOCK_SEQPACKET
+    except OSError:  # no socket, or the descriptor of this very listing
+        return False
 
 
-def test_a_stranger_is_told_nothing(me: RpcEndpoint, other: Node) -> None:
+def test_a_stranger_is_told_nothing(me: RpcEndpoint, other: Node, nodes: Nodes) -> None:
     for message in (b"", b"GET / HTTP/1.1\r\n", os.urandom(4000)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.settimeout(PATIENCE_SECONDS)
             stranger.connect(name_of(other.peer))
             stranger.send(message)
             assert stranger.recv(100) == b""
-    outsider = RpcOutsider(other)
-    assert outsider.way.startswith("torch.distributed.rpc (")
+    outsider = nodes.start("worker", 7, secret=b"another secret")
+    assert outsider.run(_way_to, other.peer).startswith("torch.distributed.rpc (")
     assert ask(me, other, "echo", 1) == 1
 
 
-class RpcOutsider:
-    """A process that knows another secret; in a process of its own, for there is one endpoint in each."""
-
-    def __init__(self, other: Node) -> None:
-        context = forking()
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_meet_as_outsider, args=(theirs, other.peer))
-        process.start()
-        theirs.close()
-        assert mine.poll(PATIENCE_SECONDS)
-        self.way: str = mine.recv()
-        process.join(PATIENCE_SECONDS)
-
-
-def _meet_as_outsider(connection: Any, peer: Any) -> None:
-    endpoint = RpcEndpoint(Task("worker", 7), secret=b"another secret")
+def _way_to(endpoint: RpcEndpoint, peer: Any) -> str:
     endpoint.add_peer(peer)
-    connection.send(endpoint.describe_way(peer))
+    return endpoint.describe_way(peer)
 
 
 def test_the_switch(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "off")
-    me = RpcEndpoint(Task("chief", 0), secret=SECRET)
-    try:
+    with endpoint_with() as me:
         node = nodes.start("ps", 0)
         me.add_peer(node.peer)
         assert me.describe_way(node.peer) == f"torch.distributed.rpc ({SWITCH}=off)"
         assert ask(me, node, "echo", torch.ones(3)).tolist() == [1, 1, 1]
-    finally:
-        me.close()
 
 
 def test_nothing_is_left_when_both_are_killed(nodes: Nodes) -> None:
@@ -282,8 +246,7 @@ _held: list[Any] = []
 
 
 def _hold_memory(endpoint: RpcEndpoint, peer: Any) -> None:
-    endpoint.add_peer(peer)
-    assert endpoint.describe_way(peer) == "shared memory"
+    assert _way_to(endpoint, peer) == "shared memory"
     _held.append(endpoint.empty((64 << 20,), torch.uint8))
     endpoint.call(peer, "echo", _held[0], into=[]).result(PATIENCE_SECONDS)
 

@@ -1,0 +1,165 @@
+"""Jobs of parameter servers in processes of their own: what they hold, share and leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchstrat as ts
+from tests.faults.forked import Forked
+
+LARGEST_MIB = 70
+STEPS = 5
+
+is_on_linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted, and memory is read, in /proc")
+
+
+# The end: nothing is said about connections, and nothing is left.
+
+
+@is_on_linux
+@pytest.mark.deadline(200)
+def test_jobs_end_in_order_and_leave_no_threads_behind(tmp_path: Path) -> None:
+    with Forked() as process:
+        first, *_, last = process.run(_counts_after_jobs, tmp_path / "stderr")
+    assert "tensorpipe" not in (tmp_path / "stderr").read_text()
+    assert last[0] <= first[0]
+    assert last[1] <= first[1]
+
+
+def _counts_after_jobs(_: object, stderr: Path) -> list[tuple[int, int]]:
+    """Threads and descriptors, after each of three clusters with two jobs each."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    counts = []
+    for _ in range(3):
+        with ts.testing.LocalCluster(workers=2, ps=2) as cluster:
+            for _ in range(2):
+                strategy = ts.ParameterServerStrategy(cluster.resolver)
+                coordinator = ts.ClusterCoordinator(strategy)
+                assert coordinator.schedule(lambda: 1).get(timeout=60) == 1
+                coordinator.join()
+                strategy.close()
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
+
+
+STUCK = """
+import sys, threading
+import torchstrat as ts
+from torchstrat.parameter_server.meeting import task_server
+
+task_server.GRACE_SECONDS = 0.5
+threading.Thread(target=threading.Event().wait).start()
+sys.exit(ts.Server({"worker": ["127.0.0.1:0"]}, secret="s" * 32).run())
+"""
+
+
+def test_a_thread_that_hangs_does_not_hold_a_process_that_was_told_to_end() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stderr=subprocess.PIPE, text=True) as task:
+        assert task.stderr is not None
+        assert "worker 0 listens on" in task.stderr.readline()
+        task.send_signal(signal.SIGTERM)
+        assert task.wait(60) == 0
+
+
+# A table larger than the coordinator may be: 2 GiB on two servers, made on ``device="meta"``.
+
+
+@is_on_linux
+@pytest.mark.deadline(400)
+def test_the_coordinator_never_holds_the_table() -> None:
+    with ts.testing.LocalCluster(workers=1, ps=2) as cluster, Forked() as process:
+        assert process.run(_train_large_table, cluster.environment_of("chief", 0)) <= LARGEST_MIB
+
+
+def _train_large_table(_: object, environment: Mapping[str, str]) -> int:
+    """MiB that it took at most."""
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
+    before_all = _peak_mib()
+    strategy = ts.ParameterServerStrategy(
+        ts.cluster_resolver.TFConfigClusterResolver(), ts.partitioners.FixedShardsPartitioner(4)
+    )
+    with strategy.scope():
+        table = nn.Embedding(8_388_608, 64, device="meta")  # 2 GiB
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    coordinator = ts.ClusterCoordinator(strategy)
+    ids = torch.tensor([0, 5, 8_388_607])
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        rows = table(ids)
+        rows.sum().backward()
+        optimizer.step()
+        return rows.detach()
+
+    before, after = (coordinator.schedule(step).get() for _ in range(2))
+    assert torch.allclose(before - 1, after), (before, after)
+    assert 0.5 < float(before.std()) < 1.5, before
+    return _peak_mib() - before_all
+
+
+def _peak_mib() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) // 1024
+
+
+# What PyTorch keeps for a whole process is, on workers and servers, what the coordinator's program has set.
+
+
+@pytest.fixture
+def default_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    # Keeps a product of its coefficients in the default dtype.
+    return model, torch.optim.NAdam(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, torch.dtype]:
+    optimizer.zero_grad()
+    loss = model(torch.tensor([[0.1, 0.2, 0.3]])).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach()), torch.ones(1).dtype
+
+
+@pytest.mark.usefixtures("default_float64")
+def test_the_default_dtype_of_the_program_is_that_of_workers_and_servers() -> None:
+    model, optimizer = built()
+    wanted = [step(model, optimizer) for _ in range(STEPS)]
+    with ts.testing.LocalCluster(workers=1, ps=1) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            on_servers, its_optimizer = built()
+        coordinator = ts.ClusterCoordinator(strategy)
+        seen = [coordinator.schedule(step, args=(on_servers, its_optimizer)).get() for _ in range(STEPS)]
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(on_servers.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+
+        def sets_another() -> None:
+            torch.set_default_dtype(torch.float16)
+
+        coordinator.schedule(sets_another).get()
+        torch.set_default_dtype(torch.float32)
+        assert coordinator.schedule(lambda: torch.ones(1).dtype).get() is torch.float32
+        strategy.close()
+    assert [dtype for _, dtype in seen] == [torch.float64] * STEPS
+    assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in wanted], rel=1e-12)
