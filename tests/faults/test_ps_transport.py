@@ -255,20 +255,6 @@ def test_those_who_watch_cost_the_watched_nothing_once_they_are_gone(nodes: Node
     wait_for_no_more_than(before, lambda: watched.run(resources))
 
 
-@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
-def test_closing_does_not_wait_for_the_dead_or_the_stopped(
-    me: RpcEndpoint, nodes: Nodes, same_host: bool, fate: signal.Signals
-) -> None:
-    node = nodes.start()
-    meet(me, node, same_host)
-    waiting = me.call(node.peer, "wait")
-    node.signal(fate)
-    began = time.monotonic()
-    me.close()
-    assert time.monotonic() - began < 5
-    assert waiting.exception(0) is not None
-
-
 def test_a_process_that_is_killed_while_it_is_sent_to(me: RpcEndpoint, nodes: Nodes, same_host: bool) -> None:
     """Messages of all sizes are on their way in both directions; every future ends, and its successor is called."""
     node = nodes.start("worker", 3)

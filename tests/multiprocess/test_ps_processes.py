@@ -61,7 +61,7 @@ from torchstrat.parameter_server.meeting import task_server
 
 task_server.GRACE_SECONDS = 0.5
 threading.Thread(target=threading.Event().wait).start()
-sys.exit(ts.Server({"worker": ["127.0.0.1:0"]}, secret="s" * 32).run())
+sys.exit(ts.Server({"worker": ["127.0.0.1:0"]}, secret="s" * 32, start=False).run())
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -242,28 +243,39 @@ def test_an_answer_that_takes_too_long(pair: Pair) -> None:
     assert ask(pair, "wait") is True  # the late answer went nowhere
 
 
-@pytest.mark.parametrize("what", ["it is killed", "it is removed", "this end is closed"])
+ENDS = ["it is killed", "it is removed", "this end is closed", "it is stopped and this end closed"]
+
+
+@pytest.mark.parametrize("what", ENDS)
 def test_what_waits_for_a_peer_and_what_is_asked_later_fails_when(pair: Pair, what: str) -> None:
-    end = {
-        "it is killed": pair.kill,
-        "it is removed": lambda: pair.me.remove_peer(pair.other),
-        "this end is closed": pair.me.close,
-    }[what]
+    """And closing waits for nobody."""
     waiting = pair.me.call(pair.other, "wait")
     ask(pair, "echo")
-    end()
-    if what != "it is killed":
-        end()
-        pair.me.add_peer(pair.other)  # in vain
+    if what == "it is killed":
+        pair.kill()
+    elif what.startswith("it is stopped"):
+        pair.stop()
+    began = time.monotonic()
+    for _ in range(2):
+        if what == "it is removed":
+            pair.me.remove_peer(pair.other)
+        elif what.endswith("closed"):
+            pair.me.close()
+            assert time.monotonic() - began < 5
+            assert waiting.exception(0) is not None
+    pair.me.add_peer(pair.other)  # in vain
     for future in (waiting, pair.me.call(pair.other, "echo")):
         error = error_of(future)
-        if what == "this end is closed":
-            assert isinstance(error, CommunicationError)
-            continue
-        assert isinstance(error, PeerUnavailableError)
-        assert error.peer == pair.other
-        assert str(pair.other) in str(error)
-        assert ("was removed" in str(error)) == (what == "it is removed")
+        assert isinstance(error, CommunicationError)
+        if not what.endswith("closed"):
+            assert isinstance(error, PeerUnavailableError)
+            assert error.peer == pair.other
+            assert str(pair.other) in str(error)
+            assert ("was removed" in str(error)) == (what == "it is removed")
+    if what == "it is killed":
+        began = time.monotonic()
+        pair.me.close()
+        assert time.monotonic() - began < 5
 
 
 def test_a_peer_that_died_before_the_first_call(pair: Pair) -> None:
