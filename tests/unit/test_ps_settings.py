@@ -92,6 +92,11 @@ def test_a_change_of_a_rate_is_warned_of_once(program: Program) -> None:
     assert program.run(lambda: optimizer.param_groups[0]["lr"]) == 0.1
 
 
+def test_a_change_of_what_pytorch_keeps_for_a_thread_is_warned_of(program: Program) -> None:
+    with pytest.warns(UserWarning, match="a scheduled function set .* That holds until the function ends"):
+        program.coordinator.schedule(lambda: torch.set_grad_enabled(False)).get(timeout=30)
+
+
 def test_plain_attributes_that_the_coordinator_sets_hold_from_then_on(program: Program) -> None:
     model = program.model
     look = lambda: (model[1].p, getattr(model, "extra", None), model[0].in_features)  # noqa: E731

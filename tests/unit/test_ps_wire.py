@@ -249,7 +249,8 @@ def test_who_was_stopped_itself_declares_nobody_dead(heartbeat: Heartbeat[str]) 
 
 def test_a_deadline_of_its_own(heartbeat: Heartbeat[str]) -> None:
     heartbeat.watch("ps", 100.0, deadline_seconds=5.0)
-    heartbeat.watch("worker", 100.0)
+    for deadline in (9.0, None):  # the last one holds
+        heartbeat.watch("worker", 100.0, deadline_seconds=deadline)
     assert lost(heartbeat, range(101, 107)) == {
         104: [Silence("worker", 4.0, 3.0)],
         106: [Silence("ps", 6.0, 5.0)],

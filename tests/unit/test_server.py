@@ -104,14 +104,21 @@ def test_a_local_server_is_a_worker_with_a_secret_of_its_own(servers) -> None:
     assert asked == [WORKER]
 
 
-def test_it_drains_on_sigterm_and_the_handler_is_put_back() -> None:
+@pytest.fixture
+def on_sigterm() -> Iterator[Any]:
+    """A handler of the program's own."""
+    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    yield handler
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_it_drains_on_sigterm_and_the_handler_is_put_back(on_sigterm: Any) -> None:
     service = StandIn(WORKER)
-    before = signal.getsignal(signal.SIGTERM)
     options = {**IDLE, "make_service": lambda task: service}
     server = Server(ONE_EACH, "worker", start=False, drain_timeout_seconds=3.0, **options)
 
     def tell_to_end_once_handled() -> None:
-        while signal.getsignal(signal.SIGTERM) is before:
+        while signal.getsignal(signal.SIGTERM) is on_sigterm:
             threading.Event().wait(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -120,7 +127,7 @@ def test_it_drains_on_sigterm_and_the_handler_is_put_back() -> None:
     assert server.run() == 0
     told.join()
     assert service.log.of("drain") == [("drain", 3.0)]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is on_sigterm
 
 
 @pytest.mark.parametrize(
