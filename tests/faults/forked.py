@@ -118,12 +118,13 @@ class Forked:
         """Whatever has become of it. May be called twice."""
         if self._connection.closed:
             return
+        self._connection.close()
+        self.process.join(1.0)  # it ends by itself, unless it is stopped or hangs
         with contextlib.suppress(ProcessLookupError):  # killed, and not yet known to have ended
             if self.process.exitcode is None:
                 self.signal(signal.SIGKILL)
         self.process.join(PATIENCE_SECONDS)
         self.process.close()
-        self._connection.close()
 
     def __enter__(self) -> Any:
         return self

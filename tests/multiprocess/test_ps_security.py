@@ -21,8 +21,9 @@ import torch
 from tests.faults.counting import wait_until
 from tests.faults.forked import Forked
 from tests.support.ps_meeting import flipped
-from tests.support.ps_nodes import PATIENCE_SECONDS, Node, Nodes
+from tests.support.ps_nodes import PATIENCE_SECONDS, Node, Nodes, endpoint_with
 from torchstrat.errors import AuthenticationError, PeerUnavailableError
+from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.transport import RpcEndpoint
 from torchstrat.parameter_server.wire import sockets
@@ -249,7 +250,8 @@ def test_who_hangs_up_without_a_word_keeps_nobody_out(nodes: Nodes, same_host: b
     old, *later = (nodes.start("worker", index, same_host=same_host) for index in range(4))
     assert old.run(_watch_and_count, server.peer) == 1
     assert server.call(old.peer, "echo", "asked") == "asked"
-    _hang_up_on(server, address_of(server.peer.url))
+    socket.create_connection(address_of(server.peer.url), timeout=PATIENCE_SECONDS).close()
+    wait_until(lambda: not server.run(_agent_listens), "PyTorch has closed its listener: it")
     for number, node in enumerate(later):
         assert node.run(_watch_and_count, server.peer) == number + 2
         assert node.run(_is_echoed, server.peer)
@@ -267,10 +269,14 @@ def test_who_hangs_up_without_a_word_keeps_nobody_out(nodes: Nodes, same_host: b
         assert node.run(_wait_for_loss).startswith("its connection broke")
 
 
-def test_agents_are_started_as_often_as_they_are_made_deaf(server: Node, nodes: Nodes) -> None:
-    for index in range(3):
-        _hang_up_on(server, *server.run(_addresses_of_agents))
-        assert nodes.start("worker", index).call(server.peer, "count") == index + 1
+def test_agents_are_started_as_often_as_they_are_made_deaf(nodes: Nodes) -> None:
+    with endpoint_with(same_host=False) as server:
+        server.serve({"echo": Handler(lambda _sender, payload: payload)})
+        for index in range(3):
+            for address in _addresses_of_agents(server):
+                socket.create_connection(address, timeout=PATIENCE_SECONDS).close()
+            wait_until(lambda: not _agent_listens(server), "PyTorch has closed its listener: it")
+            assert nodes.start("worker", index).call(server.peer, "echo", index) == index
 
 
 def test_who_dies_in_the_midst_of_its_handshake_costs_a_descriptor_and_nothing_else(server: Node, nodes: Nodes) -> None:
@@ -300,12 +306,6 @@ def test_who_dies_in_the_midst_of_its_handshake_costs_a_descriptor_and_nothing_e
 def _ended_by_the_other_side(_endpoint: RpcEndpoint) -> int:
     states = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for _, each in sockets._sockets()]
     return states.count(TCP_CLOSE_WAIT)
-
-
-def _hang_up_on(node: Node, *addresses: tuple[str, int]) -> None:
-    for address in addresses:
-        socket.create_connection(address, timeout=PATIENCE_SECONDS).close()
-    wait_until(lambda: not node.run(_agent_listens), "PyTorch has closed its listener: it")
 
 
 def _agent_listens(endpoint: RpcEndpoint) -> bool:
