@@ -272,11 +272,16 @@ def test_who_hangs_up_without_a_word_keeps_nobody_out(nodes: Nodes, same_host: b
 def test_agents_are_started_as_often_as_they_are_made_deaf(nodes: Nodes) -> None:
     with endpoint_with(same_host=False) as server:
         server.serve({"echo": Handler(lambda _sender, payload: payload)})
+        known: list[Peer] = []
         for index in range(3):
             for address in _addresses_of_agents(server):
                 socket.create_connection(address, timeout=PATIENCE_SECONDS).close()
             wait_until(lambda: not _agent_listens(server), "PyTorch has closed its listener: it")
-            assert nodes.start("worker", index).call(server.peer, "echo", index) == index
+            node = nodes.start("worker", index)
+            assert node.call(server.peer, "echo", index) == index
+            server.add_peer(node.peer)
+            known.append(node.peer)
+            assert [server.call(peer, "count").result(PATIENCE_SECONDS) for peer in known] == [*range(index + 1, 0, -1)]
 
 
 def test_who_dies_in_the_midst_of_its_handshake_costs_a_descriptor_and_nothing_else(server: Node, nodes: Nodes) -> None:
