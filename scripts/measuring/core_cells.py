@@ -10,7 +10,6 @@ import pytest
 
 CELLS = {
     "tests/unit/test_contract_in_process.py": ("one_device]", "mirrored x2]"),
-    "tests/unit/test_in_process_numbers.py": ("mirrored x2]",),
 }
 """Test file → how the ids of its cells end."""
 

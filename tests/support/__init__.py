@@ -1,0 +1,1 @@
+"""What tests of several files build on, by subject."""

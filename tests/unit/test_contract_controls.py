@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.replicas import ALL_CASES
 from torchstrat.testing import contract
 from torchstrat.testing.references import equal_chunks, one_device, replicas_by_hand
 
-pytestmark = pytest.mark.unit
+NO_COMPILER = [case for case in ALL_CASES.values() if not case.needs_compiler]
+every_case = pytest.mark.parametrize("case", NO_COMPILER, ids=lambda case: case.name)
 
 
 class OneModel:
@@ -24,8 +26,7 @@ class OneModel:
     def scope(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    no_sync = scope
 
     def distribute_dataset(self, batches: list[Any]) -> Iterator[list[Any]]:
         for batch in batches:
@@ -47,10 +48,8 @@ class NoAggregation(OneModel):
     replicas = 2
 
 
-class FirstReplicaOnly(OneModel):
+class FirstReplicaOnly(NoAggregation):
     """Two replicas, of which only the first counts."""
-
-    replicas = 2
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
         return super().run(function, tuple(chunks[:1] for chunks in args))
@@ -65,9 +64,6 @@ class ForgottenReplica(OneModel):
         return [(replica_id, numbers), (replica_id + 1, stale)]
 
 
-NO_COMPILER = [case for case in contract.CASES.values() if not case.needs_compiler]
-
-
 def _passes(case: contract.Case, strategy: Any) -> bool:
     try:
         contract.check(case, contract.run_case(case, strategy), contract.reference(case, strategy.replicas))
@@ -76,7 +72,7 @@ def _passes(case: contract.Case, strategy: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("case", NO_COMPILER, ids=lambda case: case.name)
+@every_case
 def test_one_model_passes(case: contract.Case) -> None:
     contract.check(case, contract.run_case(case, OneModel()), contract.reference(case, 1))
 
@@ -88,24 +84,7 @@ def test_wrong_strategies_fail(wrong: type[OneModel]) -> None:
     assert [case.name for case in asked if _passes(case, wrong())] == []
 
 
-def test_replicas_must_agree() -> None:
-    case = contract.CASES["lazy_in_run_drawn"]
-    with pytest.raises(AssertionError, match="on replica 1 differs by 1"):
-        contract.check(case, contract.run_case(case, ForgottenReplica()), None)
-
-
-def test_processes_must_agree() -> None:
-    case = contract.CASES["sgd_momentum"]
-    right = contract.run_case(case, OneModel())
-    wrong = dict(right)
-    name = next(iter(right))
-    wrong[name] = right[name] + 1e-15
-    contract.check_agreement(case, [right, right])
-    with pytest.raises(AssertionError, match="ranks 0 and 1 disagree"):
-        contract.check_agreement(case, [right, wrong])
-
-
-@pytest.mark.parametrize("case", NO_COMPILER, ids=lambda case: case.name)
+@every_case
 def test_training_moves(case: contract.Case) -> None:
     """Every case changes what it watches, to finite numbers, and more than its tolerance would forgive."""
     trained = one_device(replace(case, expected=None), 1)
@@ -113,6 +92,17 @@ def test_training_moves(case: contract.Case) -> None:
     watched = [name for name in short if name in trained and not name.startswith("loss[")]
     assert all(bool(trained[name].isfinite().all()) for name in trained)
     assert any(float((trained[name] - short[name]).abs().max()) > 20 * case.tolerance for name in watched)
+
+
+def test_replicas_and_processes_must_agree() -> None:
+    drawn, case = contract.CASES["lazy_in_run_drawn"], contract.CASES["sgd_momentum"]
+    with pytest.raises(AssertionError, match="on replica 1 differs by 1"):
+        contract.check(drawn, contract.run_case(drawn, ForgottenReplica()), None)
+    right = contract.run_case(case, OneModel())
+    contract.check_agreement(case, [right, right])
+    name = next(iter(right))
+    with pytest.raises(AssertionError, match="ranks 0 and 1 disagree"):
+        contract.check_agreement(case, [right, {**right, name: right[name] + 1e-15}])
 
 
 def test_batch_norm_by_hand() -> None:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
+from tests.support.replicas import ALL_CASES, COMPILER
 from torchstrat.testing import contract, divergence
 
-pytestmark = pytest.mark.unit
+ROWS = [*contract.IN_PROCESS.values(), *contract.APART.values()]
+SEVERAL = [row for row in contract.IN_PROCESS.values() if row.replicas > 1]
+MARKS: dict[str, list[Any]] = {
+    "compiled": [pytest.mark.deadline(120)],
+    "compiled_inductor": [
+        *COMPILER,
+        # torch's own modules, which inductor imports late, use what torch has deprecated.
+        pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+        pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    ],
+}
+CELLS = [
+    pytest.param(case, row, id=f"{case.name}-{row.name}", marks=MARKS.get(case.name, []))
+    for row in ROWS
+    for case in ALL_CASES.values()
+    # The numbers of one device are drawn otherwise than those of one replica that is apart.
+    if row in contract.IN_PROCESS.values() or not (case.needs_compiler or case.name == "dropout")
+]
 
 
 @pytest.fixture
@@ -25,31 +43,10 @@ def compiles_alone(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def _parameters() -> list[object]:
-    marks = {
-        "compiled": [pytest.mark.deadline(120)],
-        "compiled_inductor": [
-            pytest.mark.deadline(300),
-            pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler"),
-            # torch's own modules, which inductor imports late, use what torch has deprecated.
-            pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-            pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-        ],
-    }
-    return [
-        pytest.param(case, row, id=f"{case.name}-{row.name}", marks=marks.get(case.name, []))
-        for row in contract.IN_PROCESS.values()
-        for case in contract.CASES.values()
-    ]
-
-
 @pytest.mark.usefixtures("compiles_alone")
-@pytest.mark.parametrize(("case", "row"), _parameters())
+@pytest.mark.parametrize(("case", "row"), CELLS)
 def test_numbers_of_one_device(case: contract.Case, row: contract.Row) -> None:
     contract.check(case, contract.run_row(case, row), contract.reference(case, row.replicas))
-
-
-SEVERAL = [row for row in contract.IN_PROCESS.values() if row.replicas > 1]
 
 
 @pytest.mark.parametrize("row", SEVERAL, ids=lambda row: row.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from torchstrat.errors import UnsupportedError
 from torchstrat.testing import contract
 from torchstrat.testing.contract_on_tpu import OTHER_NUMBERS, REFUSED, run_case_on_tpu
 from torchstrat.testing.fake_tpu import fake_tpu_strategy
@@ -16,6 +17,24 @@ pytestmark = [
 
 CASES = {name: case for name, case in contract.CASES.items() if not case.needs_compiler}
 TRAINED = [name for name in CASES if name not in REFUSED and name not in OTHER_NUMBERS]
+KNOWN_WRONG = {
+    "update_by_hand": (
+        (1, 2, 4),
+        UserWarning,
+        "an update by hand with combined gradients is taken for the replica's own",
+    ),
+    "adversarial_input": ((2, 4), UnsupportedError, "backward(inputs=) of what differs between replicas is refused"),
+    "double_backward_across_all_reduce": ((1,), UnsupportedError, "one replica's rows are taken for a variable"),
+    "inner_optimizer_over_tensors": ((2, 4), AssertionError, "a leaf tensor of the step is one for all replicas"),
+}
+
+
+def _marks(name, replicas):
+    where, error, reason = KNOWN_WRONG.get(name, ((), None, ""))
+    return [pytest.mark.xfail(reason=reason, strict=True, raises=error)] if replicas in where else []
+
+
+CELLS = [pytest.param(name, replicas, marks=_marks(name, replicas)) for replicas in (1, 2, 4) for name in TRAINED]
 
 
 def on_fake(case: contract.Case, replicas: int):
@@ -26,8 +45,7 @@ def on_fake(case: contract.Case, replicas: int):
         strategy.close()
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(("name", "replicas"), CELLS)
 def test_numbers_of_plain_training(name, replicas):
     case = CASES[name]
     contract.check(case, on_fake(case, replicas), contract.reference(case, replicas))

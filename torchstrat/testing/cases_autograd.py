@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,38 +11,42 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import torchstrat as ts
 from torchstrat.testing.training import (
     Batch,
     Case,
     Mlp,
     Training,
+    adam,
+    named,
     plain_step,
     plain_training,
     regression,
+    sgd,
     squared_error,
+    train_step,
 )
+
+UNEVEN_ROWS = (8, 12, 5, 7, 9)
+uneven = partial(regression, UNEVEN_ROWS)
 
 
 def forward_hooks() -> Training:
     model = Mlp()
     model.first.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 1.5,))
     model.tanh.register_forward_hook(lambda module, inputs, output: output * 0.5)
-    return plain_training(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-
-def _treble(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-    return (3.0 * grad_input[0],)
-
-
-def _halve_output(module: nn.Module, grad_output: Any) -> Any:
-    return (0.5 * grad_output[0],)
+    return plain_training(model, sgd(model))
 
 
 def backward_hooks() -> Training:
     model = Mlp()
-    model.tanh.register_full_backward_hook(_treble)
-    model.last.register_full_backward_pre_hook(_halve_output)
-    return plain_training(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model.tanh.register_full_backward_hook(lambda _, gradients, __: _times(3.0, gradients))
+    model.last.register_full_backward_pre_hook(lambda _, gradients: _times(0.5, gradients))
+    return plain_training(model, sgd(model))
+
+
+def _times(factor: float, gradients: Any) -> Any:
+    return (factor * gradients[0],)
 
 
 def tensor_hooks() -> Training:
@@ -49,19 +54,13 @@ def tensor_hooks() -> Training:
     model = Mlp()
     model.first.weight.register_hook(lambda gradient: gradient * 2.0)
     model.last.weight.register_post_accumulate_grad_hook(_halve)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = model.tanh(model.first(x))
         hidden.register_hook(lambda gradient: gradient + 0.01 / len(x))
-        losses = squared_error(model.last(hidden), y)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+        return squared_error(model.last(hidden), y)
 
-    return Training(step, {"model": model})
+    return Training(train_step(losses, sgd(model)), {"model": model})
 
 
 def _halve(parameter: torch.Tensor) -> None:
@@ -72,51 +71,52 @@ def _halve(parameter: torch.Tensor) -> None:
 def compiled(backend: str | None) -> Training:
     """``backend`` of `torch.compile`; None does not compile, for the reference."""
     model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     called: Any = model if backend is None else torch.compile(model, backend=backend)
-    return Training(plain_step(called, optimizer), {"model": model})
+    return Training(plain_step(called, adam(model)), {"model": model})
 
 
 def checkpointed(*, use_reentrant: bool) -> Training:
     """Recomputes its middle in backward; the reentrant kind runs a backward inside of the backward."""
     first, middle, last = nn.Linear(6, 5), Mlp(5, 7, 5), nn.Linear(5, 3)
     model = nn.ModuleList([first, middle, last])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        losses: torch.Tensor = squared_error(last(checkpoint(middle, first(x), use_reentrant=use_reentrant)), y)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+    def call(x: torch.Tensor) -> Any:
+        return last(checkpoint(middle, first(x), use_reentrant=use_reentrant))
 
-    return Training(step, {"model": model})
+    return Training(plain_step(call, sgd(model)), {"model": model})
+
+
+def nested_reentrant_checkpoints() -> Training:
+    model, head = Mlp(6, 6, 6), nn.Linear(6, 3)
+
+    def inner(x: torch.Tensor) -> Any:
+        return checkpoint(model, x, use_reentrant=True)
+
+    def call(x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        return head(inner(checkpoint(lambda v: inner(v) + model(v), x, use_reentrant=True)))
+
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.05)
+    return Training(plain_step(call, sgd(model, head, momentum=0.0), edit=clip), {"model": model, "head": head})
 
 
 def gradient_penalty() -> Training:
     model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
-        optimizer.zero_grad()
         prediction = model(x)
         (slope,) = torch.autograd.grad(prediction.sum(), x, create_graph=True)
-        losses: torch.Tensor = squared_error(prediction, y) + (slope.norm(dim=1) - 1.0).square()
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+        found: torch.Tensor = squared_error(prediction, y) + (slope.norm(dim=1) - 1.0).square()
+        return found
 
-    return Training(step, {"model": model})
+    return Training(train_step(losses, adam(model)), {"model": model})
 
 
 def assigned_gradients(*, accumulate_in_place: bool) -> Training:
     """`autograd.grad` runs no hook of a parameter; the gradients reach the optimizer by hand."""
     model = Mlp()
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    parameters, optimizer = list(model.parameters()), sgd(model)
 
     def step(batch: Batch) -> torch.Tensor:
         x, y = batch
@@ -136,7 +136,7 @@ def assigned_gradients(*, accumulate_in_place: bool) -> Training:
 def func_grad() -> Training:
     model = Mlp()
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    optimizer = sgd(model, momentum=0.0)
 
     def loss_of(values: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> Any:
         losses = squared_error(functional_call(model, values, (x,)), y)
@@ -154,18 +154,11 @@ def func_grad() -> Training:
 
 def through_functional_call() -> Training:
     model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        doubled = {name: 2.0 * parameter for name, parameter in model.named_parameters()}
-        losses = squared_error(functional_call(model, doubled, (x,)), y)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+    def call(x: torch.Tensor) -> Any:
+        return functional_call(model, {name: 2.0 * value for name, value in model.named_parameters()}, (x,))
 
-    return Training(step, {"model": model})
+    return Training(plain_step(call, adam(model)), {"model": model})
 
 
 def unused_parameters() -> Training:
@@ -174,20 +167,14 @@ def unused_parameters() -> Training:
     Momentum and decay move a parameter whose gradient is zero and leave alone one whose gradient is missing.
     """
     model = nn.ModuleDict({"base": nn.Linear(6, 3), "expert": nn.Linear(6, 3), "never": nn.Linear(6, 3)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
-    def step(batch: Batch) -> torch.Tensor:
-        x, y, asks = batch
-        optimizer.zero_grad()
+    def losses(x: torch.Tensor, y: torch.Tensor, asks: torch.Tensor) -> torch.Tensor:
         prediction = model["base"](x)
         if bool(asks.any()):
             prediction = prediction + model["expert"](x) * asks.unsqueeze(1)
-        losses = squared_error(prediction, y)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+        return squared_error(prediction, y)
 
-    return Training(step, {"model": model})
+    return Training(train_step(losses, sgd(model, weight_decay=0.1)), {"model": model})
 
 
 def _first_row_asks(every: int) -> list[Batch]:
@@ -202,7 +189,6 @@ def _first_row_asks(every: int) -> list[Batch]:
 def frozen_then_unfrozen() -> Training:
     model = Mlp()
     model.first.requires_grad_(False)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.1)
 
     def before(step_index: int) -> None:
         if step_index == 2:
@@ -210,43 +196,125 @@ def frozen_then_unfrozen() -> Training:
         if step_index == 4:
             model.last.requires_grad_(False)
 
-    return Training(plain_step(model, optimizer), {"model": model}, before=before)
+    return Training(plain_step(model, adam(model, weight_decay=0.1)), {"model": model}, before=before)
 
 
 def two_models_one_backward() -> Training:
     """Two models, one backward over both, stepped by two optimizers in the other order."""
     encoder, decoder = Mlp(6, 5, 4), Mlp(4, 5, 3)
-    of_encoder = torch.optim.SGD(encoder.parameters(), lr=0.1)
-    of_decoder = torch.optim.Adam(decoder.parameters(), lr=0.05)
-
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        of_encoder.zero_grad()
-        of_decoder.zero_grad()
-        losses = squared_error(decoder(encoder(x)), y)
-        torch.autograd.backward(losses.mean())
-        of_decoder.step()
-        of_encoder.step()
-        return losses.detach()
-
+    step = plain_step(lambda x: decoder(encoder(x)), adam(decoder), sgd(encoder, momentum=0.0))
     return Training(step, {"encoder": encoder, "decoder": decoder})
 
 
+# -- several passes --------------------------------------------------------------------------------------------------
+
+
+def several_backwards(of_rows: Callable[[torch.Tensor], torch.Tensor]) -> Training:
+    """``of_rows``: `torch.mean` or `torch.sum`. A gradient that is already summed must not be summed again."""
+    model = Mlp()
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(x)
+        of_rows(hidden.square().mean(dim=1)).backward(retain_graph=True)
+        found = squared_error(model.last(model.tanh(hidden)), y)
+        of_rows(found).backward()
+        of_rows(squared_error(model(2 * x), y)).backward()
+        return found
+
+    return Training(train_step(losses, adam(model), loss=_has_gone_back), {"model": model})
+
+
+def _has_gone_back(losses: torch.Tensor) -> None:
+    """The loss of what has made its backward passes itself."""
+
+
+def backward_twice_over_one_graph() -> Training:
+    model = Mlp()
+
+    def loss(losses: torch.Tensor) -> torch.Tensor:
+        losses.mean().backward(retain_graph=True)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return losses.mean()
+
+    return Training(plain_step(model, sgd(model, momentum=0.0), loss=loss), {"model": model})
+
+
+def backward_of_some_inputs() -> Training:
+    model = Mlp()
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.05)
+
+    def loss(losses: torch.Tensor) -> None:
+        losses.mean().backward(inputs=list(model.last.parameters()))
+
+    return Training(plain_step(model, sgd(model, momentum=0.0), loss=loss, edit=clip), {"model": model})
+
+
+def double_backward_across_all_reduce() -> Training:
+    model = Mlp()
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        context: Any = ts.get_replica_context()
+        found = squared_error(model(x), y)
+        mean = context.all_reduce("mean", found.square().mean())
+        # The gradient of an all_reduced mean is the local mean's, which has so many rows fewer.
+        rows = mean.square() / context.num_replicas_in_sync + found.sum()
+        (gradient,) = torch.autograd.grad(rows, x, create_graph=True)
+        penalty: torch.Tensor = gradient.square().sum(dim=1)
+        return found + penalty
+
+    return Training(train_step(losses, sgd(model, lr=0.05, momentum=0.0)), {"model": model})
+
+
+def sums_zeroed_in_place() -> Training:
+    """Some rows in one pass, all of them in another; gradients are zeroed, not freed."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.02)
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        found = squared_error(model(x), y)
+        found[x[:, 0] > 0].sum().backward(retain_graph=True)
+        found.square().sum().backward()
+        optimizer.step()
+        return found
+
+    return Training(train_step(losses, loss=_has_gone_back), {"model": model})
+
+
+def sums_of_branches() -> Training:
+    """Each row decides which of two layers its replica uses, in each of several backward passes."""
+    layers: Any = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x))
+        for passes in range(3):
+            found = torch.zeros(len(x))
+            for index, layer in enumerate(layers):
+                rows = (x[:, passes] > 0.5) == bool(index)
+                if rows.any():
+                    found = found.masked_scatter(rows, squared_error(layer(x[rows]), y[rows]))
+            (found.sum() + layers[0].weight.sum() * 0).backward()
+            total = total + found.detach()
+        return total
+
+    return Training(train_step(losses, sgd(layers, lr=0.02, momentum=0.0), loss=_has_gone_back), {"layers": layers})
+
+
 CASES = (
-    Case("forward_hooks", forward_hooks),
-    Case("backward_hooks", backward_hooks),
-    Case("tensor_hooks", tensor_hooks),
+    *named(forward_hooks, backward_hooks, tensor_hooks, gradient_penalty, func_grad, frozen_then_unfrozen),
+    *named(two_models_one_backward, double_backward_across_all_reduce),
+    *named(nested_reentrant_checkpoints, backward_twice_over_one_graph, backward_of_some_inputs, batches=uneven),
+    *named(sums_zeroed_in_place, sums_of_branches, batches=uneven, gradient_reduce_op="sum"),
     Case("compiled", partial(compiled, "aot_eager"), plain=partial(compiled, None)),
     Case("compiled_inductor", partial(compiled, "inductor"), plain=partial(compiled, None), needs_compiler=True),
     Case("checkpoint_reentrant", partial(checkpointed, use_reentrant=True)),
     Case("checkpoint_not_reentrant", partial(checkpointed, use_reentrant=False)),
-    Case("gradient_penalty", gradient_penalty),
     Case("assigned_gradients", partial(assigned_gradients, accumulate_in_place=False)),
     Case("assigned_gradients_in_place", partial(assigned_gradients, accumulate_in_place=True)),
-    Case("func_grad", func_grad),
     Case("functional_call", through_functional_call),
     Case("unused_on_all_but_one_replica", unused_parameters, partial(_first_row_asks, 6)),
     Case("unused_on_all_sometimes", unused_parameters, partial(_first_row_asks, 2)),
-    Case("frozen_then_unfrozen", frozen_then_unfrozen),
-    Case("two_models_one_backward", two_models_one_backward),
+    Case("several_backwards", partial(several_backwards, torch.mean)),
+    Case("several_backwards_summed", partial(several_backwards, torch.sum), gradient_reduce_op="sum"),
 )

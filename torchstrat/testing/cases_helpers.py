@@ -1,99 +1,90 @@
-"""Training cases: helpers that live beside model and optimizer, and models that are exchanged on the way."""
+"""Training cases: what lives beside model and optimizer, models that are exchanged, and what surrounds the step."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
+import torchstrat as ts
 from torchstrat.testing.training import (
+    STEPS,
     Batch,
     Case,
+    FilledLazyLinear,
     Mlp,
     Training,
+    adam,
+    filled,
+    named,
     plain_step,
     regression,
+    sgd,
     squared_error,
+    train_step,
 )
 
 
-@torch.no_grad()
-def _blend(average: nn.Module, model: nn.Module) -> None:
-    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
-        mine.lerp_(theirs, 0.2)
-
-
-def moving_average(*, in_step: bool) -> Training:
-    """An average by deepcopy, which no registration hook sees; its parameters still require grad, as users leave it."""
+def averaged(make: Callable[[nn.Module], tuple[nn.Module, Callable[[], object]]], *, in_step: bool) -> Training:
+    """``make(model)``: a second model, and what updates it: in the step, or outside of `run`."""
     model = Mlp()
+    average, update = make(model)
+    train = plain_step(model, sgd(model, lr=0.2, momentum=0.0))
+    watch = {"model": model, "average": average}
+
+    def step(batch: Batch) -> torch.Tensor:
+        losses = train(batch)
+        update()
+        return losses
+
+    return Training(step, watch) if in_step else Training(train, watch, after=lambda *_: update())
+
+
+def _copied(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
+    """By deepcopy, which no registration hook sees; its parameters still require grad, as users leave it."""
     average = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    train = plain_step(model, optimizer)
-    watch = {"model": model, "average": average}
 
-    def step(batch: Batch) -> torch.Tensor:
-        losses = train(batch)
-        _blend(average, model)
-        return losses
+    @torch.no_grad()
+    def blend() -> None:
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.2)
 
-    def after(step_index: int, loss: torch.Tensor) -> None:
-        _blend(average, model)
-
-    return Training(step, watch) if in_step else Training(train, watch, after=after)
+    return average, blend
 
 
-def averaged_model(*, in_step: bool) -> Training:
-    """torch's own average, which counts in an integral buffer."""
-    model = Mlp()
+def _of_torch(model: nn.Module) -> tuple[nn.Module, Callable[[], object]]:
+    """It counts in an integral buffer."""
     average = AveragedModel(model)
-    train = plain_step(model, torch.optim.SGD(model.parameters(), lr=0.2))
-    watch = {"model": model, "average": average}
-
-    def step(batch: Batch) -> torch.Tensor:
-        losses = train(batch)
-        average.update_parameters(model)
-        return losses
-
-    def after(step_index: int, loss: torch.Tensor) -> None:
-        average.update_parameters(model)
-
-    return Training(step, watch) if in_step else Training(train, watch, after=after)
+    return average, lambda: average.update_parameters(model)
 
 
 def deepcopy_in_step(*, keep: bool) -> Training:
     """A target network copied inside the step: afresh every time, or only at every second step."""
     model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     kept: dict[str, nn.Module] = {}
 
     def after(step_index: int, loss: torch.Tensor) -> None:
         if step_index % 2 == 1:
             kept.clear()
 
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if not keep or "target" not in kept:
             kept["target"] = copy.deepcopy(model)
-        optimizer.zero_grad()
-        with torch.no_grad():
-            goal = y + 0.3 * kept["target"](x)
-        losses = squared_error(model(x), goal)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+        return squared_error(model(x), y + 0.3 * kept["target"](x).detach())
 
-    return Training(step, {"model": model}, after=after)
+    return Training(train_step(losses, adam(model)), {"model": model}, after=after)
 
 
 def scaled_training(*, clip: bool) -> Training:
     """Float32 with `GradScaler`. Batches are (x, y, factor); an infinite factor makes that row's gradient infinite."""
     model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -124,35 +115,34 @@ def _overflowing(step_index: int | None) -> list[Batch]:
 
 def autocast() -> Training:
     model = Mlp(6, 16, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
+    def call(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            prediction = model(x)
-        losses = squared_error(prediction.float(), y)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+            prediction: torch.Tensor = model(x)
+        return prediction.float()
 
-    return Training(step, {"model": model})
+    return Training(plain_step(call, sgd(model, lr=0.3)), {"model": model})
 
 
-def exchanged(exchange: Callable[[Mlp], None]) -> Training:
-    """``exchange(model)`` replaces tensors of the model half-way; a new optimizer takes over."""
-    model = Mlp()
-    current = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+# -- models that are exchanged half-way ------------------------------------------------------------------------------
+
+
+def exchanged(exchange: Callable[[Mlp], object], *, clip: bool = False) -> Training:
+    """``exchange(model)`` replaces tensors of the model half-way, outside of the scope, or returns another model."""
+    current: dict[str, Any] = {"model": Mlp()}
+    current["optimizer"] = sgd(current["model"])
 
     def before(step_index: int) -> None:
         if step_index == 2:
-            exchange(model)
-            current["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+            found = exchange(current["model"])
+            current["model"] = found if isinstance(found, nn.Module) else current["model"]
+            current["optimizer"] = sgd(current["model"], lr=0.05, momentum=0.5)
 
     def step(batch: Batch) -> torch.Tensor:
-        return plain_step(model, current["optimizer"])(batch)
+        edit = partial(nn.utils.clip_grad_norm_, list(current["model"].parameters()), 0.3) if clip else None
+        return plain_step(current["model"], current["optimizer"], edit=edit)(batch)
 
-    return Training(step, {"model": model}, before=before)
+    return Training(step, {"model": lambda: current["model"]}, before=before)
 
 
 def _assign(model: Mlp) -> None:
@@ -163,27 +153,180 @@ def _prune(model: Mlp) -> None:
     prune.l1_unstructured(model.first, "weight", amount=0.4)
 
 
-def _another_layer(model: Mlp) -> None:
-    layer = nn.Linear(5, 3)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(0.1)
-    model.last = layer
+def _another_head(model: Mlp) -> None:
+    model.last = filled(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))  # type: ignore[assignment]
 
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 1.5))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.scale
+
+
+def _parametrize(model: Mlp) -> None:
+    parametrize.register_parametrization(model.first, "weight", _Scaled())
+
+
+def _edit_in_numpy(model: Mlp) -> None:
+    model.first.weight.detach().numpy()[:] *= 2
+
+
+def _behind_the_hooks(child: Callable[[], nn.Module], model: Mlp) -> None:
+    """PyTorch's hooks do not see what is put there."""
+    model._modules["more"] = child()
+
+
+class _Mean(nn.Module):
+    """Has a buffer and no parameters, so no optimizer knows of it."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        ts.get_strategy().extended.set_aggregation(self, "mean", "mean")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()
+        return x
+
+
+def _another_model(model: Mlp) -> nn.Module:
+    return filled(Mlp())
+
+
+# -- inner loops -----------------------------------------------------------------------------------------------------
+
+
+def inner_optimizer_over_tensors() -> Training:
+    """Fits each row by itself: what a replica computes does not depend on the other rows."""
+    model = Mlp()
+
+    def fit(wanted: torch.Tensor) -> torch.Tensor:
+        guess = torch.zeros(3, requires_grad=True)
+        inner = torch.optim.SGD([guess], lr=0.3, momentum=0.5)
+        for _ in range(2):
+            inner.zero_grad()
+            ((guess - wanted) ** 2).sum().backward()
+            inner.step()
+        return guess.detach()
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return squared_error(model(x), torch.stack([fit(row) for row in y]))
+
+    return Training(train_step(losses, sgd(model, momentum=0.0)), {"model": model})
+
+
+def inner_optimizer_over_a_copy() -> Training:
+    """A copy is trained for a while on this replica's rows alone: here all replicas see the same inner data."""
+    model = Mlp()
+    inner_batch = regression((4,))[0]
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        fast = copy.deepcopy(model)
+        train = plain_step(fast, sgd(fast, lr=0.2, momentum=0.5))
+        for _ in range(3):
+            train(inner_batch)
+        return squared_error(model(x), y + fast(x).detach())
+
+    return Training(train_step(losses, sgd(model, momentum=0.0)), {"model": model})
+
+
+def adversarial_input() -> Training:
+    model = Mlp()
+
+    def losses(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        delta = nn.Parameter(torch.zeros_like(x))
+        attack = torch.optim.SGD([delta], lr=0.5)
+        for _ in range(2):
+            attack.zero_grad()
+            (-squared_error(model(x + delta), y).sum()).backward(inputs=[delta])
+            attack.step()
+        return squared_error(model(x + delta.detach()), y)
+
+    return Training(train_step(losses, adam(model)), {"model": model})
+
+
+# -- between and after steps -----------------------------------------------------------------------------------------
+
+
+def evaluated_between_steps() -> Training:
+    """The model is read outside of `run`, in evaluation mode, after every step; its dropout then does nothing."""
+    model = nn.Sequential(*Mlp(), nn.Dropout(0.0))
+    scores = torch.zeros(STEPS)
+    probe = torch.linspace(-1.0, 1.0, 12).reshape(2, 6)
+
+    def after(step_index: int, loss: torch.Tensor) -> None:
+        model.eval()
+        with torch.inference_mode():
+            scores[step_index] = model(probe).sum().item()
+        model.train()
+
+    return Training(plain_step(model, adam(model)), {"model": model, "scores": scores}, after=after)
+
+
+def evaluated_in_step() -> Training:
+    """Every step trains, then scores its rows again without a graph."""
+    model = Mlp()
+    train = plain_step(model, adam(model))
+
+    def step(batch: Batch) -> torch.Tensor:
+        train(batch)
+        x, y = batch
+        model.eval()
+        with torch.no_grad():
+            losses = squared_error(model(x), y)
+        model.train()
+        return losses
+
+    return Training(step, {"model": model})
+
+
+def edited_between_steps() -> Training:
+    """The script writes a parameter itself, outside of `run`."""
+    model = Mlp()
+
+    @torch.no_grad()
+    def after(step_index: int, loss: torch.Tensor) -> None:
+        model.first.weight.mul_(0.9)
+        model.last.bias[0] = float(step_index)
+
+    return Training(plain_step(model, sgd(model)), {"model": model}, after=after)
+
+
+_OUTSIDE = "the step uses trainable variables that"
+_inner = partial(regression, (8,) * 2)
+_of_scaler: dict[str, Any] = {"tolerance": 1e-5, "dtype": torch.float32}
 
 CASES = (
-    Case("moving_average_in_step", partial(moving_average, in_step=True)),
-    Case("moving_average_outside", partial(moving_average, in_step=False)),
-    Case("averaged_model_in_step", partial(averaged_model, in_step=True)),
-    Case("averaged_model_outside", partial(averaged_model, in_step=False)),
+    *(
+        Case(f"{name}_{where}", partial(averaged, make, in_step=where == "in_step"))
+        for name, make in {"moving_average": _copied, "averaged_model": _of_torch}.items()
+        for where in ("in_step", "outside")
+    ),
     Case("deepcopy_in_step", partial(deepcopy_in_step, keep=False)),
     Case("deepcopy_kept_between_steps", partial(deepcopy_in_step, keep=True)),
-    Case("grad_scaler", partial(scaled_training, clip=False), partial(_overflowing, None), 1e-5, torch.float32),
-    Case("grad_scaler_overflow", partial(scaled_training, clip=False), partial(_overflowing, 2), 1e-5, torch.float32),
-    Case(
-        "grad_scaler_clip_overflow", partial(scaled_training, clip=True), partial(_overflowing, 1), 1e-5, torch.float32
-    ),
-    Case("autocast", autocast, tolerance=5e-3, dtype=torch.float32),
+    Case("grad_scaler", partial(scaled_training, clip=False), partial(_overflowing, None), **_of_scaler),
+    Case("grad_scaler_overflow", partial(scaled_training, clip=False), partial(_overflowing, 2), **_of_scaler),
+    Case("grad_scaler_clip_overflow", partial(scaled_training, clip=True), partial(_overflowing, 1), **_of_scaler),
+    *named(autocast, tolerance=5e-3, dtype=torch.float32),
     Case("assigned_state_dict", partial(exchanged, _assign)),
     Case("pruned_half_way", partial(exchanged, _prune)),
+    Case("parametrized_half_way", partial(exchanged, _parametrize)),
+    Case("edited_in_numpy_half_way", partial(exchanged, _edit_in_numpy)),
+    Case("another_head_half_way", partial(exchanged, _another_head, clip=True), warns=_OUTSIDE),
+    Case("another_model_half_way", partial(exchanged, _another_model), warns=_OUTSIDE),
+    *(
+        Case(f"{name}_behind_the_hooks", partial(exchanged, partial(_behind_the_hooks, child)), warns=_OUTSIDE)
+        for name, child in {
+            "layer": lambda: filled(nn.Linear(3, 3)),
+            "lazy_layer": lambda: FilledLazyLinear(3),
+            "buffer": _Mean,
+        }.items()
+    ),
+    *named(inner_optimizer_over_tensors, inner_optimizer_over_a_copy, batches=_inner),
+    *named(adversarial_input, evaluated_between_steps, evaluated_in_step, edited_between_steps),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,86 +10,76 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+import torchstrat as ts
 from torchstrat.testing.references import in_process_replicas, no_numbers, replicas_by_hand
 from torchstrat.testing.training import (
-    EVEN_ROWS,
     Batch,
     Case,
+    FilledLazyLinear,
     Mlp,
     Training,
+    adam,
     classification,
+    filled,
+    named,
+    plain_step,
     plain_training,
     regression,
+    sgd,
     squared_error,
+    train_step,
 )
 
-IMAGE = (2, 4, 4)
-images = partial(regression, shape=IMAGE)
+images = partial(regression, shape=(2, 4, 4))
 
 
-def trained(make_model: Callable[[], nn.Module], *, lr: float = 0.1) -> Training:
+def trained(make_model: Callable[[], nn.Module], **options: Any) -> Training:
+    """``options``: of `sgd`."""
     model = make_model()
-    return plain_training(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+    return plain_training(model, sgd(model, **options))
 
 
 def classifier(make_model: Callable[[], nn.Module]) -> Training:
     model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 
-    def step(batch: Batch) -> torch.Tensor:
-        ids, label = batch
-        optimizer.zero_grad()
-        losses = nn.functional.cross_entropy(model(ids), label, reduction="none")
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+    def losses(ids: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(ids), label, reduction="none")
 
-    return Training(step, {"model": model})
+    return Training(train_step(losses, adam(model, lr=0.02)), {"model": model})
 
 
-class _Tied(nn.Module):
+class _Apply(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def _mean_of_words(words: torch.Tensor) -> torch.Tensor:
+    return words.mean(dim=1)
+
+
+def _tied() -> nn.Module:
     """One matrix reads words in and reads them out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, 4)
-        self.mix = nn.Linear(4, 4)
-        self.out = nn.Linear(4, 12, bias=False)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.out(torch.tanh(self.mix(self.embedding(ids).mean(dim=1))))
-        return scores
+    embedding, out = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
+    out.weight = embedding.weight
+    return nn.Sequential(embedding, _Apply(_mean_of_words), nn.Linear(4, 4), nn.Tanh(), out)
 
 
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, 4)
-        self.lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(10, 3)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        outputs, _ = self.lstm(self.embedding(ids))
-        scores: torch.Tensor = self.head(outputs[:, -1])
-        return scores
+def _recurrent() -> nn.Module:
+    lstm = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
+    return nn.Sequential(nn.Embedding(12, 4), lstm, _Apply(lambda found: found[0][:, -1]), nn.Linear(10, 3))
 
 
-class _Transformer(nn.Module):
+def _transformer() -> nn.Module:
     """`nn.TransformerEncoder` deep-copies its layer, which no registration hook sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, 8)
-        layer = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.head(self.encoder(self.embedding(ids)).mean(dim=1))
-        return scores
+    layer = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(12, 8), encoder, _Apply(_mean_of_words), nn.Linear(8, 3))
 
 
 def _convolution(norm: Callable[[int], nn.Module]) -> nn.Module:
@@ -97,12 +88,8 @@ def _convolution(norm: Callable[[int], nn.Module]) -> nn.Module:
     )
 
 
-def _batch_norm() -> nn.Module:
-    return _convolution(nn.BatchNorm2d)
-
-
-def _cumulative_batch_norm() -> nn.Module:
-    return _convolution(partial(nn.BatchNorm2d, momentum=None))
+_batch_norm = partial(_convolution, nn.BatchNorm2d)
+_cumulative_batch_norm = partial(_convolution, partial(nn.BatchNorm2d, momentum=None))
 
 
 class _ActivatedBatchNorm(nn.BatchNorm2d):
@@ -122,32 +109,14 @@ def _two_batch_norms() -> nn.Module:
 
 
 def _sync_batch_norm() -> nn.Module:
-    import torchstrat as ts
-
     model: nn.Module = ts.convert_sync_batchnorm(_two_batch_norms())
     return model
 
 
-def _channels_last() -> nn.Module:
-    return _convolution(partial(nn.GroupNorm, 2)).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
-
-
 def channels_last() -> Training:
-    training = trained(_channels_last)
-    weight = training.watch["model"][0].weight
-    in_layout = partial(torch.Tensor.is_contiguous, weight, memory_format=torch.channels_last)
-    return Training(training.step, {**training.watch, "weight is channels_last": in_layout})
-
-
-class _FilledLinear(nn.LazyLinear):
-    """Its first values do not depend on a generator, so that one device has the same."""
-
-    def reset_parameters(self) -> None:
-        if self.in_features == 0 or self.has_uninitialized_params():
-            return
-        with torch.no_grad():
-            for parameter in (self.weight, self.bias):
-                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape))
+    model = _convolution(partial(nn.GroupNorm, 2)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    in_layout = partial(torch.Tensor.is_contiguous, model[0].weight, memory_format=torch.channels_last)
+    return Training(plain_step(model, sgd(model)), {"model": model, "weight is channels_last": in_layout})
 
 
 def lazy(make_layer: Callable[[int], nn.Module], *, dry_run: bool) -> Training:
@@ -155,39 +124,59 @@ def lazy(make_layer: Callable[[int], nn.Module], *, dry_run: bool) -> Training:
     model = nn.Sequential(make_layer(5), nn.Tanh(), make_layer(3))
     if dry_run:
         model(torch.zeros(1, 6))
-    return plain_training(model, torch.optim.Adam(model.parameters(), lr=0.05))
+    return plain_training(model, adam(model))
 
 
-def built_in_run(fill: bool) -> Training:
+def built_in_run(fills: bool) -> Training:
     """Model and optimizer are made by the first step."""
     made: dict[str, Any] = {}
 
     def step(batch: Batch) -> torch.Tensor:
         if not made:
-            made["model"] = nn.Linear(6, 3)
-            if fill:
-                nn.init.constant_(made["model"].weight, 0.1)
-                nn.init.zeros_(made["model"].bias)
-            made["optimizer"] = torch.optim.SGD(made["model"].parameters(), lr=0.1, momentum=0.9)
-        train: Training = plain_training(made["model"], made["optimizer"])
-        return train.step(batch)
+            made["model"] = filled(nn.Linear(6, 3)) if fills else nn.Linear(6, 3)
+            made["optimizer"] = sgd(made["model"])
+        return plain_step(made["model"], made["optimizer"])(batch)
 
     return Training(step, {"weight": lambda: made["model"].weight, "bias": lambda: made["model"].bias})
+
+
+class _MakesItsOwn(nn.Module):
+    """Makes parameter and buffer in its first forward, as much code outside of torch does."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.linspace(-1, 1, x.shape[1] * 3).view(3, -1))
+            self.register_buffer("scale", torch.full((), 0.5))
+        return F.linear(x, self.weight) * self.scale
+
+
+def parameter_made_in_forward() -> Training:
+    model = _MakesItsOwn()
+    made: dict[str, torch.optim.Optimizer] = {}
+
+    def step(batch: Batch) -> torch.Tensor:
+        x, y = batch
+        losses = squared_error(model(x), y)
+        if not made:
+            made["optimizer"] = sgd(model)
+        made["optimizer"].zero_grad()
+        losses.mean().backward()
+        made["optimizer"].step()
+        return losses.detach()
+
+    return Training(step, {"weight": lambda: model.weight, "scale": lambda: model.scale})
 
 
 def bare_parameters() -> Training:
     weight = nn.Parameter(torch.linspace(-1.0, 1.0, 18).reshape(6, 3))
     bias = torch.zeros(3, requires_grad=True)
-    optimizer = torch.optim.Adam([weight, bias], lr=0.05)
-
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        losses = squared_error(x @ weight + bias, y)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
-
+    step = plain_step(lambda x: x @ weight + bias, torch.optim.Adam([weight, bias], lr=0.05))
     return Training(step, {"weight": weight, "bias": bias})
 
 
@@ -200,79 +189,130 @@ class _MixedPrecision(nn.Module):
         self.head = nn.Linear(5, 3, dtype=torch.float64)
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float32))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.head(torch.tanh(self.trunk(x.float())).double()) * self.scale
-        return y
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(torch.tanh(self.trunk(x.float())).double()) * self.scale
 
 
 def gan() -> Training:
     generator, discriminator = Mlp(2, 5, 6), Mlp(6, 5, 1)
-    of_generator = torch.optim.Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.9))
-    of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=0.02, betas=(0.5, 0.9))
+    of_generator = adam(generator, lr=0.02, betas=(0.5, 0.9))
+    of_discriminator = adam(discriminator, lr=0.02, betas=(0.5, 0.9))
+
+    def on_both(real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+        on_real, on_fake = F.softplus(-discriminator(real)), F.softplus(discriminator(fake))
+        return (on_real + on_fake).squeeze(1)
+
+    discriminate = train_step(on_both, of_discriminator)
+    fool = train_step(lambda fake: F.softplus(-discriminator(fake)).squeeze(1), of_generator)
 
     def step(batch: Batch) -> torch.Tensor:
-        real, noise = batch[0], batch[1][:, :2]
-        of_discriminator.zero_grad()
-        fake = generator(noise)
-        on_real = nn.functional.softplus(-discriminator(real)).squeeze(1)
-        on_fake = nn.functional.softplus(discriminator(fake.detach())).squeeze(1)
-        (on_real + on_fake).mean().backward()
-        of_discriminator.step()
-        of_generator.zero_grad()
-        fooled = nn.functional.softplus(-discriminator(fake)).squeeze(1)
-        fooled.mean().backward()
-        of_generator.step()
-        return fooled.detach()
+        fake = generator(batch[1][:, :2])
+        discriminate((batch[0], fake.detach()))
+        return fool((fake,))
 
     return Training(step, {"generator": generator, "discriminator": discriminator})
 
 
 def rank_dependent_values() -> Training:
     """Processes that start from different values: rank 0's count, as the first replica's do in one process."""
-    import os
-
     model = Mlp()
     with torch.no_grad():
         model.first.weight.add_(float(os.environ.get("RANK", "0")))
-    return plain_training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return plain_training(model, sgd(model, momentum=0.0))
+
+
+def _normed(norm: Callable[[nn.Module], object]) -> nn.Module:
+    model = Mlp()
+    norm(model.first)
+    return model
 
 
 def _dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 3))
 
 
-def _weight_norm() -> nn.Module:
-    model = Mlp()
-    weight_norm(model.first)
-    return model
+class _Centred(nn.Module):
+    """A running mean the model keeps by itself, of a shape and a rule no library layer has."""
+
+    centre: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.register_buffer("centre", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        ts.get_strategy().extended.set_aggregation(self, "centre", "mean")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.centre.lerp_(x.mean(dim=0), 0.1)
+            self.calls += 1
+        return self.inner(x)
+
+
+class _Counts(nn.Module):
+    """Buffers of every kind: shared, not saved, replaced, made on the way, of integers and of a replica's own."""
+
+    steps: torch.Tensor
+    mean: torch.Tensor
+    late: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.other = nn.Module()
+        self.other.register_buffer("shared", self.mean)
+        ts.get_strategy().extended.set_aggregation(self, "mean", "mean")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.layer(x)
+        self.steps += 1
+        self.mean.mul_(0.5).add_(out.detach().mean(dim=0), alpha=0.5)
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.zeros(3))
+            ts.get_strategy().extended.set_aggregation(self, "late", "mean")
+        self.late = self.late * 0.5 + out.detach().mean(dim=0)
+        return out + self.other.shared.mean() * 0  # type: ignore[operator]
+
+
+def buffers_of_every_kind() -> Training:
+    model: Any = _Counts()
+    found = {name: partial(getattr, model, name) for name in ("steps", "mean", "late")}
+    watch = {"layer": model.layer, **found, "shared": lambda: model.other.shared}
+    return Training(plain_step(model, sgd(model, momentum=0.0)), watch)
 
 
 CASES = (
-    Case("weight_tying", partial(classifier, _Tied), partial(classification, classes=12)),
-    Case("lstm", partial(classifier, _Recurrent), classification),
-    Case("transformer_encoder", partial(classifier, _Transformer), classification),
-    Case("weight_norm", partial(trained, _weight_norm)),
+    Case("weight_tying", partial(classifier, _tied), partial(classification, classes=12)),
+    Case("lstm", partial(classifier, _recurrent), classification),
+    Case("transformer_encoder", partial(classifier, _transformer), classification),
+    Case("weight_norm", partial(trained, partial(_normed, weight_norm))),
+    Case("spectral_norm", partial(trained, partial(_normed, spectral_norm))),
     Case("batch_norm", partial(trained, _batch_norm), images, expected=replicas_by_hand),
     Case("batch_norm_cumulative", partial(trained, _cumulative_batch_norm), images, expected=replicas_by_hand),
     Case(
         "batch_norm_empty", partial(trained, _batch_norm), partial(images, (8, 1, 2, 1, 8)), expected=replicas_by_hand
     ),
-    Case("sync_batch_norm", partial(trained, _sync_batch_norm), images, plain=partial(trained, _two_batch_norms)),
-    Case(
-        "sync_batch_norm_uneven",
-        partial(trained, _sync_batch_norm),
-        partial(images, (8, 5, 1, 3, 7)),
-        plain=partial(trained, _two_batch_norms),
+    *(
+        Case(name, partial(trained, _sync_batch_norm), batches, plain=partial(trained, _two_batch_norms))
+        for name, batches in {
+            "sync_batch_norm": images,
+            "sync_batch_norm_uneven": partial(images, (8, 5, 1, 3, 7)),
+        }.items()
     ),
-    Case("channels_last", channels_last, images),
+    *named(channels_last, batches=images),
     Case("lazy_in_scope", partial(lazy, nn.LazyLinear, dry_run=True)),
-    Case("lazy_in_run", partial(lazy, _FilledLinear, dry_run=False)),
+    Case("lazy_in_run", partial(lazy, FilledLazyLinear, dry_run=False)),
     Case("lazy_in_run_drawn", partial(lazy, nn.LazyLinear, dry_run=False), expected=no_numbers),
     Case("built_in_run", partial(built_in_run, True)),
     Case("built_in_run_drawn", partial(built_in_run, False), expected=no_numbers),
-    Case("bare_parameters", bare_parameters),
     Case("mixed_dtypes", partial(trained, _MixedPrecision), tolerance=1e-5),
-    Case("gan", gan, partial(regression, EVEN_ROWS)),
-    Case("rank_dependent_values", rank_dependent_values),
+    *named(bare_parameters, gan, rank_dependent_values, buffers_of_every_kind),
+    Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),
 )
+KNOWN_WRONG = (*named(parameter_made_in_forward),)
+"""See `torchstrat.testing.contract.KNOWN_WRONG`."""

@@ -1,25 +1,32 @@
-"""Training cases: which optimizer, and how its state and its settings change."""
+"""Training cases: which optimizer, how its state and its settings change, and what wraps it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 from torchstrat.testing.training import (
     Batch,
     Case,
     Mlp,
     Training,
+    adam,
     classification,
+    filled,
+    named,
     plain_step,
     plain_training,
+    sgd,
     squared_error,
+    train_step,
 )
 
 
@@ -49,103 +56,116 @@ class _Inertia(torch.optim.Optimizer):
 
 def third_party_optimizer() -> Training:
     model = Mlp()
-    optimizer = _Inertia(model.parameters(), lr=0.1)
-    return Training(plain_step(model, optimizer), {"model": model})
+    return Training(plain_step(model, _Inertia(model.parameters(), lr=0.1)), {"model": model})
+
+
+class _SharpnessAware(torch.optim.Optimizer):
+    """As it is found on the web: an ascent step, a descent step, a copy of the weights in ``state`` in between."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def _trained(self) -> list[tuple[torch.Tensor, float]]:
+        return [(p, g["rho"]) for g in self.param_groups for p in g["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        norm = torch.stack([p.grad.norm() for p, _ in self._trained() if p.grad is not None]).norm()
+        for p, rho in self._trained():
+            assert p.grad is not None
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (rho / (norm + 1e-12)))
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p, _ in self._trained():
+            p.data = self.state[p]["old"]
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def sharpness_aware() -> Training:
+    model = Mlp()
+    optimizer = _SharpnessAware(model.parameters(), torch.optim.SGD, lr=0.2, momentum=0.9)
+    backward = plain_step(model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        backward(batch)
+        optimizer.ascend()
+        optimizer.zero_grad()
+        losses = backward(batch)
+        optimizer.descend()
+        optimizer.zero_grad()
+        return losses
+
+    return Training(step, {"model": model})
+
+
+def lookahead(*, initialize: bool) -> Training:
+    """A wrapper of another optimizer. Where it does without ``super().__init__``, torch's step hooks do not know it."""
+
+    class Lookahead(torch.optim.Optimizer):
+        """Made anew, because torch adds its hooks to the class."""
+
+        def __init__(self, base: torch.optim.Optimizer, every: int = 2, blend: float = 0.5) -> None:
+            if initialize:
+                super().__init__(base.param_groups, base.defaults)
+            self.base, self.every, self.blend, self.counter = base, every, blend, 0
+            self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, defaultdict(dict)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.base.zero_grad(set_to_none)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.base.step()
+            self.counter += 1
+            for p in (p for group in self.param_groups for p in group["params"]):
+                state = self.state[p]
+                if "slow" not in state:
+                    state["slow"] = p.detach().clone()
+                elif self.counter % self.every == 0:
+                    state["slow"].add_(p - state["slow"], alpha=self.blend)
+                    p.data.copy_(state["slow"])
+
+    model = Mlp()
+    optimizer = Lookahead(sgd(model, lr=0.3, momentum=0.0))
+    return Training(plain_step(model, optimizer), {"model": model, "count": lambda: optimizer.counter})
 
 
 def sparse_adam() -> Training:
-    table = nn.Embedding(12, 4, sparse=True)
-    head = nn.Linear(4, 3)
-    optimizers = [torch.optim.SparseAdam(table.parameters(), lr=0.05), torch.optim.SGD(head.parameters(), lr=0.1)]
+    table, head = nn.Embedding(12, 4, sparse=True), nn.Linear(4, 3)
+    sparse = torch.optim.SparseAdam(table.parameters(), lr=0.05)
 
-    def step(batch: Batch) -> torch.Tensor:
-        ids, label = batch
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        losses = nn.functional.cross_entropy(head(table(ids).mean(dim=1)), label, reduction="none")
-        losses.mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        return losses.detach()
+    def losses(ids: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(head(table(ids).mean(dim=1)), label, reduction="none")
 
-    return Training(step, {"table": table, "head": head})
+    return Training(train_step(losses, sparse, sgd(head, momentum=0.0)), {"table": table, "head": head})
 
 
-def lbfgs(line_search: str | None) -> Training:
+def with_closure(make: Callable[[Any], torch.optim.Optimizer], *, returns_loss: bool = False) -> Training:
+    """``returns_loss``: what the optimizer's step returns, which is the loss over the global batch on every replica."""
     model = Mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4, line_search_fn=line_search)
+    optimizer = make(model.parameters())
 
     def step(batch: Batch) -> torch.Tensor:
         x, y = batch
 
-        def closure() -> torch.Tensor:
+        def closure() -> Any:
             optimizer.zero_grad()
             loss = squared_error(model(x), y).mean()
             loss.backward()
             return loss
 
-        optimizer.step(closure)
+        loss = torch.as_tensor(optimizer.step(closure)).detach()
         with torch.no_grad():
-            return squared_error(model(x), y)
+            return loss.expand(len(x)).clone() if returns_loss else squared_error(model(x), y)
 
     return Training(step, {"model": model})
-
-
-def closure_of_sgd() -> Training:
-    model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = squared_error(model(x), y).mean()
-            loss.backward()
-            return loss
-
-        loss = optimizer.step(closure)
-        # Every replica is given the same value: the loss over the global batch.
-        return torch.as_tensor(loss).detach().expand(len(x)).clone()
-
-    return Training(step, {"model": model})
-
-
-def scheduler_in_step(make: Callable[[Any], lr_scheduler.LRScheduler]) -> Training:
-    model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    scheduler = make(optimizer)
-    train = plain_step(model, optimizer)
-
-    def step(batch: Batch) -> torch.Tensor:
-        losses = train(batch)
-        scheduler.step()
-        return losses
-
-    return Training(step, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
-
-
-def scheduler_outside() -> Training:
-    model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-
-    def after(step_index: int, loss: torch.Tensor) -> None:
-        scheduler.step()
-
-    watch = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    return Training(plain_step(model, optimizer), watch, after=after)
-
-
-def scheduler_on_plateau() -> Training:
-    model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-
-    def after(step_index: int, loss: torch.Tensor) -> None:
-        scheduler.step(loss)
-
-    return Training(plain_step(model, optimizer), {"model": model, "optimizer": optimizer}, after=after)
 
 
 def rate_set_by_hand() -> Training:
@@ -155,19 +175,19 @@ def rate_set_by_hand() -> Training:
         {"params": model.last.parameters()},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
+    train = plain_step(model, optimizer)
 
     def step(batch: Batch) -> torch.Tensor:
         for group in optimizer.param_groups:
             group["lr"] *= 0.8
         return train(batch)
 
-    train = plain_step(model, optimizer)
     return Training(step, {"model": model, "optimizer": optimizer})
 
 
 def group_added_later() -> Training:
     model = Mlp()
-    optimizer = torch.optim.Adam(model.last.parameters(), lr=0.05)
+    optimizer = adam(model.last)
 
     def before(step_index: int) -> None:
         if step_index == 2:
@@ -176,10 +196,22 @@ def group_added_later() -> Training:
     return Training(plain_step(model, optimizer), {"model": model, "optimizer": optimizer}, before=before)
 
 
+def group_added_in_step() -> Training:
+    model, extra = Mlp(), Mlp(3, 4, 3)
+    optimizer = adam(model)
+
+    def call(x: torch.Tensor) -> Any:
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.02})
+        return extra(model(x))
+
+    return Training(plain_step(call, optimizer), {"model": model, "extra": extra, "optimizer": optimizer})
+
+
 def state_dict_round_trip() -> Training:
     """Saves after the second step and goes back there after the third: model, optimizer and scheduler."""
     model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = adam(model)
     scheduler = lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
     saved: list[dict[str, Any]] = []
 
@@ -196,7 +228,71 @@ def state_dict_round_trip() -> Training:
     return Training(plain_step(model, optimizer), watch, after=after)
 
 
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+def everything_made_in_first_run() -> Training:
+    """Model, optimizer and scheduler are made by the step when it first runs."""
+    made: dict[str, Any] = {}
+
+    def step(batch: Batch) -> torch.Tensor:
+        if not made:
+            made["model"] = filled(Mlp())
+            made["optimizer"] = adam(made["model"], lr=0.1)
+            made["scheduler"] = lr_scheduler.StepLR(made["optimizer"], 2, 0.5)
+        losses = plain_step(made["model"], made["optimizer"])(batch)
+        made["scheduler"].step()
+        return losses
+
+    watch = {
+        "weight": lambda: made["model"].first.weight,
+        "rate": lambda: made["optimizer"].param_groups[0]["lr"],
+        "count": lambda: made["scheduler"].last_epoch,
+    }
+    return Training(step, watch)
+
+
+# -- schedulers ------------------------------------------------------------------------------------------------------
+
+Make = Callable[[Any], Any]
+
+
+def scheduled(make: Make, *, in_step: bool) -> Training:
+    """The scheduler is stepped by the step, or outside of `run`, where it may look at the loss."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.2)
+    scheduler = make(optimizer)
+    train = plain_step(model, optimizer)
+    looks = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+
+    def step(batch: Batch) -> torch.Tensor:
+        losses = train(batch)
+        if in_step:
+            scheduler.step(*([1.0] if looks else []))
+        return losses
+
+    def after(step_index: int, loss: torch.Tensor) -> None:
+        if not in_step:
+            scheduler.step(*([loss] if looks else []))
+
+    watch = {"model": model, "optimizer": optimizer}
+    return Training(step, watch if looks else {**watch, "scheduler": scheduler}, after=after)
+
+
+def _constant_and_exponential(optimizer: Any) -> list[lr_scheduler.LRScheduler]:
+    return [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+_SCHEDULERS: Mapping[str, Make] = {
+    "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.8),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=5),
+    "one_cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=8),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.5),
+    "sequential": lambda one: lr_scheduler.SequentialLR(one, _constant_and_exponential(one), [2]),
+    "chained": lambda one: lr_scheduler.ChainedScheduler(_constant_and_exponential(one)),
+    "cyclic": partial(lr_scheduler.CyclicLR, base_lr=0.05, max_lr=0.3, step_size_up=2),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step),
+    "averaging": partial(SWALR, swa_lr=0.01, anneal_epochs=3),
+}
+_OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam_foreach": partial(torch.optim.Adam, lr=0.05, foreach=True),
     "adam_amsgrad": partial(torch.optim.Adam, lr=0.05, amsgrad=True, foreach=False),
@@ -206,28 +302,23 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": partial(torch.optim.Adafactor, lr=0.1),
     "tensor_rate": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05), foreach=False),
 }
-
-
-def _one_cycle(optimizer: Any) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
-
-
-def _exponential(optimizer: Any) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
-
+_LBFGS = partial(torch.optim.LBFGS, lr=0.2, max_iter=4)
+_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 CASES = (
     *(Case(name, partial(with_optimizer, make)) for name, make in _OPTIMIZERS.items()),
-    Case("third_party_optimizer", third_party_optimizer),
-    Case("sparse_adam", sparse_adam, classification),
-    Case("lbfgs", partial(lbfgs, None), tolerance=1e-6),
-    Case("lbfgs_strong_wolfe", partial(lbfgs, "strong_wolfe"), tolerance=1e-6),
-    Case("closure_of_sgd", closure_of_sgd),
-    Case("scheduler_in_step", partial(scheduler_in_step, _exponential)),
-    Case("one_cycle_scheduler_in_step", partial(scheduler_in_step, _one_cycle)),
-    Case("scheduler_outside", scheduler_outside),
-    Case("scheduler_on_plateau", scheduler_on_plateau),
-    Case("rate_set_by_hand", rate_set_by_hand),
-    Case("group_added_later", group_added_later),
-    Case("state_dict_round_trip", state_dict_round_trip),
+    *named(third_party_optimizer, sharpness_aware, rate_set_by_hand, group_added_later, group_added_in_step),
+    *named(state_dict_round_trip, everything_made_in_first_run),
+    *named(sparse_adam, batches=classification),
+    Case("lookahead_without_hooks", partial(lookahead, initialize=False)),
+    Case("lbfgs", partial(with_closure, _LBFGS), tolerance=1e-6),
+    Case("lbfgs_strong_wolfe", partial(with_closure, partial(_LBFGS, line_search_fn="strong_wolfe")), tolerance=1e-6),
+    Case("closure_of_sgd", partial(with_closure, _SGD, returns_loss=True)),
+    *(
+        Case(f"{name}_scheduler_{where}", partial(scheduled, make, in_step=where == "in_step"))
+        for name, make in _SCHEDULERS.items()
+        for where in ("in_step", "outside")
+    ),
 )
+KNOWN_WRONG = (Case("lookahead", partial(lookahead, initialize=True)),)
+"""See `torchstrat.testing.contract.KNOWN_WRONG`."""

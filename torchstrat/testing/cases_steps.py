@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+import torchstrat as ts
 from torchstrat.testing.references import no_numbers
 from torchstrat.testing.training import (
     STEPS,
@@ -15,27 +17,20 @@ from torchstrat.testing.training import (
     Case,
     Mlp,
     Training,
+    adam,
+    named,
     plain_step,
     regression,
+    scale,
+    sgd,
     squared_error,
 )
 
 
-def edited_gradients(edit: Callable[[nn.Module], None]) -> Training:
+def edited_gradients(edit: Callable[[nn.Module], object]) -> Training:
     """``edit(model)`` runs between backward and step, and sees the gradient of the global batch."""
     model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        losses = squared_error(model(x), y)
-        losses.mean().backward()
-        edit(model)
-        optimizer.step()
-        return losses.detach()
-
-    return Training(step, {"model": model})
+    return Training(plain_step(model, sgd(model, lr=0.2), edit=lambda: edit(model)), {"model": model})
 
 
 def _clip_once(model: nn.Module) -> None:
@@ -47,24 +42,31 @@ def _clip_twice(model: nn.Module) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 0.02)
 
 
-def _add_noise(model: nn.Module) -> None:
+def _add_noise(model: nn.Module, *, drawn: bool) -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None
-        parameter.grad.add_(torch.linspace(-1.0, 1.0, parameter.numel()).reshape(parameter.shape))
+        noise = torch.linspace(-1.0, 1.0, parameter.numel()).reshape(parameter.shape)
+        parameter.grad.add_(torch.randn_like(parameter) * 0.1 if drawn else noise)
 
 
-def _add_random_noise(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.add_(torch.randn_like(parameter), alpha=0.1)
+def inspected_gradients() -> Training:
+    """The gradient a step looks at is that of the global batch, on every replica."""
+    model = Mlp()
+    norms: list[torch.Tensor] = []
+
+    def look() -> None:
+        norms[:] = [nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])]
+
+    train = plain_step(model, sgd(model, momentum=0.0), edit=look)
+    return Training(lambda batch: torch.zeros_like(train(batch)) + norms[0].detach(), {"model": model})
 
 
 def edited_parameters(
-    before: Callable[[nn.Module], None] | None = None, after: Callable[[nn.Module], None] | None = None
+    before: Callable[[nn.Module], object] | None = None, after: Callable[[nn.Module], object] | None = None
 ) -> Training:
     """Parameters written in place by the step itself, at its begin and at its end."""
     model = Mlp()
-    train = plain_step(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    train = plain_step(model, adam(model, lr=0.1))
 
     def step(batch: Batch) -> torch.Tensor:
         if before is not None:
@@ -78,12 +80,6 @@ def edited_parameters(
 
 
 @torch.no_grad()
-def _decay(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(0.99)
-
-
-@torch.no_grad()
 def _clamp(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.clamp_(-0.3, 0.3)
@@ -94,117 +90,159 @@ def _decay_data(model: nn.Module) -> None:
         parameter.data.mul_(0.99)
 
 
-def decay_before_the_optimizer() -> Training:
+@torch.no_grad()
+def _exchange_as_a_vector(model: nn.Module) -> None:
+    """Weights are read out as one vector, changed, and written back as views of it."""
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.98, model.parameters())
+
+
+def weights_edited_by_step_hooks() -> Training:
     model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, momentum=0.0)
+    optimizer.register_step_post_hook(lambda *_: scale(model, 0.97))
+    optimizer.register_step_pre_hook(lambda *_: scale(model, 0.97))
+    train = plain_step(model, optimizer)
+    return Training(lambda batch: train(batch) + model.first.weight.detach().sum(), {"model": model})
+
+
+def update_by_hand() -> Training:
+    """No optimizer at all: an all_reduce between forward and backward, then an update in place."""
+    model = Mlp()
 
     def step(batch: Batch) -> torch.Tensor:
         x, y = batch
-        optimizer.zero_grad()
         losses = squared_error(model(x), y)
-        losses.mean().backward()
-        _decay(model)
-        optimizer.step()
+        context: Any = ts.get_replica_context()
+        context.all_reduce("mean", losses.detach().mean())
+        gradients = torch.autograd.grad(losses.mean(), list(model.parameters()))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), context.all_reduce("mean", list(gradients)), strict=True):
+                p.sub_(g, alpha=0.1)
         return losses.detach()
 
     return Training(step, {"model": model})
 
 
-def zero_grad(set_to_none: bool, *, with_model: bool = False) -> Training:
+def zero_grad(set_to_none: bool, *, with_model: bool = False, given: bool = False) -> Training:
+    """Gradients are zeroed after the step. ``given``: then each gets a value outside of `run`, to add to."""
     model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
+    train = plain_step(model)
 
     def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        losses = squared_error(model(x), y)
-        losses.mean().backward()
+        losses = train(batch)
         optimizer.step()
         (model if with_model else optimizer).zero_grad(set_to_none=set_to_none)
-        return losses.detach()
+        return losses
 
-    return Training(step, {"model": model})
+    def before(step_index: int) -> None:
+        for parameter in model.parameters() if given else ():
+            parameter.grad = torch.full_like(parameter, 0.1)
+
+    return Training(step, {"model": model}, before=before)
 
 
-def several_backwards(of_rows: Callable[[torch.Tensor], torch.Tensor]) -> Training:
-    """``of_rows``: `torch.mean` or `torch.sum`. A gradient that is already summed must not be summed again."""
+# -- accumulation ----------------------------------------------------------------------------------------------------
+
+IDLE_ROWS = (8, 1, 2, 1, 8)
+ALSO_IDLE_ROWS = (1, 8, 8, 2, 1)
+"""The last replicas have no rows in some runs, inside and outside of no_sync."""
+
+
+def accumulation(
+    loss: Callable[[torch.Tensor], torch.Tensor] = torch.mean,
+    *,
+    no_sync: bool = True,
+    clip: float = 0.0,
+    on: frozenset[int] = frozenset({0, 2, 3}),
+    lr: float = 0.05,
+) -> Training:
+    """The runs ``on`` only accumulate, the others step as well; written out as its user has to."""
     model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-
-    def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        hidden = model.first(x)
-        of_rows(hidden.square().mean(dim=1)).backward(retain_graph=True)
-        losses = squared_error(model.last(model.tanh(hidden)), y)
-        of_rows(losses).backward()
-        of_rows(squared_error(model(2 * x), y)).backward()
-        optimizer.step()
-        return losses.detach()
-
-    return Training(step, {"model": model})
-
-
-def accumulation(*, no_sync: bool) -> Training:
-    """Two runs only accumulate, the third steps as well, and so on; written out as its user has to."""
-    model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    stepping = [index % 3 == 2 or index == STEPS - 1 for index in range(STEPS)]
-
-    def accumulate(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        losses = squared_error(model(x), y)
-        (losses.mean() / 3).backward()
-        return losses.detach()
+    optimizer = sgd(model, lr=lr)
+    accumulate = plain_step(model, loss=loss)
 
     def step(batch: Batch) -> torch.Tensor:
         losses = accumulate(batch)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         return losses
 
-    accumulating = frozenset(index for index in range(STEPS) if not stepping[index])
-    return Training(step, {"model": model}, accumulate=accumulate, accumulate_on=accumulating, no_sync=no_sync)
+    return Training(step, {"model": model}, accumulate=accumulate, accumulate_on=on, no_sync=no_sync)
 
 
-def inspected_gradients() -> Training:
-    """The gradient a step looks at is that of the global batch, on every replica."""
+def no_sync_within_the_step() -> Training:
     model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(losses: torch.Tensor) -> torch.Tensor:
+        with ts.get_strategy().no_sync() if ts.has_strategy() else torch.enable_grad():
+            losses.mean().backward(retain_graph=True)
+        return losses.square().mean()
+
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    return Training(plain_step(model, sgd(model, momentum=0.0), loss=loss, edit=clip), {"model": model})
+
+
+def edited_before_the_others_have_finished_backward() -> Training:
+    """Under no_sync no replica waits for the others, and this one edits its weights right away."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.01, momentum=0.0)
+    train = plain_step(model, loss=torch.sum)
+
+    def accumulate(batch: Batch) -> torch.Tensor:
+        x, y = batch
+        losses = squared_error(model(x), y)
+        context: Any = ts.get_replica_context()
+        context.all_reduce("sum", losses.detach().sum())
+        losses.sum().backward()
+        scale(model, 0.98)
+        return losses.detach()
 
     def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        losses = squared_error(model(x), y)
-        losses.mean().backward()
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        losses = train(batch)
         optimizer.step()
-        return norm.detach().expand(len(x)).clone()
+        optimizer.zero_grad()
+        return losses
 
-    return Training(step, {"model": model})
+    return Training(step, {"model": model}, accumulate=accumulate, accumulate_on=frozenset({0, 2}))
 
+
+_every_third = partial(accumulation, on=frozenset(index for index in range(STEPS - 1) if index % 3 != 2), lr=0.1)
+_summed = partial(accumulation, torch.sum, lr=0.02)
+_idle, _also_idle = partial(regression, IDLE_ROWS), partial(regression, ALSO_IDLE_ROWS)
 
 CASES = (
     Case("clip_once", partial(edited_gradients, _clip_once)),
     Case("clip_twice", partial(edited_gradients, _clip_twice)),
-    Case("gradient_noise", partial(edited_gradients, _add_noise)),
+    Case("gradient_noise", partial(edited_gradients, partial(_add_noise, drawn=False))),
     Case(
         "gradient_noise_drawn_in_step",
-        partial(edited_gradients, _add_random_noise),
+        partial(edited_gradients, partial(_add_noise, drawn=True)),
         expected=no_numbers,
         warns="the replicas have changed the gradient of ",
     ),
-    Case("inspected_gradients", inspected_gradients),
-    Case("parameter_decay_first", partial(edited_parameters, before=_decay)),
-    Case("parameter_decay_last", partial(edited_parameters, after=_decay)),
-    Case("parameter_decay_through_data", partial(edited_parameters, after=_decay_data)),
-    Case("parameter_decay_between", decay_before_the_optimizer),
+    *named(inspected_gradients, weights_edited_by_step_hooks, update_by_hand),
+    Case("parameter_decay_first", partial(edited_parameters, before=scale)),
+    Case("parameter_decay_last", partial(edited_parameters, after=scale)),
+    Case("parameter_decay_through_data", partial(edited_parameters, _decay_data, _decay_data)),
+    Case("parameter_decay_between_through_data", partial(edited_gradients, _decay_data)),
+    Case("parameter_decay_between", partial(edited_gradients, scale)),
     Case("parameter_clamp", partial(edited_parameters, after=_clamp)),
+    Case("weights_exchanged_as_a_vector", partial(edited_parameters, after=_exchange_as_a_vector)),
     Case("zero_grad_to_none", partial(zero_grad, True)),
     Case("zero_grad_to_zero", partial(zero_grad, False)),
     Case("zero_grad_of_model", partial(zero_grad, True, with_model=True)),
-    Case("several_backwards", partial(several_backwards, torch.mean)),
-    Case("several_backwards_summed", partial(several_backwards, torch.sum), gradient_reduce_op="sum"),
-    Case("accumulation_no_sync", partial(accumulation, no_sync=True)),
-    Case("accumulation_synchronized", partial(accumulation, no_sync=False)),
-    Case("accumulation_uneven", partial(accumulation, no_sync=True), partial(regression, (8, 5, 7, 3, 6))),
+    Case("gradients_given_between_steps", partial(zero_grad, True, given=True)),
+    Case("accumulation_no_sync", _every_third),
+    Case("accumulation_synchronized", partial(_every_third, no_sync=False)),
+    Case("accumulation_uneven", _every_third, partial(regression, (8, 5, 7, 3, 6))),
+    Case("accumulation_idle", accumulation, _idle),
+    Case("accumulation_idle_at_first", accumulation, _also_idle),
+    Case("accumulated_sums_idle", _summed, _idle, gradient_reduce_op="sum"),
+    Case("accumulated_sums_idle_clipped", partial(_summed, clip=0.5), _also_idle, gradient_reduce_op="sum"),
+    *named(no_sync_within_the_step, batches=partial(regression, (8, 12, 5, 7, 9))),
+    *named(edited_before_the_others_have_finished_backward, gradient_reduce_op="sum"),
 )

@@ -26,14 +26,15 @@ from torchstrat.testing import (
     cases_models,
     cases_optimizers,
     cases_steps,
-    cases_training_loops,
 )
 from torchstrat.testing.references import named_losses, reference, step_for
 from torchstrat.testing.training import Case, Snapshot, Training, read
 
 __all__ = [
+    "APART",
     "CASES",
     "IN_PROCESS",
+    "KNOWN_WRONG",
     "TORCHRUN",
     "Row",
     "check",
@@ -43,17 +44,14 @@ __all__ = [
     "run_row",
 ]
 
-_FILES = (
-    cases_optimizers,
-    cases_steps,
-    cases_models,
-    cases_autograd,
-    cases_helpers,
-    cases_training_loops,
-    cases_batches,
-)
+_FILES = (cases_optimizers, cases_steps, cases_models, cases_autograd, cases_helpers, cases_batches)
 CASES: Mapping[str, Case] = {case.name: case for file in _FILES for case in file.CASES}
 """Every training case by name."""
+
+KNOWN_WRONG: Mapping[str, Case] = {
+    case.name: case for file in (cases_optimizers, cases_models) for case in file.KNOWN_WRONG
+}
+"""Further ones, which replicas of one process get right and not yet those of several."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,25 @@ IN_PROCESS: Mapping[str, Row] = dict(
     ]
 )
 """All replicas in this process."""
+
+
+def _apart(count: int, **options: Any) -> Any:
+    import torchstrat as ts
+
+    strategy = ts.CentralStorageStrategy(_cpus(count), "cpu:0", **options)
+    engine: Any = strategy._engine
+    # To torch ``cpu`` and ``cpu:0`` are different names, and tensors can go from one to the other.
+    engine._home = engine._components._parameter_device = torch.device("cpu", 0)
+    engine._runs_plainly = False
+    return strategy
+
+
+APART: Mapping[str, Row] = {
+    f"central_storage apart x{count}": Row(f"central_storage apart x{count}", count, partial(_apart, count))
+    for count in (1, 2, 3)
+}
+"""Central storage whose variables live on a device that no replica computes on, as they do beside GPUs: the code that
+carries values between the two asks only whether it is the same device."""
 
 TORCHRUN: Mapping[str, Row] = dict(
     [

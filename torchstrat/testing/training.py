@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ Step = Callable[[Batch], torch.Tensor]
 """Takes a batch, returns one detached loss per row (or per token), of shape (rows,)."""
 
 STEPS = 5
-EVEN_ROWS = (8,) * STEPS
+EVEN_ROWS = (12,) * STEPS
 """Rows of each global batch: a multiple of every number of replicas in the table."""
 
 
@@ -62,12 +62,8 @@ def classification(
     ]
 
 
-def _nothing_before(step_index: int) -> None:
-    """The default of `Training.before`."""
-
-
-def _nothing_after(step_index: int, loss: torch.Tensor) -> None:
-    """The default of `Training.after`."""
+def _nothing(*_: Any) -> None:
+    """The default of `Training.before` and `Training.after`."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,9 @@ class Training:
     accumulate_on: frozenset[int] = frozenset()
     no_sync: bool = True
     """Whether the accumulating runs are inside ``with strategy.no_sync()``."""
-    before: Callable[[int], None] = _nothing_before
+    before: Callable[[int], object] = _nothing
     """Called outside of `run`, before each step, with its index."""
-    after: Callable[[int, torch.Tensor], None] = _nothing_after
+    after: Callable[[int, torch.Tensor], object] = _nothing
     """Called outside of `run`, after each step, with its index and the loss over the global batch (a scalar)."""
 
 
@@ -154,10 +150,8 @@ def _numbers(value: Any) -> dict[str, Any]:
             if key != "params" and _is_numeric(option)
         }
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return {"rates": torch.tensor(value.get_last_lr()), "count": value.last_epoch}
-    if isinstance(value, torch.Tensor):
-        return {"": value}
-    return {"": value()}
+        return {"rates": torch.tensor(value.get_last_lr()), "count": getattr(value, "last_epoch", 0)}
+    return _numbers(value()) if callable(value) else {"": value}
 
 
 def _is_numeric(option: Any) -> bool:
@@ -183,19 +177,75 @@ def squared_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     return (prediction - target).square().mean(dim=-1)
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The step of a first tutorial: a mean loss, one backward, one step."""
+def train_step(
+    losses: Callable[..., torch.Tensor],
+    *optimizers: torch.optim.Optimizer,
+    loss: Callable[[torch.Tensor], torch.Tensor | None] = torch.mean,
+    edit: Callable[[], object] | None = None,
+) -> Step:
+    """The step of a first tutorial: one backward over the ``loss`` of ``losses(*batch)``, then each optimizer steps.
+
+    ``loss`` returns None where it has made the backward passes itself. ``edit`` runs before the optimizers.
+    """
 
     def step(batch: Batch) -> torch.Tensor:
-        x, y = batch
-        optimizer.zero_grad()
-        losses = squared_error(model(x), y)
-        losses.mean().backward()
-        optimizer.step()
-        return losses.detach()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found = losses(*batch)
+        if (whole := loss(found)) is not None:
+            whole.backward()
+        if edit is not None:
+            edit()
+        for optimizer in optimizers:
+            optimizer.step()
+        return found.detach()
 
     return step
 
 
-def plain_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
-    return Training(plain_step(model, optimizer), {"model": model, "optimizer": optimizer})
+def plain_step(model: Callable[..., Any], *optimizers: torch.optim.Optimizer, **options: Any) -> Step:
+    """`train_step` of the squared error; ``options`` are its."""
+    return train_step(lambda x, y: squared_error(model(x), y), *optimizers, **options)
+
+
+def plain_training(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Training:
+    return Training(plain_step(model, optimizer, **options), {"model": model, "optimizer": optimizer})
+
+
+def sgd(*models: nn.Module, lr: float = 0.1, momentum: float = 0.9, **options: Any) -> torch.optim.SGD:
+    """Over the parameters of all ``models``."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, **options)
+
+
+def adam(*models: nn.Module, lr: float = 0.05, **options: Any) -> torch.optim.Adam:
+    return torch.optim.Adam([parameter for model in models for parameter in model.parameters()], lr=lr, **options)
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def filled(model: _Model) -> _Model:
+    """With values that do not depend on a generator, so that what is made in a run has the same on one device."""
+    for parameter in model.parameters():
+        parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
+    return model
+
+
+class FilledLazyLinear(nn.LazyLinear):
+    def reset_parameters(self) -> None:
+        if self.in_features != 0 and not self.has_uninitialized_params():
+            filled(self)
+
+
+@torch.no_grad()
+def scale(model: nn.Module, by: float = 0.99) -> None:
+    """In place."""
+    for parameter in model.parameters():
+        parameter.mul_(by)
+
+
+def named(*builds: Callable[[], Training], **options: Any) -> list[Case]:
+    """Cases that are called as their functions; ``options`` are `Case`'s."""
+    return [Case(build.__name__, build, **options) for build in builds]

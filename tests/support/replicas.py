@@ -1,0 +1,75 @@
+"""Training cases of the contract in processes of a launch, and strategies with several replicas in this process."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+import torchstrat as ts
+from torchstrat.testing import contract
+
+
+def cpus(count: int) -> list[str]:
+    return [f"cpu:{index}" for index in range(count)]
+
+
+STRATEGIES: Mapping[str, tuple[int, Callable[..., Any]]] = {
+    **{f"mirrored x{count}": (count, partial(ts.MirroredStrategy, cpus(count))) for count in (1, 2, 3, 4)},
+    "central x2": (2, partial(ts.CentralStorageStrategy, cpus(2), "cpu:2")),
+    "central x3": (3, partial(ts.CentralStorageStrategy, cpus(3))),
+    **{f"apart x{row.replicas}": (row.replicas, row.make) for row in contract.APART.values()},
+}
+"""Name → (replicas, how to make one). "apart" keeps the variables on a device of their own."""
+
+
+@contextmanager
+def opened(name: str, **options: Any) -> Iterator[Any]:
+    """The strategy of that name, closed at the end."""
+    strategy = STRATEGIES[name][1](**options)
+    try:
+        yield strategy
+    finally:
+        strategy.close()
+
+
+def replica() -> int:
+    """The number of the replica whose step calls this."""
+    context = ts.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
+ALL_CASES: Mapping[str, contract.Case] = {**contract.CASES, **contract.KNOWN_WRONG}
+
+COMPILER = (
+    pytest.mark.deadline(300),
+    pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler"),
+)
+"""Marks of a case that needs one."""
+
+
+def run_case(name: str, row_name: str) -> contract.Snapshot:
+    """In a process of the row's launch. A warning is an error."""
+    case = ALL_CASES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if case.needs_compiler:
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch's modules that inductor imports late
+        if name in contract.KNOWN_WRONG:
+            warnings.filterwarnings("ignore", message="the replicas have changed")  # which is noticed, at least
+        return contract.run_row(case, contract.TORCHRUN[row_name])
+
+
+def check_processes(name: str, snapshots: list[contract.Snapshot]) -> None:
+    """One replica per process: they agree, and have the numbers of one device."""
+    case = ALL_CASES[name]
+    contract.check_agreement(case, snapshots)
+    expected = contract.reference(case, len(snapshots))
+    for snapshot in snapshots:
+        contract.check(case, snapshot, expected)
