@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 
 from torchstrat.collectives.shared_memory import device_copies
+from torchstrat.collectives.shared_memory.common_memory import why_not as why_no_common_memory
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
+
+__all__ = ["FakeDevice", "on_fake_device", "shares_steps", "why_no_common_memory"]
 
 
 class FakeDevice:
     """Everything is on it but memory that was registered.
 
-    Copies to the host are made when they are waited for: who reads before that reads something else. Of copies to the
-    device it looks again when they are waited for: whether somebody has written to the source in between.
+    Copies to the host are made when they are waited for, ``seconds`` later: who reads before that reads something else.
+    Of copies to the device it looks again then: whether somebody has written to the source in between.
     """
 
-    def __init__(self, *, refuses: bool = False) -> None:
-        self._refuses = refuses
+    def __init__(self, *, refuses: bool = False, seconds: float = 0.0) -> None:
+        self._refuses, self._seconds = refuses, seconds
         self.regions: dict[int, int] = {}
         self.to_host = self.to_device = 0
         self._started: list[Callable[[], object]] = []
@@ -48,7 +53,7 @@ class FakeDevice:
         if self._is_on_host(target):
             assert target.is_contiguous(), "the host would need memory between"
             self.to_host += 1
-            self._started.append(partial(target.copy_, source))
+            self._started += [partial(time.sleep, self._seconds), partial(target.copy_, source)]
             return
         self.to_device += 1
         target.copy_(source)
@@ -62,24 +67,29 @@ class FakeDevice:
         if self._is_on_host(source):
             self._started.append(look_again)
 
-    def mark(self) -> Callable[[], None]:
-        def finish() -> None:
-            started, self._started = self._started, []
-            with torch.no_grad():
-                for one in started:
-                    one()
+    @torch.no_grad()
+    def _finish(self) -> None:
+        started, self._started = self._started, []
+        for one in started:
+            one()
 
-        return finish
+    def mark(self) -> Callable[[], None]:
+        return self._finish
 
 
 @contextlib.contextmanager
-def on_fake_device(*, refuses: bool = False) -> Iterator[list[FakeDevice]]:
+def on_fake_device(*, refuses: bool = False, seconds: float = 0.0) -> Iterator[list[FakeDevice]]:
     """Strategies that are made in this block compute on a fake device; the devices they have made."""
     made: list[FakeDevice] = []
 
     def make(_: str) -> DeviceCopies:
-        made.append(FakeDevice(refuses=refuses))
+        made.append(FakeDevice(refuses=refuses, seconds=seconds))
         return DeviceCopies(made[-1])
 
     with mock.patch.object(device_copies, "device_copies", make):
         yield made
+
+
+def shares_steps(strategy: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the processes of a central storage strategy share out this optimizer's steps, in memory of the host."""
+    return bool(strategy._engine._storage.shares(optimizer))

@@ -1,0 +1,359 @@
+"""Steps in parts, by ranks or in blocks that fit into a cache: the bits and the state of a step of the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+
+import torchstrat as ts
+from tests.support.replicas import cpus
+from torchstrat import Ftrl, optimizer_blocks, optimizer_tiers
+from torchstrat.optimizer_blocks import is_worth_blocks, step_in_blocks
+from torchstrat.optimizer_tiers import Tier, tier_of
+from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer
+from torchstrat.replicas.central.portions import Work, portions
+from torchstrat.stand_ins import bare_step
+
+Make = Callable[[Any], optim.Optimizer]
+
+SIZE = 5003
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+SETTINGS: dict[str, Make] = {
+    "SGD": partial(optim.SGD, lr=0.1),
+    "SGD momentum": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD nesterov foreach": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
+    "Adam": partial(optim.Adam, lr=0.05),
+    "Adam amsgrad foreach": partial(optim.Adam, lr=0.05, amsgrad=True, foreach=True),
+    "Adam tensor rate": lambda p: optim.Adam(p, lr=torch.tensor(0.05)),
+    "Adam fused": partial(optim.Adam, lr=0.05, amsgrad=True, fused=True),
+    "AdamW": partial(optim.AdamW, lr=0.05, maximize=True),
+    "AdamW fused": partial(optim.AdamW, lr=0.05, fused=True),
+    "Adagrad": partial(optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
+    "Adagrad fused": partial(optim.Adagrad, lr=0.1, fused=True),
+    "Adagrad foreach": partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.3, foreach=True),
+    "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "NAdam": partial(optim.NAdam, lr=0.05, decoupled_weight_decay=True, weight_decay=0.1),
+    "ASGD": partial(optim.ASGD, lr=0.05, t0=2),
+    "Ftrl": partial(Ftrl, lr=0.1, lr_power=-0.4, l1=0.01, l2=0.1, l2_shrinkage=0.1, beta=0.2),
+    **{
+        f"{cls.__name__} foreach" if foreach else cls.__name__: partial(cls, lr=rate, foreach=foreach)
+        for cls, rate in ((optim.Adadelta, 0.5), (optim.Adamax, 0.05), (optim.RAdam, 0.05), (optim.Rprop, 0.05))
+        for foreach in (True, False)
+    },
+    **{
+        f"{cls.__name__} foreach": partial(cls, lr=rate, foreach=True)
+        for cls, rate in ((optim.RMSprop, 0.01), (optim.NAdam, 0.05), (optim.ASGD, 0.05))
+    },
+}
+"""The optimizers that step each element for itself."""
+AT_ONCE = {name for name in SETTINGS if "foreach" in name or "fused" in name} | {"SGD"}
+
+
+class Mine(optim.Adam):
+    """May do anything."""
+
+
+def numbers(count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """``count`` rows of numbers of many magnitudes, the same at every call."""
+    generator = torch.Generator().manual_seed(3)
+    scales = torch.logspace(-3, 1, SIZE, dtype=torch.float64)
+    return list((torch.randn(count, SIZE, generator=generator, dtype=torch.float64) * scales).to(dtype))
+
+
+def parameter_of(values: torch.Tensor, gradient: torch.Tensor | None) -> nn.Parameter:
+    parameter = nn.Parameter(values)
+    parameter.grad = gradient
+    return parameter
+
+
+def ones(*shape: int) -> nn.Parameter:
+    return parameter_of(torch.zeros(shape), torch.ones(shape))
+
+
+# -- which optimizers, and who steps what ------------------------------------------------------------------------------
+
+
+def test_which_optimizers_may_be_stepped_in_parts() -> None:
+    tried = {type(make([ones(1)])) for make in SETTINGS.values()}
+    assert tried == {cls for cls, kind in optimizer_tiers._KINDS.items() if kind.tier is Tier.ELEMENTS}
+    assert all(tier_of(make([ones(1)])) is Tier.ELEMENTS for make in SETTINGS.values())
+    assert tier_of(optim.Adafactor([ones(2, 2)])) is Tier.PARAMETERS
+    for unknown in (Mine, optim.LBFGS, partial(optim.SGD, differentiable=True)):
+        assert tier_of(unknown([ones(2)])) is Tier.ALL
+
+
+WORK = st.builds(Work, st.integers(0, 1_100_000), st.sampled_from([4, 8]), st.booleans())
+
+
+@settings(max_examples=200)
+@given(st.lists(WORK, max_size=9), st.integers(1, 7))
+def test_every_element_is_stepped_by_one_rank(works: list[Work], ranks: int) -> None:
+    shares = portions(works, ranks)
+    assert len(shares) == ranks
+    assert all(share == sorted(share) for share in shares)
+    for number, work in enumerate(works):
+        pieces = sorted((part.start, part.stop) for share in shares for part in share if part.number == number)
+        assert (pieces[0][0], pieces[-1][1]) == (0, work.numel)
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(pieces))
+        assert work.may_be_cut or len(pieces) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_portions_are_even(ranks: int) -> None:
+    of_an_mlp = [Work(numel, 4, True) for numel in (802_816, 1024, 1_048_576, 10)]
+    loads = [sum((part.stop - part.start) * 4 for part in share) for share in portions(of_an_mlp, ranks)]
+    assert max(loads) - min(loads) <= 2 * 256 * 4 + 40
+
+
+@DTYPES
+@pytest.mark.parametrize("make", SETTINGS.values(), ids=SETTINGS)
+def test_parts_of_ranks_are_stepped_to_the_same_bits(make: Make, dtype: torch.dtype) -> None:
+    cuts = [0, *(share[0].stop for share in portions([Work(SIZE, dtype.itemsize, True)], 3))]
+    assert (len(cuts), cuts[-1]) == (4, SIZE)
+    assert torch.equal(stepped_between(make, dtype, cuts), stepped_between(make, dtype, [0, SIZE]))
+
+
+def test_the_comparison_notices_who_looks_at_the_whole() -> None:
+    make = partial(optim.Adafactor, lr=0.1)
+    parts, whole = (stepped_between(make, torch.float32, cuts) for cuts in ([0, 256, SIZE], [0, SIZE]))
+    assert not torch.equal(parts, whole)
+
+
+def stepped_between(make: Make, dtype: torch.dtype, cuts: list[int]) -> torch.Tensor:
+    """A parameter after seven steps of its parts between ``cuts``."""
+    start, *gradients = numbers(8, dtype)
+    parts = [nn.Parameter(start[low:high].clone()) for low, high in itertools.pairwise(cuts)]
+    optimizer = make(parts)
+    for number, gradient in enumerate(gradients):
+        for part, low, high in zip(parts, cuts, cuts[1:], strict=False):
+            part.grad = gradient[low:high].clone()
+        change_rate(optimizer, number)
+        optimizer.step()
+    return torch.cat([part.detach() for part in parts])
+
+
+def change_rate(optimizer: optim.Optimizer, number: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * (1 - 0.05 * number)
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(optimizer_blocks, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(optimizer_blocks, "_FEWEST_BLOCKS", 2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+in_small_blocks = pytest.mark.usefixtures("small_blocks")
+
+
+def made(make: Make, dtype: torch.dtype) -> optim.Optimizer:
+    """Over a large parameter, a small one, and one that never has a gradient."""
+    start = numbers(1, dtype)[0]
+    return make([nn.Parameter(start.clone()), nn.Parameter(start[:7].clone()), nn.Parameter(start.clone())])
+
+
+def stepped(optimizer: optim.Optimizer, step: Callable[[optim.Optimizer], Any], steps: range) -> optim.Optimizer:
+    large, small, _ = optimizer.param_groups[0]["params"]
+    for number, gradient in enumerate(numbers(8, large.dtype)[1:]):
+        if number in steps:
+            large.grad, small.grad = gradient.clone(), gradient[:7].clone()
+            change_rate(optimizer, number)
+            step(optimizer)
+    return optimizer
+
+
+def in_blocks(optimizer: optim.Optimizer) -> None:
+    assert step_in_blocks(optimizer)
+
+
+def require_same(one: optim.Optimizer, other: optim.Optimizer) -> None:
+    for mine, its in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, its)
+        assert list(one.state.get(mine, {})) == list(other.state.get(its, {}))
+        for name, value in one.state.get(mine, {}).items():
+            torch.testing.assert_close(value, other.state[its][name], rtol=0, atol=0)
+    assert set(one.state) <= set(one.param_groups[0]["params"])
+
+
+@in_small_blocks
+@DTYPES
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in AT_ONCE])
+def test_bits_and_state_of_blocks_are_those_of_a_step_of_the_whole(name: str, dtype: torch.dtype) -> None:
+    whole, blocked = made(SETTINGS[name], dtype), made(SETTINGS[name], dtype)
+    require_same(stepped(blocked, in_blocks, range(7)), stepped(whole, bare_step, range(7)))
+    for optimizer in (blocked, whole):
+        optimizer.load_state_dict(copy.deepcopy(whole.state_dict()))
+    require_same(stepped(blocked, in_blocks, range(2)), stepped(whole, bare_step, range(2)))
+
+
+NOT_CUT: dict[str, tuple[Make, Callable[[], nn.Parameter]]] = {
+    **{name: (SETTINGS[name], partial(ones, SIZE)) for name in sorted(AT_ONCE)},
+    **{
+        f"{make}": (make, partial(ones, SIZE))
+        for make in (optim.Adafactor, Mine, partial(optim.Adam, differentiable=True))
+    },
+    **{
+        name: (optim.Adagrad, partial(lambda values, gradient: parameter_of(values, gradient), *tensors))
+        for name, tensors in {
+            "no gradient": (torch.zeros(SIZE), None),
+            "a sparse gradient": (torch.zeros(SIZE), torch.ones(SIZE).to_sparse()),
+            "an expanded gradient": (torch.zeros(SIZE), torch.ones(1).expand(SIZE)),
+            "columns first": (torch.zeros(50, SIZE).t(), torch.ones(SIZE, 50)),
+            "no memory": (torch.zeros(SIZE, device="meta"), torch.ones(SIZE, device="meta")),
+        }.items()
+    },
+}
+
+
+@in_small_blocks
+@pytest.mark.parametrize("name", NOT_CUT)
+def test_what_is_stepped_whole(name: str) -> None:
+    """Kernels that do all at once, optimizers that may look at the whole, and what is no row in memory."""
+    make, parameter = NOT_CUT[name][0], NOT_CUT[name][1]()
+    optimizer = make([parameter])
+    assert make is optim.Adagrad or not is_worth_blocks(optimizer)
+    assert not step_in_blocks(optimizer)
+    assert parameter.is_meta or not parameter.any()
+
+
+@in_small_blocks
+@pytest.mark.parametrize("make", [partial(optim.SGD, momentum=0.9), optim.Adagrad, optim.RMSprop, optim.Adam])
+def test_steps_of_few_kernels_are_cut_from_more_blocks_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fewest, cuts in ((2, True), (3, make is optim.Adam)):
+        monkeypatch.setattr(optimizer_blocks, "_FEWEST_BLOCKS", fewest)
+        optimizer = make([ones(4096 // 4 * 3)])
+        assert is_worth_blocks(optimizer) is cuts
+        assert step_in_blocks(optimizer) is cuts
+
+
+@in_small_blocks
+@pytest.mark.parametrize("loaded", [False, True])
+def test_state_that_appears_later(loaded: bool) -> None:
+    """A scheduler switches momentum on. ``loaded``: from a checkpoint that has an entry for it, which is empty."""
+    whole, blocked = (made(partial(optim.SGD, lr=0.1), torch.float32) for _ in range(2))
+    for optimizer, step in ((whole, bare_step), (blocked, in_blocks)):
+        stepped(optimizer, bare_step, range(2))
+        for parameter in optimizer.param_groups[0]["params"][: 2 if loaded else 0]:
+            optimizer.state[parameter]["momentum_buffer"] = None
+        optimizer.param_groups[0]["momentum"] = 0.9
+        stepped(optimizer, step, range(2, 5))
+    assert "momentum_buffer" in whole.state[whole.param_groups[0]["params"][0]]
+    require_same(blocked, whole)
+
+
+@in_small_blocks
+def test_the_first_step_never_has_the_state_twice() -> None:
+    """The process would keep that memory."""
+    alive: list[int] = []
+
+    def step(optimizer: optim.Optimizer) -> None:
+        bare_step(optimizer)
+        alive.append(sum(len(group["params"]) for group in optimizer.param_groups))
+
+    optimizer = optim.Adam([ones(SIZE)])
+    assert step_in_blocks(optimizer, step)
+    blocks = -(-SIZE // 1024)
+    assert alive == [1] * blocks + [0]
+    assert step_in_blocks(optimizer, step)
+    assert alive == [1] * blocks + [0, blocks]
+
+
+@in_small_blocks
+def test_state_that_is_no_row_and_more_threads_keep_a_parameter_whole() -> None:
+    parameter = ones(100, 50)
+    optimizer = optim.Adam([parameter])
+    assert step_in_blocks(optimizer)
+    optimizer.state[parameter]["exp_avg"] = torch.zeros(50, 100).t()
+    assert not step_in_blocks(optimizer)
+    assert step_in_blocks(optim.Adam([ones(2000)]))
+    torch.set_num_threads(2)
+    assert not step_in_blocks(optim.Adam([ones(2000)])), "blocks grow with the threads that share them"
+
+
+# -- where steps are made in blocks ------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, where: str) -> list[bool]:
+    """What `step_in_blocks` answers there, from now on."""
+    answers: list[bool] = []
+
+    def step(*args: Any) -> bool:
+        answers.append(step_in_blocks(*args))
+        return answers[-1]
+
+    monkeypatch.setattr(f"{where}.step_in_blocks", step)
+    return answers
+
+
+@in_small_blocks
+def test_servers_step_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = counted(monkeypatch, "torchstrat.parameter_server.server.shard_optimizer")
+    start, gradient = numbers(2, torch.float32)
+    shard, plain = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer = optim.Adam([plain], lr=0.1)
+    on_server = ShardOptimizer.of(optimizer)
+    answers.clear()  # it is tried out when it is made
+    state: Any = {}
+    for _ in range(3):
+        shard.grad, plain.grad = gradient.clone(), gradient.clone()
+        state = on_server.step(on_server.options, [[shard]], {shard: state})[shard]
+        optimizer.step()
+    assert answers == [True] * 3
+    assert torch.equal(shard, plain)
+    assert all(torch.equal(state[name], value) for name, value in optimizer.state[plain].items())
+
+
+@in_small_blocks
+@pytest.mark.parametrize("strategy", [ts.MirroredStrategy, ts.CentralStorageStrategy])
+def test_hooks_of_users_find_the_step_before_or_behind_them(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that a pre-hook changes are stepped with, and a post-hook finds parameters and state stepped."""
+    answers = counted(monkeypatch, "torchstrat.replicas.last_hooks")
+
+    def train(run: Callable[[Callable[[], None]], Any], scope: Any) -> list[torch.Tensor]:
+        """The parameter after three steps, and a state that the post-hook has found."""
+        found: list[torch.Tensor] = []
+        with scope:
+            module = nn.ParameterDict({"weight": nn.Parameter(numbers(1, torch.float64)[0])})
+            optimizer = optim.Adam(module.parameters(), lr=0.1)
+
+        def halve(*_: Any) -> None:
+            module["weight"].grad = module["weight"].grad * 0.5
+
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(
+            lambda optimizer, *_: found.append(optimizer.state[module["weight"]]["exp_avg"].clone())
+        )
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (module["weight"] ** 2).sum().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            run(step)
+        return [module["weight"].detach(), found[0]]
+
+    expected = train(lambda step: step(), contextlib.nullcontext())
+    assert not answers
+    made_here = strategy(cpus(2))
+    assert all(map(torch.equal, train(made_here.run, made_here.scope()), expected))
+    assert answers == [True] * 3
+    made_here.close()
