@@ -12,21 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrat as ts
 from tests.faults.forked import Outcome, in_fork
 
 FATAL_STEP = 1
 STEPS = 3
-
-PLACES = (
-    "before backward",
-    "in backward",
-    "before the step",
-    "in the step",
-    "in reduce",
-    "in the data iterator",
-)
+PLACES = ("before backward", "in backward", "before the step", "in the step", "in reduce", "in the data iterator")
+ALL = -1
 
 
 class ReplicaGivesUpError(Exception):
@@ -37,9 +31,11 @@ class Fault(NamedTuple):
     """Who does what, and where."""
 
     act: str
-    """"kill" (SIGKILL), "stop" (SIGSTOP), "raise", "skip" (leave the call out), "leave" (end the program)."""
+    """"kill" (SIGKILL), "stop" (SIGSTOP), "raise"."""
     place: str
+    """Of `PLACES`, or ``operation n``: PyTorch's n-th after the loss, which is in the exchange of gradients."""
     victim: int
+    """Or `ALL`."""
     strategy: str = "mirrored"
     processes: int = 2
     meets_by_tf_config: bool = False
@@ -48,6 +44,9 @@ class Fault(NamedTuple):
     def __str__(self) -> str:
         meeting = "-tf_config" if self.meets_by_tf_config else ""
         return f"{self.act}-{self.victim}-of-{self.processes}-{self.place}-{self.strategy}{meeting}".replace(" ", "_")
+
+    def hits(self, rank: int) -> bool:
+        return self.victim in (rank, ALL)
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -63,7 +62,21 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         self._act("in the data iterator", step)
         if step >= STEPS:
             raise IndexError
-        return torch.ones(2, 3)
+        return torch.ones(2, 600)
+
+
+class AtOperation(TorchDispatchMode):
+    """``act()`` at the n-th operation that PyTorch is asked for in this block."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._left, self._act = number, act
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+        return function(*args, **(kwargs or {}))
 
 
 def play(fault: Fault, timeout_seconds: float, limit_seconds: float, evidence: str, port: int) -> Outcome | None:
@@ -71,11 +84,11 @@ def play(fault: Fault, timeout_seconds: float, limit_seconds: float, evidence: s
     me = int(os.environ["RANK"])
     if me >= fault.processes:
         return None
-    folder, others = Path(evidence).parent, [rank for rank in range(fault.processes) if rank != fault.victim]
+    folder, others = Path(evidence).parent, [rank for rank in range(fault.processes) if not fault.hits(rank)]
 
     def is_over() -> bool:
         """A stopped process never ends by itself; it is of no more interest once the others have."""
-        return me == fault.victim and all((folder / f"{rank} has ended").exists() for rank in others)
+        return fault.hits(me) and bool(others) and all((folder / f"{rank} has ended").exists() for rank in others)
 
     outcome = in_fork(limit_seconds, is_over, _train, fault, timedelta(seconds=timeout_seconds), Path(evidence), port)
     (folder / f"{me} has ended").touch()
@@ -85,16 +98,19 @@ def play(fault: Fault, timeout_seconds: float, limit_seconds: float, evidence: s
 def _train(fault: Fault, timeout: timedelta, evidence: Path, port: int) -> str:
     me = int(os.environ["RANK"])
     strategy = _make_strategy(fault, me, timeout, port)
+    (evidence.parent / f"memory of {me}").write_text("\n".join(shared_inodes("self")))
+    number = int(fault.place.removeprefix("operation ")) if fault.place.startswith("operation ") else 0
     now = {"step": 0}
 
     def meet_fate(place: str, step: int | None = None) -> None:
-        if (me, place, now["step"] if step is None else step) == (fault.victim, fault.place, FATAL_STEP):
+        if fault.hits(me) and (place, now["step"] if step is None else step) == (fault.place, FATAL_STEP):
             evidence.write_text(str(fault))
             _do(fault.act)
 
     try:
         with strategy.scope():
-            model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+            # 2.9 MB of gradients, which are added up in several pieces.
+            model = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_pre_hook(lambda *_: meet_fate("in the step"))
 
@@ -104,16 +120,16 @@ def _train(fault: Fault, timeout: timedelta, evidence: Path, port: int) -> str:
             loss = model[2](hidden).square().mean()
             optimizer.zero_grad()
             meet_fate("before backward")
-            loss.backward()
+            with AtOperation(number, lambda: meet_fate(fault.place)):
+                loss.backward()
             meet_fate("before the step")
             optimizer.step()
             return loss.detach()
 
         for batch in strategy.distribute_datasets_from_function(lambda _: Rows(meet_fate)):
             loss = strategy.run(step, args=(batch,))
-            if (me, fault.place, now["step"]) == (fault.victim, "in reduce", FATAL_STEP):
-                _act_at_the_next_exchange(strategy, lambda: meet_fate("in reduce"))
-            strategy.reduce("mean", loss)
+            with AtOperation(1, lambda: meet_fate("in reduce")):
+                strategy.reduce("mean", loss)
             now["step"] += 1
     finally:
         strategy.close()
@@ -126,9 +142,13 @@ def _do(act: str) -> None:
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[act])
 
 
-def _act_at_the_next_exchange(strategy: Any, act: Callable[[], None]) -> None:
-    exchange = strategy._engine._world.all_gather_numbers
-    strategy._engine._world.all_gather_numbers = lambda *args: (act(), exchange(*args))[1]
+def shared_inodes(process: str) -> set[str]:
+    """Of the memory that torchstrat shares, as ``process`` maps it."""
+    try:
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    except OSError:  # it has ended, or is another user's
+        return set()
+    return {line.split()[4] for line in lines if "memfd:torchstrat" in line}
 
 
 def _make_strategy(fault: Fault, me: int, timeout: timedelta, port: int) -> Any:
