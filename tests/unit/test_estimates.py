@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.support.replicas import cpus
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 from torchstrat.estimates.program import optimizer_named
 from torchstrat.parameter_server.messages import Push
@@ -79,30 +80,36 @@ def test_one_device_holds_what_is_estimated(optimizer: str) -> None:
     assert row.sent_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["mirrored", "central_storage"])
+REPLICATED = {"mirrored": "devices", "central_storage": "compute_devices"}
+
+
+@pytest.mark.parametrize("name", REPLICATED)
 def test_replicas_of_one_process_hold_what_is_estimated(name: str) -> None:
     rows = ts.estimate(Clicks, "adam", replicas=2).of(name, "one")
-    strategy = ts.registry.create(name, **{"devices" if name == "mirrored" else "compute_devices": ["cpu:0", "cpu:1"]})
+    strategy = ts.registry.create(name, **{REPLICATED[name]: cpus(2)})
     model, stepped, step = trained(strategy, "adam")
-    strategy.run(step, args=(IDS,))
-    slots = list(strategy._engine._components._slots.values())
-    parameters = sum(nbytes(slot.data.values()) for slot in slots)
-    gradients = sum(nbytes(slot.grads.values()) for slot in slots)
-    installed = nbytes(one.grad for one in model.parameters())  # one replica's are in the program's own objects
+    seen: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}}
+
+    def look(ids: torch.Tensor) -> None:
+        """What each replica has, by its place in memory."""
+        step(ids)
+        for one in model.parameters():
+            seen["parameters"][one.data_ptr()] = one.nbytes
+            if one.grad is not None:
+                seen["gradients"][one.grad.data_ptr()] = one.grad.nbytes
+
+    strategy.run(look, args=(IDS,))
+    state = state_bytes(stepped)
     strategy.close()
     assert sum(row.count for row in rows) == 2
-    assert sum(row.count * row.memory.parameters_bytes for row in rows) in (
-        parameters,
-        parameters + nbytes(model.parameters()),
-    )
-    assert sum(row.count * row.memory.gradients_bytes for row in rows) in (gradients, gradients + installed)
-    assert sum(row.count * row.memory.optimizer_state_bytes for row in rows) == state_bytes(stepped)
+    assert sum(row.count * row.memory.parameters_bytes for row in rows) == sum(seen["parameters"].values())
+    assert sum(row.count * row.memory.gradients_bytes for row in rows) == sum(seen["gradients"].values())
+    assert sum(row.count * row.memory.optimizer_state_bytes for row in rows) == state
 
 
-@pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage"])
+@pytest.mark.parametrize("name", ["one_device", *REPLICATED])
 def test_a_strategy_that_exists_estimates_the_same(name: str) -> None:
-    devices = {"one_device": {"device": "cpu:0"}, "mirrored": {"devices": ["cpu:0", "cpu:1", "cpu:2"]}}
-    strategy = ts.registry.create(name, **devices.get(name, {"compute_devices": ["cpu:0", "cpu:1", "cpu:2"]}))
+    strategy = ts.registry.create(name, **({REPLICATED[name]: cpus(3)} if name in REPLICATED else {"device": "cpu:0"}))
     with torch.device("meta"):
         model = Clicks()
     stepped = torch.optim.Adam([one for one in model.parameters() if one.requires_grad])
@@ -116,33 +123,29 @@ def test_a_strategy_that_exists_estimates_the_same(name: str) -> None:
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Bytes of tensors that servers were sent and gave, together."""
     counted = {"to servers": 0, "from servers": 0}
-    read, read_rows, push = VariableStore.read, VariableStore.read_rows, VariableStore.push
 
-    def count_read(store: Any, keys: Any, *memory: Any) -> Any:
-        values = read(store, keys, *memory)
-        counted["from servers"] += nbytes(values)
-        return values
+    def count(name: str, sent: Callable[[Any], Any], given: Callable[[Any], Any]) -> None:
+        real = getattr(VariableStore, name)
 
-    def count_rows(store: Any, requests: Any, *memory: Any) -> Any:
-        values = read_rows(store, requests, *memory)
-        counted["to servers"] += nbytes(request.ids for request in requests)
-        counted["from servers"] += nbytes(values)
-        return values
+        def counting(store: Any, asked: Any, *memory: Any) -> Any:
+            counted["to servers"] += nbytes(sent(asked))
+            reply = real(store, asked, *memory)
+            counted["from servers"] += nbytes(given(reply))
+            return reply
 
-    def count_push(store: Any, message: Push, *memory: Any) -> Any:
+        monkeypatch.setattr(VariableStore, name, counting)
+
+    def pushed(message: Push) -> Iterator[Any]:
         for step in message.steps:
-            counted["to servers"] += nbytes(gradient for _, gradient in step.dense)
-            counted["to servers"] += sum(nbytes((ids, gradient)) for _, ids, gradient in step.rows)
-        reply = push(store, message, *memory)
-        counted["from servers"] += nbytes(reply.values)
-        return reply
+            yield from (gradient for _, gradient in step.dense)
+            yield from (tensor for _, *both in step.rows for tensor in both)
 
-    monkeypatch.setattr(VariableStore, "read", count_read)
-    monkeypatch.setattr(VariableStore, "read_rows", count_rows)
-    monkeypatch.setattr(VariableStore, "push", count_push)
+    count("read", lambda keys: (), lambda values: values)
+    count("read_rows", lambda requests: [request.ids for request in requests], lambda values: values)
+    count("push", pushed, lambda reply: reply.values)
     return counted
 
 
@@ -214,13 +217,10 @@ def test_a_build_may_bring_several_models_and_their_optimizers() -> None:
     assert found.sizes.optimizer_state == 2 * 4 * (8 * 4 + 4) + 2 * 4 + 4 * (4 * 2 + 2)  # Adam counts its steps
 
 
-def test_nothing_is_allocated_for_a_model_larger_than_any_memory() -> None:
+def test_it_prints_a_line_for_each_kind_of_holder_and_allocates_nothing() -> None:
     found = ts.estimate(lambda: nn.Linear(10_000_000, 1_000_000), "adam", replicas=8, ps=4, workers=8)
-    assert found.sizes.parameters > 4 * 10**13
+    assert found.sizes.parameters > 4 * 10**13, "larger than any memory"
     assert "145.5 TiB" in repr(found)
-
-
-def test_it_prints_a_line_for_each_kind_of_holder() -> None:
     lines = repr(ts.estimate(Clicks, "adam", replicas=4, ps=2, workers=3)).splitlines()
     assert lines[0].endswith("state of Adam 9.8 KiB")
     assert [line.split()[0] for line in lines[2:5]] == ["strategy", "one_device", "mirrored"]
@@ -249,8 +249,5 @@ def test_it_prints_a_line_for_each_kind_of_holder() -> None:
 def test_what_cannot_be_estimated_is_said(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says.replace(".", r"\.")):
         ts.estimate(**{"build": lambda: nn.Linear(3, 3), **options})
-
-
-def test_a_model_in_place_of_its_builder_is_refused() -> None:
     with pytest.raises(WrongTypeError, match="build must be a function that makes the model, or its class"):
         ts.estimate(nn.Linear(3, 3))  # type: ignore[arg-type]
