@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing import Workers, WorkersError, spawn
 
-pytestmark = pytest.mark.multiprocess
+
+def rank() -> int:
+    return int(os.environ["RANK"])
 
 
 def identity() -> dict[str, str]:
@@ -27,15 +30,11 @@ def identity() -> dict[str, str]:
     return {name: os.environ.get(name, "unset") for name in names}
 
 
-def threads() -> int:
-    return torch.get_num_threads()
-
-
 def double(value: torch.Tensor) -> torch.Tensor:
     return 2 * value
 
 
-def summed_ranks(timeout_seconds: float = 60.0) -> float:
+def summed_ranks() -> float:
     dist.init_process_group("gloo")
     total = torch.tensor(float(dist.get_rank() + 1))
     dist.all_reduce(total)
@@ -43,18 +42,60 @@ def summed_ranks(timeout_seconds: float = 60.0) -> float:
     return float(total)
 
 
-def leave_a_group() -> None:
-    dist.init_process_group("gloo")
+def how_it_was_started() -> tuple[int, list[int], str]:
+    """Who started it, NumPy's random state, and what it was told."""
+    return os.getppid(), np.random.get_state()[1][:8].tolist(), os.environ["GREETING"]
 
 
-def process_id() -> int:
-    return os.getpid()
+def load_with_a_worker() -> list[float]:
+    loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+    return [float(batch.sum()) for batch in loader]
 
 
-def raise_on(rank: int) -> int:
-    mine = int(os.environ["RANK"])
-    if mine == rank:
-        raise ValueError(f"rank {rank} has had enough\nof this")
+@pytest.fixture
+def others() -> Iterator[None]:
+    """No process is left but those of groups that several tests share."""
+    before = multiprocessing.active_children()
+    yield
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_each_process_knows_its_place_and_this_one_keeps_its_environment() -> None:
+    before = dict(os.environ)
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "GREETING": "hello",
+    }
+    found = spawn(identity, num_processes=2, env={"GREETING": "hello"})
+    assert found == [{"RANK": place, "LOCAL_RANK": place, **common} for place in ("0", "1")]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.usefixtures("others")
+def test_groups_of_consecutive_runs_do_not_meet() -> None:
+    with Workers(num_processes=2) as workers:
+        processes = workers.run(os.getpid)
+        assert [workers.run(summed_ranks) for _ in range(3)] == [[3.0, 3.0]] * 3
+        assert workers.run(os.getpid) == processes
+        assert workers.run(torch.get_num_threads) == [1, 1]
+        assert torch.equal(workers.run(double, torch.arange(3))[1], torch.tensor([0, 2, 4]))
+        assert workers.run(load_with_a_worker) == [[1.0, 5.0]] * 2, "they may have children"
+
+
+def test_functions_of_functions_travel() -> None:
+    seen = 5
+    assert spawn(lambda value: seen + value, 1, (torch.tensor(2),)) == [torch.tensor(7)]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def raise_on(mine: int) -> int:
+    if rank() == mine:
+        raise ValueError(f"rank {mine} has had enough\nof this")
     return mine
 
 
@@ -64,134 +105,83 @@ def raise_while_the_other_waits() -> None:
 
 
 def wait_for_ever() -> None:
-    if os.environ["RANK"] == "1":
+    if rank() == 1:
         threading.Event().wait()
 
 
 def crash() -> None:
-    if os.environ["RANK"] == "1":
+    if rank() == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def exit_early() -> None:
-    if os.environ["RANK"] == "0":
+    if rank() == 0:
         os._exit(7)
 
 
-def return_what_cannot_travel() -> Any:
-    return threading.Lock()
-
-
-def load_with_a_worker() -> list[float]:
-    loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, num_workers=1)  # type: ignore[arg-type]
-    return [float(batch.sum()) for batch in loader]
-
-
-def test_each_process_knows_its_place() -> None:
-    first, second = spawn(identity, num_processes=2, env={"GREETING": "hello"})
-    common = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "GREETING": "hello",
-    }
-    assert first == {"RANK": "0", "LOCAL_RANK": "0", **common}
-    assert second == {"RANK": "1", "LOCAL_RANK": "1", **common}
-
-
-def test_this_process_keeps_its_environment() -> None:
-    before = dict(os.environ)
-    spawn(threads, num_processes=1, env={"GREETING": "hello"})
-    assert dict(os.environ) == before
-
-
-def test_groups_of_consecutive_runs_do_not_meet() -> None:
-    others = multiprocessing.active_children()  # of groups that several tests share
-    with Workers(num_processes=2) as workers:
-        processes = workers.run(process_id)
-        assert [workers.run(summed_ranks) for _ in range(3)] == [[3.0, 3.0]] * 3
-        assert workers.run(process_id) == processes
-        assert workers.run(threads) == [1, 1]
-        assert torch.equal(workers.run(double, torch.arange(3))[1], torch.tensor([0, 2, 4]))
-    assert set(multiprocessing.active_children()) <= set(others)
+def leave_a_group() -> None:
+    dist.init_process_group("gloo")
 
 
 def test_the_traceback_is_shown_and_the_next_run_works() -> None:
     with Workers(num_processes=2) as workers:
-        before = workers.run(process_id)
+        before = workers.run(os.getpid)
         with pytest.raises(WorkersError) as raised:
             workers.run(raise_on, 1)
         assert isinstance(raised.value, TorchstratError)
         message = str(raised.value)
         assert message.startswith("raise_on failed in 1 of 2 processes:\n--- rank 1: ValueError: rank 1 has had enough")
-        assert 'raise ValueError(f"rank {rank} has had enough' in message
-        assert [failure.rank for failure in raised.value.failures] == [1]
-        after = workers.run(process_id)
-        assert not set(before) & set(after), "a group is used again after it failed"
+        assert 'raise ValueError(f"rank {mine} has had enough' in message
+        assert not set(before) & set(workers.run(os.getpid)), "a group is used again after it failed"
+
+
+FAILURES: dict[str, tuple[Any, float, list[tuple[int, str, str]]]] = {
+    "a crash": (crash, 60, [(1, "died of SIGSEGV before it returned", "in crash")]),
+    "an exit": (exit_early, 60, [(0, "exited with status 7 before it returned", "")]),
+    "a hang": (wait_for_ever, 2, [(1, "still running after 2 s", "in wait_for_ever")]),
+    "who waits for one that failed": (
+        raise_while_the_other_waits,
+        80,
+        [
+            (0, "still running 10 s after rank 1 had failed", "in raise_while_the_other_waits"),
+            (1, "ValueError: rank 1 has had enough", ""),
+        ],
+    ),
+}
 
 
 @pytest.mark.deadline(90)
-def test_who_waits_for_a_process_that_failed_is_not_waited_for() -> None:
-    with Workers(num_processes=2, timeout_seconds=80) as workers, pytest.raises(WorkersError) as raised:
-        workers.run(raise_while_the_other_waits)
-    waiting, failed = raised.value.failures
-    assert waiting.reason == "still running 10 s after rank 1 had failed"
-    assert "in raise_while_the_other_waits" in waiting.details
-    assert failed.reason == "ValueError: rank 1 has had enough"
-
-
-def test_the_stacks_of_what_hangs_are_shown() -> None:
-    others = multiprocessing.active_children()
+@pytest.mark.usefixtures("others")
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_are_reported_with_the_stacks_of_what_hangs(name: str) -> None:
+    function, seconds, expected = FAILURES[name]
     with Workers(num_processes=2) as workers:
-        workers.run(process_id)  # started up, so that the time below is the function's
+        workers.run(os.getpid)  # started up, so that the time below is the function's
         with pytest.raises(WorkersError) as raised:
-            workers.run(wait_for_ever, timeout_seconds=2)
-    assert set(multiprocessing.active_children()) <= set(others)
-    (failure,) = raised.value.failures
-    assert (failure.rank, failure.reason) == (1, "still running after 2 s")
-    assert "in wait_for_ever" in failure.details
+            workers.run(function, timeout_seconds=seconds)
+    assert [(failure.rank, failure.reason) for failure in raised.value.failures] == [one[:2] for one in expected]
+    assert all(one[2] in failure.details for failure, one in zip(raised.value.failures, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("function", "rank", "reason"),
-    [(crash, 1, "died of SIGSEGV before it returned"), (exit_early, 0, "exited with status 7 before it returned")],
-)
-def test_deaths_are_reported(function: Any, rank: int, reason: str) -> None:
-    with pytest.raises(WorkersError) as raised:
-        spawn(function, num_processes=2)
-    (failure,) = raised.value.failures
-    assert (failure.rank, failure.reason) == (rank, reason)
-    if function is crash:
-        assert "in crash" in failure.details
-
-
-def test_results_and_functions_that_cannot_travel() -> None:
+def test_what_cannot_travel_and_what_is_left_behind_are_errors() -> None:
+    lock = threading.Lock()
     with Workers(num_processes=1) as workers:
         with pytest.raises(WorkersError, match=r"cannot pickle '_thread.lock' object"):
-            workers.run(return_what_cannot_travel)
-        lock = threading.Lock()
-        with pytest.raises((AttributeError, TypeError, Exception), match="pickle"):
+            workers.run(threading.Lock)
+        with pytest.raises(Exception, match="pickle"):
             workers.run(lambda: lock)
+        with pytest.raises(WorkersError, match=r"end with strategy\.close"):
+            workers.run(leave_a_group)
 
 
-def test_a_process_group_left_behind_is_an_error() -> None:
-    with Workers(num_processes=1) as workers, pytest.raises(WorkersError, match=r"end with strategy\.close"):
-        workers.run(leave_a_group)
+@pytest.mark.parametrize("options", [{"num_processes": 0}, {"num_processes": 1, "start_method": "exec"}])
+def test_groups_that_cannot_be(options: dict[str, Any]) -> None:
+    name, value = list(options.items())[-1]
+    with pytest.raises(InvalidArgumentError, match=f"{name}={value!r}"):
+        Workers(**options)
 
 
-def test_processes_may_have_children() -> None:
-    assert spawn(load_with_a_worker, num_processes=1) == [[1.0, 5.0]]
-
-
-def test_zero_processes() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_processes=0"):
-        Workers(num_processes=0)
-
-
-def how_it_was_started() -> tuple[int, list[int], str]:
-    """Who started it, NumPy's random state, and what it was told."""
-    return os.getppid(), np.random.get_state()[1][:8].tolist(), os.environ["GREETING"]
+# -- how they start ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are Linux's")
@@ -202,24 +192,13 @@ def test_forks_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert numbers != others
     assert greeting == "hello"
     monkeypatch.setenv("GREETING", "good day")  # since the fork server was started
-    ((_, _, greeting),) = spawn(how_it_was_started, num_processes=1)
-    assert greeting == "good day"
+    assert spawn(how_it_was_started, num_processes=1)[0][2] == "good day"
 
 
 @pytest.mark.parametrize("chosen", [{"start_method": "spawn"}, {"env": {"GREETING": "hello"}}])
 def test_new_interpreters(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GREETING", "hello")
     assert spawn(how_it_was_started, num_processes=1, **chosen)[0][0] == os.getpid()
-
-
-def test_a_start_method_that_does_not_exist() -> None:
-    with pytest.raises(InvalidArgumentError, match="start_method='exec'"):
-        Workers(num_processes=1, start_method="exec")  # type: ignore[arg-type]
-
-
-def test_functions_of_functions_travel() -> None:
-    seen = 5
-    assert spawn(lambda value: seen + value, 1, (torch.tensor(2),)) == [torch.tensor(7)]
 
 
 CELLS = """

@@ -177,20 +177,14 @@ class Workers:
     def _identity(self, rank: int) -> dict[str, str]:
         size = str(self.num_processes)
         return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "ROLE_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "ROLE_WORLD_SIZE": size,
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
+            **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
             "GROUP_WORLD_SIZE": "1",
             "ROLE_NAME": "default",
             "MASTER_ADDR": "127.0.0.1",
             # torchrun's way to say that the store runs already and rank 0 must not start its own.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": f"torchstrat-{os.getpid()}",
         }
 
