@@ -1,7 +1,8 @@
-"""Processes that are started again at the store that their predecessors have used."""
+"""The store at which processes meet: one that predecessors have used, and one whose host has gone."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from torchstrat.collectives.default_group import answers
 from torchstrat.collectives.fresh_store import fresh_store
 from torchstrat.errors import CommunicationTimeoutError
 
-LONG = timedelta(seconds=30)
-SOON = timedelta(milliseconds=50)
+LONG, SOON = timedelta(seconds=30), timedelta(milliseconds=50)
 
 
 def meet(store: Any, ranks: list[int], size: int = 3) -> list[Any]:
@@ -35,10 +36,9 @@ def test_all_find_each_other_and_nothing_of_the_start_before() -> None:
 
 def test_a_start_in_which_some_died_before_they_met_leaves_nothing_that_counts() -> None:
     store = dist.HashStore()
-    with pytest.raises(CommunicationTimeoutError, match=r"rank 1 waited 0\.05 s for rank 0 to start"):
-        fresh_store(store, 1, 3, "test", SOON)
-    with pytest.raises(CommunicationTimeoutError, match=r"rank 0 waited 0\.05 s for rank 1, 2 of 3 to start"):
-        fresh_store(store, 0, 3, "test", SOON)
+    for rank, missing in ((1, "rank 0"), (0, "rank 1, 2 of 3")):
+        with pytest.raises(CommunicationTimeoutError, match=rf"rank {rank} waited 0\.05 s for {missing} to start"):
+            fresh_store(store, rank, 3, "test", SOON)
     stores = meet(store, [0, 1, 2])
     stores[0].set("name", "ours")
     assert [one.get("name") for one in stores] == [b"ours"] * 3
@@ -60,3 +60,13 @@ def test_a_late_one_is_waited_for_and_not_taken_for_its_predecessor() -> None:
 
 def test_one_alone_waits_for_nobody() -> None:
     fresh_store(dist.HashStore(), 0, 1, "test", SOON).set("key", "value")
+
+
+def test_a_store_whose_host_has_gone_is_not_used_again() -> None:
+    """A later job of the same process may find it at the same port."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    guest = dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=5))
+    assert answers(guest)
+    del host
+    gc.collect()
+    assert not answers(guest)
