@@ -124,21 +124,6 @@ def train_with_edit(name: str, who: tuple[int, ...], inside: bool) -> Numbers:
     return job.close()
 
 
-WHO = {"between runs": ((0, 1), False), "in a run": ((0, 1), True), "in a run, the first alone": ((0,), True)}
-
-
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("name", EDITS)
-def test_edits_count_once_and_are_the_first_ones(name: str, who: str, run: Run) -> None:
-    """Also those that no counter of torch's sees."""
-    assert_same(run(train_with_edit, name, *WHO[who]), train_with_edit(name, *WHO[who]))
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_edits_of_another_rank_alone_are_undone(name: str, run: Run) -> None:
-    assert_same(run(train_with_edit, name, (1,), True), train_and_close())
-
-
 def train_while_some_are_idle(change: str, idle: int) -> Numbers:
     """State is made, and changed, while a rank has no rows; all are looked at right after such a run, too."""
     job = Job()
@@ -165,13 +150,6 @@ def train_while_some_are_idle(change: str, idle: int) -> Numbers:
     return job.close() | first | second
 
 
-@pytest.mark.parametrize("change", EDITS)
-@pytest.mark.parametrize("idle", [0, 1])
-def test_ranks_without_rows(idle: int, change: str, run: Run) -> None:
-    """The first of those with rows steps for all."""
-    assert_same(run(train_while_some_are_idle, change, idle), train_while_some_are_idle(change, idle))
-
-
 def train_sparse_momentum() -> Numbers:
     """State that is sparse itself. Each rank steps one of the tables, and rank 0 alone has rows once."""
 
@@ -194,10 +172,28 @@ def train_sparse_momentum() -> Numbers:
     return job.close() | numbers
 
 
+WHO = {"between runs": ((0, 1), False), "in a run": ((0, 1), True), "in a run, by the first alone": ((0,), True)}
+PROGRAMS: dict[str, tuple[Callable[..., Numbers], tuple[Any, ...]]] = {
+    **{f"{edit} {when}": (train_with_edit, (edit, *who)) for edit in EDITS for when, who in WHO.items()},
+    # The first of those with rows steps for all.
+    **{f"{edit}, {idle} idle": (train_while_some_are_idle, (edit, idle)) for edit in EDITS for idle in (0, 1)},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_as_in_a_plain_program(name: str, run: Run) -> None:
+    """Edits count once, also those that no counter of torch's sees."""
+    program, args = PROGRAMS[name]
+    assert_same(run(program, *args), program(*args))
+
+
 def test_state_that_is_sparse(two_processes: Workers) -> None:
-    expected = train_sparse_momentum()
-    assert "after 4: momentum_buffer of 1" in expected
-    assert_same(two_processes.run(train_sparse_momentum), expected)
+    assert_same(two_processes.run(train_sparse_momentum), train_sparse_momentum())
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_of_another_rank_alone_are_undone(name: str, run: Run) -> None:
+    assert_same(run(train_with_edit, name, (1,), True), train_and_close())
 
 
 # -- who writes when ---------------------------------------------------------------------------------------------------

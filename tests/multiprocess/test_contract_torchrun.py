@@ -125,4 +125,4 @@ def edit_by_a_few_ulps() -> tuple[dict[str, torch.Tensor], list[str]]:
 def test_edits_that_no_counter_sees_are_noticed_and_the_first_ones_count(two_processes: Workers) -> None:
     (first, told), (second, _) = two_processes.run(edit_by_a_few_ulps)
     assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []
-    assert told == list(first)
+    assert told == list(first)[:1], "it is said once"

@@ -28,36 +28,39 @@ Make = Callable[[Any], optim.Optimizer]
 
 SIZE = 5003
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+PLAIN: dict[type[optim.Optimizer], dict[str, Any]] = {
+    optim.SGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    optim.Adam: {"lr": 0.05},
+    optim.AdamW: {"lr": 0.05, "maximize": True},
+    optim.Adagrad: {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1},
+    optim.RMSprop: {"lr": 0.01, "momentum": 0.5, "centered": True},
+    optim.Adadelta: {"lr": 0.5},
+    optim.Adamax: {"lr": 0.05},
+    optim.NAdam: {"lr": 0.05, "decoupled_weight_decay": True, "weight_decay": 0.1},
+    optim.RAdam: {"lr": 0.05},
+    optim.ASGD: {"lr": 0.05, "t0": 2},
+    optim.Rprop: {"lr": 0.05},
+    Ftrl: {"lr": 0.1, "lr_power": -0.4, "l1": 0.01, "l2": 0.1, "l2_shrinkage": 0.1, "beta": 0.2},
+}
+FUSED = {optim.SGD: {"dampening": 0.1}, optim.Adam: {"amsgrad": True}, optim.AdamW: {}, optim.Adagrad: {}}
+FOREACH = {
+    optim.SGD: {"nesterov": True},
+    optim.Adam: {"amsgrad": True},
+    optim.Adagrad: {"initial_accumulator_value": 0.3},
+}
 SETTINGS: dict[str, Make] = {
-    "SGD": partial(optim.SGD, lr=0.1),
-    "SGD momentum": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "SGD nesterov foreach": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, fused=True),
-    "Adam": partial(optim.Adam, lr=0.05),
-    "Adam amsgrad foreach": partial(optim.Adam, lr=0.05, amsgrad=True, foreach=True),
+    **{cls.__name__: partial(cls, **options) for cls, options in PLAIN.items()},
+    **{f"{cls.__name__} fused": partial(cls, **PLAIN[cls], **options, fused=True) for cls, options in FUSED.items()},
+    **{
+        f"{cls.__name__} foreach": partial(cls, **PLAIN[cls], **FOREACH.get(cls, {}), foreach=True)
+        for cls in PLAIN
+        if cls not in (Ftrl, optim.AdamW)
+    },
+    "SGD alone": partial(optim.SGD, lr=0.1),
     "Adam tensor rate": lambda p: optim.Adam(p, lr=torch.tensor(0.05)),
-    "Adam fused": partial(optim.Adam, lr=0.05, amsgrad=True, fused=True),
-    "AdamW": partial(optim.AdamW, lr=0.05, maximize=True),
-    "AdamW fused": partial(optim.AdamW, lr=0.05, fused=True),
-    "Adagrad": partial(optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
-    "Adagrad fused": partial(optim.Adagrad, lr=0.1, fused=True),
-    "Adagrad foreach": partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.3, foreach=True),
-    "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "NAdam": partial(optim.NAdam, lr=0.05, decoupled_weight_decay=True, weight_decay=0.1),
-    "ASGD": partial(optim.ASGD, lr=0.05, t0=2),
-    "Ftrl": partial(Ftrl, lr=0.1, lr_power=-0.4, l1=0.01, l2=0.1, l2_shrinkage=0.1, beta=0.2),
-    **{
-        f"{cls.__name__} foreach" if foreach else cls.__name__: partial(cls, lr=rate, foreach=foreach)
-        for cls, rate in ((optim.Adadelta, 0.5), (optim.Adamax, 0.05), (optim.RAdam, 0.05), (optim.Rprop, 0.05))
-        for foreach in (True, False)
-    },
-    **{
-        f"{cls.__name__} foreach": partial(cls, lr=rate, foreach=True)
-        for cls, rate in ((optim.RMSprop, 0.01), (optim.NAdam, 0.05), (optim.ASGD, 0.05))
-    },
 }
 """The optimizers that step each element for itself."""
-AT_ONCE = {name for name in SETTINGS if "foreach" in name or "fused" in name} | {"SGD"}
+AT_ONCE = {name for name in SETTINGS if "foreach" in name or "fused" in name} | {"SGD alone"}
 
 
 class Mine(optim.Adam):
