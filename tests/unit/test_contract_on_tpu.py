@@ -24,6 +24,8 @@ KNOWN_WRONG = {
         "an update by hand with combined gradients is taken for the replica's own",
     ),
     "adversarial_input": ((2, 4), UnsupportedError, "backward(inputs=) of what differs between replicas is refused"),
+    "buffers_of_every_kind": ((2, 4), UnsupportedError, "a tensor of the step that becomes a buffer is refused"),
+    "buffer_behind_the_hooks": ((2, 4), UnsupportedError, "a tensor of the step that becomes a buffer is refused"),
     "double_backward_across_all_reduce": ((1,), UnsupportedError, "one replica's rows are taken for a variable"),
     "inner_optimizer_over_tensors": ((2, 4), AssertionError, "a leaf tensor of the step is one for all replicas"),
 }

@@ -27,8 +27,6 @@ REFUSED: Mapping[str, type[Exception]] = {
     "nested_reentrant_checkpoints": UnsupportedError,
     "sums_zeroed_in_place": UnsupportedError,  # picks rows by their values
     "sums_of_branches": ContextError,  # branches on the rows' values
-    "buffers_of_every_kind": UnsupportedError,  # keeps a tensor of the step as a buffer
-    "buffer_behind_the_hooks": UnsupportedError,
 }
 """Cases that are refused, and the error that says so."""
 
