@@ -268,7 +268,14 @@ RAISE_WHERE_CUT = {
     *("weights_exchanged_as_a_vector", "gradients_given_between_steps", "parametrized_half_way"),
     *("edited_in_numpy_half_way", "lazy_layer_behind_the_hooks", "inner_optimizer_over_a_copy"),
 }
-ALWAYS = ("several_backwards", "functional_call", "frozen_then_unfrozen", "adam_foreach", "gan", "scheduler_in_step")
+ALWAYS = (
+    "several_backwards",
+    "functional_call",
+    "frozen_then_unfrozen",
+    "adam_foreach",
+    "gan",
+    "exponential_scheduler_in_step",
+)
 NAMES = [name for name, case in contract.CASES.items() if not case.needs_compiler]
 PARTS = [[*dict.fromkeys((*ALWAYS, *NAMES[::4]))], *(NAMES[start::4] for start in (1, 2, 3))]
 """The first one always, the others in soak."""
