@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def test_each_process_knows_its_place_and_this_one_keeps_its_environment() -> No
     assert dict(os.environ) == before
 
 
+def warn() -> str:
+    warnings.warn("a warning")
+    return "still here"
+
+
 @pytest.mark.usefixtures("others")
 def test_groups_of_consecutive_runs_do_not_meet() -> None:
     with Workers(num_processes=2) as workers:
@@ -83,6 +89,8 @@ def test_groups_of_consecutive_runs_do_not_meet() -> None:
         assert workers.run(torch.get_num_threads) == [1, 1]
         assert torch.equal(workers.run(double, torch.arange(3))[1], torch.tensor([0, 2, 4]))
         assert workers.run(load_with_a_worker) == [[1.0, 5.0]] * 2, "they may have children"
+        workers.run(warnings.simplefilter, "error")
+        assert workers.run(warn) == ["still here"] * 2, "filters of warnings end with the function"
 
 
 def test_functions_of_functions_travel() -> None:

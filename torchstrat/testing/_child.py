@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -79,7 +80,8 @@ def _answer(request: Request) -> Answer:
     os.environ.update(request.environment)
     try:
         function, args = pickle.loads(request.call)
-        result = pack(function(*args))
+        with warnings.catch_warnings():  # filters that it sets would be the next function's too
+            result = pack(function(*args))
         if dist.is_available() and dist.is_initialized():
             raise RuntimeError(
                 "the function returned and left the default process group behind, which the next one would meet; "
