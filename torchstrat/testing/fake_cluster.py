@@ -39,10 +39,13 @@ class FakeCluster:
 
     Args:
         workers, ps: how many of each are there from the start.
+        restarts_servers: one that was killed is started again as soon as a coordinator waits for it.
     """
 
-    def __init__(self, workers: int = 2, ps: int = 2) -> None:
+    def __init__(self, workers: int = 2, ps: int = 2, *, restarts_servers: bool = False) -> None:
         self.network = FakeNetwork()
+        self._restarts_servers = restarts_servers
+        self._killed_servers: set[int] = set()
         self._lock = threading.Lock()
         self._services: dict[Task, tuple[Endpoint, Service]] = {}
         self._dead: list[Service] = []
@@ -75,13 +78,24 @@ class FakeCluster:
 
     def start_server(self, index: int) -> Peer:
         """A server joins. One that was started again holds nothing."""
+        self._killed_servers.discard(index)
         return self._start(Task(PARAMETER_SERVER, index), VariableServer(owns_process=False))
 
-    def kill_worker(self, index: int) -> None:
-        self._kill(Task(WORKER, index))
+    def kill_worker(self, index: int) -> Peer:
+        return self._kill(Task(WORKER, index))
 
-    def kill_server(self, index: int) -> None:
-        self._kill(Task(PARAMETER_SERVER, index))
+    def kill_server(self, index: int) -> Peer:
+        killed = self._kill(Task(PARAMETER_SERVER, index))
+        self._killed_servers.add(index)
+        return killed
+
+    def wait_until_lost(self, peer: Peer, timeout_seconds: float = 60.0) -> None:
+        """Until every coordinator has taken in that this process is gone, or has given it up."""
+        for membership in list(self._memberships):
+            membership._wait_until_lost(peer, timeout_seconds)
+        for strategy in self._strategies:
+            if strategy._coordinator is not None:
+                strategy._coordinator._dispatcher._take_in()
 
     def cut_off(self, worker: int, server: int) -> None:
         """From now on the worker that is there cannot reach that server, which lives and answers everybody else."""
@@ -125,12 +139,17 @@ class FakeCluster:
             membership._welcome(endpoint, service)
         return endpoint.peer
 
-    def _kill(self, task: Task) -> None:
+    def _kill(self, task: Task) -> Peer:
         with self._lock:
             endpoint, service = self._services.pop(task)
             self._dead.append(service)
         self.network.kill(endpoint.peer)
         service.close()
+        return endpoint.peer
+
+    def _restart_servers(self) -> None:
+        for index in sorted(self._killed_servers) if self._restarts_servers else ():
+            self.start_server(index)
 
     def _enter(self, membership: FakeMembership) -> list[tuple[Endpoint, Service]]:
         with self._lock:
@@ -155,6 +174,7 @@ class FakeMembership:
         self._changed = threading.Condition()
         self._joined: set[Task] = set()
         self._gone: set[str] = set()
+        self._told: set[str] = set()
         self.endpoint: Endpoint = cluster.network.endpoint(Task(CHIEF, 0))
 
     def start(self, on_joined: OnJoined, on_lost: OnLost) -> None:
@@ -181,8 +201,17 @@ class FakeMembership:
             self._joined.discard(peer.task)
         self._on_lost(peer, reason)
         self.endpoint.remove_peer(peer)
+        with self._changed:
+            self._told.add(peer.incarnation)
+            self._changed.notify_all()
+
+    def _wait_until_lost(self, peer: Peer, timeout_seconds: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: peer.incarnation in self._told, timeout_seconds):
+                raise CommunicationTimeoutError(f"{peer} was not lost within {timeout_seconds} s.")
 
     def wait_for(self, tasks: Iterable[Task], timeout_seconds: float) -> None:
+        self._cluster._restart_servers()
         wanted = set(tasks)
         with self._changed:
             if not self._changed.wait_for(lambda: wanted <= self._joined, timeout_seconds):

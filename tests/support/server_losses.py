@@ -1,9 +1,9 @@
-"""A training on servers that die: a program whose loop knows nothing of that, and what starts servers again."""
+"""A training on servers that die: a program whose loop knows nothing of that."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,15 +63,13 @@ class Program:
             self.optimizer = optimizer = torch.optim.Adagrad(model.parameters(), lr=1.0)
             self.total = total = ts.Variable(0.0, name="total")
         self.coordinator = ts.ClusterCoordinator(strategy)
-        self.progress = Progress()
-        self.manager = CheckpointManager(folder)
+        self.progress, self.manager = Progress(), CheckpointManager(folder)
         objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "total": total}
         self.checkpoint = ts.Checkpoint(**objects, **({"progress": self.progress} if saves_progress else {}))
         self.restored: list[int] = []
+        options.setdefault("on_restored", self.restored.append)
         if on_server_loss == "restore":
-            self.coordinator.restore_on_server_loss(
-                self.manager, self.checkpoint, on_restored=self.restored.append, **options
-            )
+            self.coordinator.restore_on_server_loss(self.manager, self.checkpoint, **options)
 
         def count(place: int) -> int:
             model.zero_grad()
@@ -82,6 +80,21 @@ class Program:
 
         self.count = count
 
+    def schedule(self, *places: int) -> list[Any]:
+        return [self.coordinator.schedule(self.count, args=(place,)) for place in places]
+
+    def join(self) -> None:
+        self.coordinator.join(timeout=WAIT)
+
+    def kill(self, *servers: int) -> None:
+        for index in servers:
+            self.cluster.kill_server(index)
+
+    def kill_and_tell(self, *servers: int) -> None:
+        """The same; the coordinator knows when this returns."""
+        for index in servers:
+            self.cluster.wait_until_lost(self.cluster.kill_server(index))
+
     def train(self, meanwhile: Callable[[int], None] = lambda step: None, steps: int = STEPS) -> None:
         """The loop that a user writes. ``meanwhile``: what happens to the cluster after each call of `schedule`."""
         if self.manager.latest is None:
@@ -89,11 +102,11 @@ class Program:
         made = 0
         while self.progress.step < steps:
             self.progress.step += 1
-            self.coordinator.schedule(self.count, args=(self.progress.step,))
+            self.schedule(self.progress.step)
             made += 1
             meanwhile(made)
             if self.progress.step % EVERY == 0:
-                self.coordinator.join(timeout=WAIT)
+                self.join()
                 self.manager.save(self.checkpoint, self.progress.step)
 
     def counts(self) -> list[list[float]]:
@@ -104,38 +117,24 @@ class Program:
             torch.testing.assert_close(vector[1:], trained)
         return [counted.tolist() for counted in sums]
 
+    def assert_exact(self, steps: int = STEPS) -> None:
+        """Every step once, up to this one."""
+        assert self.counts() == [[1.0] * steps + [0.0] * (STEPS - steps)] * 3
 
-def exact(steps: int = STEPS) -> list[list[float]]:
-    """Every step once, up to this one."""
-    return [[1.0] * steps + [0.0] * (STEPS - steps)] * 3
+    def assert_goes_on(self, restored: int = EVERY) -> None:
+        """All is as at this step, one restore led there, and the rest of the training is exact."""
+        assert self.restored == [restored]
+        self.assert_exact(restored)
+        self.train()
+        self.assert_exact()
 
 
-class Launcher:
-    """Starts servers that have died again, once somebody waits for them."""
-
-    def __init__(self, program: Program) -> None:
-        membership = program.strategy._job.membership
-        self._dispatcher = program.coordinator._dispatcher
-        self._cluster, self._wait_for = program.cluster, membership.wait_for
-        self._lock = threading.Lock()
-        self._down: list[int] = []
-        membership.wait_for = self._start_and_wait
-
-    def kill(self, *servers: int) -> None:
-        for index in servers:
-            self._cluster.kill_server(index)
-        with self._lock:
-            self._down += servers
-
-    def kill_and_tell(self, *servers: int) -> None:
-        """The same; the coordinator knows when this returns."""
-        self.kill(*servers)
-        with self._dispatcher._changed:
-            assert self._dispatcher._wait_for(lambda: self._dispatcher._scheduler.servers_lost, WAIT)
-
-    def _start_and_wait(self, tasks: Any, timeout_seconds: float) -> None:
-        with self._lock:
-            down, self._down = self._down, []
-        for index in down:
-            self._cluster.start_server(index)
-        self._wait_for(tasks, timeout_seconds)
+@contextmanager
+def program(folder: Path, *, workers: int = 2, trained: int = 0, **options: Any) -> Iterator[Program]:
+    """``trained``: steps that are made already. Servers that die are started again once somebody waits for them."""
+    restarts = options.pop("restarts_servers", True)
+    with FakeCluster(workers=workers, ps=2, restarts_servers=restarts) as cluster:
+        running = Program(cluster, folder / "checkpoints", **options)
+        if trained:
+            running.train(steps=trained)
+        yield running
