@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import importlib
 import io
 import pickle
 import socket
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrat as ts
+from tests.support.ps_library import is_by_value, library_modules, without_library
 from tests.unit.ps_worlds import Job
 from torchstrat.errors import FunctionError, NotSendableError
 from torchstrat.parameter_server.travel import closures
@@ -53,18 +52,14 @@ def own_model(job: Job, world: Any) -> nn.Module:
 class Trainer:
     """Reaches the model as an attribute."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def step(self, extra: Any = None) -> Any:
         return self.model, extra
 
-    def __call__(self) -> Any:
-        return self.model, None
-
-    @property
-    def bound(self) -> Callable[..., Any]:
-        return self.step
+    __call__ = step
+    bound = property(lambda self: self.step)
 
 
 def logged(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,142 +70,44 @@ def logged(fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _closure(model: Any) -> Any:
-    return lambda: (model, None)
-
-
-def _nested(model: Any) -> Any:
-    def outer() -> Any:
-        def inner() -> Any:
-            return model, None
-
-        return inner()
-
-    return outer
-
-
-def _default(model: Any) -> Any:
-    def fn(found: Any = model, *, again: Any = model) -> Any:
-        assert found is again
-        return found, None
-
-    return fn
-
-
-def _in_dict(model: Any) -> Any:
-    table = {"step": lambda: (model, None)}
-    return lambda: table["step"]()
-
-
-def _recursive(model: Any) -> Any:
-    def even(n: int) -> Any:
-        return (model, None) if n == 0 else odd(n - 1)
-
-    def odd(n: int) -> Any:
-        return even(n - 1)
-
-    return functools.partial(even, 4)
-
-
-def _wrapped(model: Any) -> Any:
-    @logged
-    @torch.no_grad()
-    def step() -> Any:
-        assert not torch.is_grad_enabled()
-        return model, None
-
-    return step
-
-
-def _generator(model: Any) -> Any:
-    def produce() -> Iterator[Any]:
-        yield model
-        yield None
-
-    return lambda: tuple(produce())
-
-
-def _dataclass(model: Any) -> Any:
-    @dataclasses.dataclass
-    class Step:
-        found: Any
-        notes: list[str] = dataclasses.field(default_factory=list)
-
-        def __call__(self) -> Any:
-            return self.found, None
-
-    return Step(model)
-
-
-def _local_class(model: Any) -> Any:
-    class Base:
-        def result(self) -> Any:
-            return model, None
-
-    class Local(Base):
-        kinds = enum.Enum("kinds", "A B")
-
-        @classmethod
-        def make(cls) -> Any:
-            return cls()
-
-        def result(self) -> Any:
-            assert self.kinds["A"] is type(self).kinds.A
-            return super().result()
-
-    return lambda: Local.make().result()
-
-
 SHAPES = {
-    "closure": _closure,
-    "nested": _nested,
-    "default": _default,
-    "lambda in a dict": _in_dict,
-    "recursion between functions": _recursive,
-    "decorators": _wrapped,
-    "generator's function": _generator,
-    "dataclass": _dataclass,
-    "local classes": _local_class,
-    "bound method": lambda model: Trainer(model).step,
-    "bound method through a property": lambda model: Trainer(model).bound,
-    "callable object": Trainer,
-    "partial": lambda model: functools.partial(Trainer.step, Trainer(model), extra=None),
-    "partial of a partial": lambda model: functools.partial(functools.partial(lambda found: (found, None), model)),
-    "container": lambda model: functools.partial(lambda found: (found["a"][0][1], None), {"a": [(0, model)]}),
-    "module method": lambda model: functools.partial(lambda forward: (forward.__self__, None), model.forward),
+    "closure": "fn = lambda: (model, None)",
+    "nested": "def fn():\n def inner(): return model, None\n return inner()",
+    "default": "def fn(found=model, *, again=model): return (found, None) if found is again else again",
+    "lambda in a dict": "table = {'step': lambda: (model, None)}\nfn = lambda: table['step']()",
+    "recursion between functions": "def even(n): return (model, None) if n == 0 else odd(n - 1)\n"
+    "def odd(n): return even(n - 1)\nfn = partial(even, 4)",
+    "decorators": "@logged\n@torch.no_grad()\ndef fn(): return None if torch.is_grad_enabled() else (model, None)",
+    "generator's function": "def produce(): yield from (model, None)\nfn = lambda: tuple(produce())",
+    "dataclass": "@dataclass\nclass Step:\n found: Any\n notes: list = field(default_factory=list)\n"
+    " def __call__(self): return self.found, None\nfn = Step(model)",
+    "local classes": "class Base:\n def result(self): return model, None\n"
+    "class Local(Base):\n kinds = Enum('kinds', 'A B')\n make = classmethod(lambda cls: cls())\n"
+    " def result(self): return super().result() if self.kinds['A'] is type(self).kinds.A else None\n"
+    "fn = lambda: Local.make().result()",
+    "bound method": "fn = Trainer(model).step",
+    "bound method through a property": "fn = Trainer(model).bound",
+    "callable object": "fn = Trainer(model)",
+    "partial": "fn = partial(Trainer.step, Trainer(model), extra=None)",
+    "partial of a partial": "fn = partial(partial(lambda found: (found, None), model))",
+    "container": "fn = partial(lambda found: (found['a'][0][1], None), {'a': [(0, model)]})",
+    "module method": "fn = partial(lambda forward: (forward.__self__, None), model.forward)",
 }
+NAMES = {"Any": Any, "Enum": enum.Enum, "dataclass": dataclasses.dataclass, "field": dataclasses.field}
+NAMES |= {"Trainer": Trainer, "logged": logged, "partial": functools.partial, "torch": torch, "__name__": "__main__"}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_functions_of_any_shape_find_the_workers_model(job, shape):
-    fn = SHAPES[shape](job.model)
+    space = dict(NAMES)
+    exec(f"def make(model):\n{textwrap.indent(SHAPES[shape], ' ')}\n return fn", space)
+    fn = space["make"](job.model)
     assert fn() == (job.model, None)
     world = job.world()
     assert job.send(fn, world)() == (own_model(job, world), None)
 
 
-def test_a_step_trains_the_workers_model(job):
-    model, optimizer = job.model, job.optimizer
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    world = job.world()
-    own, before = own_model(job, world), job.model.weight.detach().clone()
-    weight = own.weight.detach().clone()
-    [x] = job.send((torch.ones(1, 2),), world, "args")
-    loss = unpack_result(pack_result(job.send(step, world)(x), world))
-    assert loss.item() == (weight.sum() + own.bias.item() + 0.5).item()
-    assert not loss.requires_grad
-    assert torch.equal(own.weight, weight - 0.5)
-    assert torch.equal(job.model.weight, before)
-
-
-def test_python_state_is_a_copy_per_worker(job):
+def test_python_state_is_a_copy_per_worker_that_functions_share_there(job):
     count = 0
 
     def step() -> int:
@@ -218,8 +115,11 @@ def test_python_state_is_a_copy_per_worker(job):
         count += 1
         return count
 
-    first, second = (job.send(step, job.world()) for _ in range(2))
-    assert [first(), first(), second()] == [1, 2, 1]
+    def seen() -> int:
+        return count
+
+    (first, seen_there), (second, _) = (job.send((step, seen), job.world()) for _ in range(2))
+    assert [first(), first(), second(), seen_there()] == [1, 2, 1, 2]
     assert count == 0
 
 
@@ -249,38 +149,25 @@ def test_the_digest_tells_functions_apart(job):
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_tensors_travel_beside_the_pickle(job):
-    big = torch.arange(10_000.0)
-    packed = pack(([big, big[::2], big], {"n": 1}), job.catalog, "args")
-    assert len(packed.blob) < 200
-    assert [tuple(tensor.shape) for tensor in packed.tensors] == [(10_000,), (5_000,)]
+def test_tensors_and_arrays_travel_beside_the_pickle_as_they_were_when_packed(job):
+    big, array, small = torch.arange(10_000.0), np.arange(20_000, dtype=np.float64).reshape(100, 200), np.arange(3)
+    packed = pack(([big, big[::2], big], {"n": 1}, [array, array.T, small]), job.catalog, "args")
+    assert len(packed.blob) < 1_200
+    assert [tuple(tensor.shape) for tensor in packed.tensors[:2]] == [(10_000,), (5_000,)]
     assert all(tensor.is_contiguous() for tensor in packed.tensors)
-    [first, half, again], rest = unpack(packed, job.world())
-    assert first is again
-    assert torch.equal(half, torch.arange(0.0, 10_000.0, 2))
-    assert rest == {"n": 1}
-
-
-def test_what_was_packed_does_not_change(job):
-    tensor, array = torch.zeros(3), np.zeros(20_000)
-    packed = pack((tensor, array), job.catalog, "args")
-    tensor += 1
-    array += 1
-    sent_tensor, sent_array = unpack(packed, job.world())
-    assert not sent_tensor.any()
-    assert not sent_array.any()
-
-
-def test_arrays_travel_beside_the_pickle(job):
-    array, small = np.arange(20_000, dtype=np.float64).reshape(100, 200), np.arange(3)
-    packed = pack((array, array.T, small), job.catalog, "args")
-    assert len(packed.blob) < 1_000
     assert packed.buffers >= 1
-    sent, transposed, sent_small = unpack(packed, job.world())
-    np.testing.assert_array_equal(sent, array)
-    np.testing.assert_array_equal(transposed, array.T)
+    wanted = torch.arange(10_000.0), array.copy()
+    big += 1
+    array += 1
+    [first, half, again], rest, [sent, transposed, sent_small] = unpack(packed, job.world())
+    assert first is again
+    assert torch.equal(first, wanted[0])
+    assert torch.equal(half, wanted[0][::2])
+    assert rest == {"n": 1}
+    np.testing.assert_array_equal(sent, wanted[1])
+    np.testing.assert_array_equal(transposed, wanted[1].T)
     np.testing.assert_array_equal(sent_small, small)
-    sent += 1
+    sent += 1  # it may be written to
 
 
 @pytest.mark.parametrize(
@@ -332,128 +219,18 @@ def test_packed_travels_without_what_it_keeps_alive(job):
 
 # -- functions of importable modules ----------------------------------------------------------------------------------
 
-LIBRARY = """
-import functools
-import psx_other
-
-model = None
-table = {}
-imports = psx_other
-
-def reaches():
-    return model
-
-def reaches_far():
-    return between()
-
-def between():
-    return [reaches() for _ in range(1)][0]
-
-def through_other():
-    return psx_other.holder.model
-
-def by_table():
-    return table["model"]
-
-def beside():
-    return sibling(), psx_other.holder.model
-
-def sibling():
-    return 5
-
-def by_class():
-    return Stepper.kept
-
-class Stepper:
-    kept = None
-
-    def step(self):
-        return self.found()
-
-    @staticmethod
-    def found():
-        return model
-
-    @property
-    def alias(self):
-        return self.found
-
-@functools.lru_cache
-def cached():
-    return model
-"""
-
-OTHER = """
-class Holder:
-    model = None
-
-holder = Holder()
-
-def plain(x):
-    return helper(x) + 1
-
-def helper(x):
-    return 2 * x if x < 100 else plain(x - 100)
-"""
-
-
-@pytest.fixture
-def library(tmp_path, monkeypatch) -> Iterator[types.ModuleType]:
-    """Two modules that this process can import and no other can."""
-    (tmp_path / "psx_library.py").write_text(LIBRARY)
-    (tmp_path / "psx_other.py").write_text(OTHER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("psx_library")
-    for name in ("psx_library", "psx_other"):
-        sys.modules.pop(name, None)
-
-
-def is_by_value(packed: Packed) -> bool:
-    """Whether the modules are not needed to unpack it."""
-    names = ("psx_library", "psx_other")
-    kept = {name: sys.modules.pop(name) for name in names}
-    finders, sys.path[:] = sys.path[:], [entry for entry in sys.path if not Path(entry, "psx_library.py").exists()]
-    importlib.invalidate_caches()
-    try:
-        unpack(packed, Job().world(make_missing=lambda token: token))
-    except FunctionError as error:
-        if "cannot import" not in str(error):
-            raise
-        return False
-    finally:
-        sys.path[:] = finders
-        sys.modules.update(kept)
-    return True
+library = pytest.fixture(library_modules)
 
 
 def test_functions_that_reach_nothing_captured_go_by_name(job, library):
-    assert not is_by_value(pack(library.imports.plain, job.catalog))
-    assert not is_by_value(pack(library.reaches, job.catalog))
-    assert not is_by_value(pack(lambda: library.Stepper, job.catalog))
+    """Those that do go by value: see test_ps_remembered.py."""
+    for fn in (library.imports.doubled, library.names_model, lambda: library.Stepper):
+        assert not is_by_value(pack(fn, job.catalog))
 
 
-@pytest.mark.parametrize("name", ["reaches", "reaches_far"])
-def test_functions_that_reach_a_captured_global_go_by_value(job, library, name):
-    assert not is_by_value(pack(getattr(library, name), job.catalog))
-    library.model = job.model  # a negative answer does not outlive the names it rests on
-    packed = pack(getattr(library, name), job.catalog)
-    assert is_by_value(packed)
-    world = job.world()
-    assert unpack(packed, world)() is own_model(job, world)
-
-
-@pytest.mark.parametrize(
-    ("name", "put"),
-    [
-        ("by_class", lambda library, model: setattr(library.Stepper, "kept", model)),
-        ("by_table", lambda library, model: library.table.update(model=model)),
-        ("through_other", lambda library, model: setattr(library.imports.holder, "model", model)),
-    ],
-)
-def test_captured_objects_in_containers_and_objects_are_found(job, library, name, put):
-    assert not is_by_value(pack(getattr(library, name), job.catalog))
-    put(library, job.model)
-    packed = pack(getattr(library, name), job.catalog)
+def test_a_property_of_a_class_that_reaches_what_is_captured(job, library):
+    library.model = job.model
+    packed = pack(functools.partial(lambda stepper: stepper.alias(), library.Stepper()), job.catalog)
     assert is_by_value(packed)
     world = job.world()
     assert unpack(packed, world)() is own_model(job, world)
@@ -468,29 +245,12 @@ def test_nothing_else_of_a_module_goes_by_name(job, library):
     assert unpack(packed, world)() == (5, own_model(job, world))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda library: library.Stepper().step,
-        lambda library: functools.partial(lambda stepper: stepper.alias(), library.Stepper()),
-        lambda library: library.Stepper.found,
-    ],
-    ids=["bound method", "property", "static method"],
-)
-def test_classes_whose_methods_reach_captured_objects(job, library, make):
-    library.model = job.model
-    packed = pack(make(library), job.catalog)
-    assert is_by_value(packed)
-    world = job.world()
-    assert unpack(packed, world)() is own_model(job, world)
-
-
 def test_a_module_that_holds_captured_objects_is_never_imported(job, library):
     library.model = job.model
     assert is_by_value(pack(library.by_table, job.catalog))  # which itself does not reach the model
 
     def step() -> Any:
-        return library.reaches_far(), library.model, library.imports.plain(1)
+        return library.far(), library.model, library.imports.doubled(1)
 
     world = job.world()
     found, direct, number = job.send(step, world)()
@@ -504,33 +264,27 @@ def test_a_module_that_holds_captured_objects_is_never_imported(job, library):
         job.send(by_string, world)()
 
 
-def test_a_trainable_module_behind_an_importable_function_is_an_error(job, library):
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda library: library.far, r"global 'model' \(a torch.nn.modules.linear.Linear\) cannot travel"),
+        (lambda library: library.Stepper().step, r"^Stepper.step → self → class Stepper\.found → global 'model' "),
+        (lambda library: lambda: library.model, r"^<lambda> → closure variable 'library'\.model "),
+    ],
+    ids=["function", "method", "attribute of the module"],
+)
+def test_a_trainable_module_behind_an_importable_function_is_an_error(job, library, make, path):
     """By name it would be built again on each worker, trained there, and thrown away."""
     library.model = nn.Linear(1, 1)
-    with pytest.raises(
-        NotSendableError, match=r"global 'model' \(a torch\.nn\.modules\.linear\.Linear\) cannot travel"
-    ):
-        pack(library.reaches_far, job.catalog)
-    stepper = library.Stepper()
-    with pytest.raises(NotSendableError, match=r"^Stepper.step → self → class Stepper\.found → global 'model' "):
-        pack(stepper.step, job.catalog)
-    with pytest.raises(NotSendableError, match=r"^<lambda> → closure variable 'library'\.model "):
-        pack(lambda: library.model, job.catalog)
+    with pytest.raises(NotSendableError, match=path):
+        pack(make(library), job.catalog)
 
 
 def test_a_module_that_the_worker_lacks_is_named(job, library):
-    packed = pack(library.imports.plain, job.catalog)
-    sys.modules.pop("psx_library")
-    sys.modules.pop("psx_other")
-    path, sys.path[:] = sys.path[:], [entry for entry in sys.path if not Path(entry, "psx_other.py").exists()]
-    importlib.invalidate_caches()
-    try:
-        with pytest.raises(
-            FunctionError, match=r"plain needs? the module 'psx_other', which this worker cannot import"
-        ):
-            unpack(packed, job.world())
-    finally:
-        sys.path[:] = path
+    packed = pack(library.imports.doubled, job.catalog)
+    needed = r"doubled needs? the module 'psx_other', which this worker cannot import"
+    with without_library(), pytest.raises(FunctionError, match=needed):
+        unpack(packed, job.world())
 
 
 def test_a_second_process_runs_what_a_script_defines(tmp_path):
@@ -651,70 +405,52 @@ class _FakeStream(torch.Stream):
         return torch.Stream.__new__(cls, stream_id=0, device_index=0, device_type=0)
 
 
+ONE_AT_A_TIME, ONE_PROCESS = "Functions of one worker run one at a time", "exists in one process only"
+IN_SCOPE = r"inside `with strategy.scope\(\):`"
 UNSENDABLE = {
-    "a lock": (threading.Lock, "a _thread.lock", "Functions of one worker run one at a time"),
-    "an rlock": (threading.RLock, r"an? _thread.RLock", "Functions of one worker"),
-    "a condition": (threading.Condition, "a threading.Condition", "Functions of one worker"),
+    "a lock": (threading.Lock, "a _thread.lock", ONE_AT_A_TIME),
+    "an rlock": (threading.RLock, r"an? _thread.RLock", ONE_AT_A_TIME),
+    "a condition": (threading.Condition, "a threading.Condition", ONE_AT_A_TIME),
     "a thread": (threading.Thread, "a threading.Thread", "create_per_worker"),
     "a file": (lambda: open(__file__), "a _io.TextIOWrapper", "an open file"),  # noqa: SIM115
     "a binary file": (lambda: open(__file__, "rb"), "a _io.BufferedReader", "an open file"),  # noqa: SIM115
-    "a socket": (socket.socket, "a socket.socket", "a socket exists in one process only"),
+    "a socket": (socket.socket, "a socket.socket", f"a socket {ONE_PROCESS}"),
     "a generator": (_generator_object, "a generator", "in the middle of its work"),
     "an iterator over data": (
         lambda: iter(DataLoader([1, 2])),
         "a torch.utils.data.dataloader._SingleProcessDataLoaderIter",
         "create_per_worker_dataset",
     ),
-    "a store": (torch.distributed.HashStore, "a torch.*HashStore", "a process group exists in one process only"),
+    "a store": (torch.distributed.HashStore, "a torch.*HashStore", f"a process group {ONE_PROCESS}"),
     "a stream": (lambda: _FakeStream(), ".*Stream", "belong to a device"),
     "a trainable module": (lambda: nn.Linear(1, 1), "a torch.nn.modules.linear.Linear", "'weight' requires a grad"),
-    "an optimizer": (
-        lambda: torch.optim.SGD([torch.ones(1)], lr=0.1),
-        "a torch.optim.sgd.SGD",
-        r"inside `with strategy.scope\(\):`",
-    ),
-    "a leaf": (lambda: torch.ones(1, requires_grad=True), "a torch.Tensor", r"inside `with strategy.scope\(\):`"),
+    "an optimizer": (lambda: torch.optim.SGD([torch.ones(1)], lr=0.1), "a torch.optim.sgd.SGD", IN_SCOPE),
+    "a leaf": (lambda: torch.ones(1, requires_grad=True), "a torch.Tensor", IN_SCOPE),
     "a history": (lambda: torch.ones(1, requires_grad=True) * 2, "a torch.Tensor", r"value.detach\(\)"),
     "a variable": (lambda: ts.Variable(1.0), "a torchstrat.variable.variable.Variable", "what workers assign"),
     "a strategy": (lambda: ts.OneDeviceStrategy("cpu"), "a torchstrat.*OneDeviceStrategy", "another strategy"),
 }
 
 
-@contextlib.contextmanager
-def unsendable(name: str) -> Iterator[Any]:
-    value = UNSENDABLE[name][0]()
-    try:
-        yield value
-    finally:
-        close = getattr(value, "close", None)
-        if close is not None:
-            close()
-
-
 @pytest.mark.parametrize("name", UNSENDABLE)
 def test_the_error_names_the_captured_variable(job, name):
-    _, kind, remedy = UNSENDABLE[name]
-    with unsendable(name) as thing:
-
-        def step() -> Any:
-            return thing
-
-        with pytest.raises(
-            NotSendableError,
-            match=rf"^step → closure variable 'thing' \({kind}\) cannot travel to a worker: .*{remedy}",
-        ):
-            pack(step, job.catalog)
+    make, kind, remedy = UNSENDABLE[name]
+    with contextlib.ExitStack() as stack:
+        thing = make()
+        stack.callback(getattr(thing, "close", lambda: None))
+        expected = rf"^<lambda> → closure variable 'thing' \({kind}\) cannot travel to a worker: .*{remedy}"
+        with pytest.raises(NotSendableError, match=expected):
+            pack(lambda: thing, job.catalog)
     pack(Trainer(job.model), job.catalog)  # nothing is left of it
 
 
-def test_the_error_names_every_step_of_the_way(job):
-    lock = threading.Lock()
+class _Holder:
+    def __init__(self, lock: Any) -> None:
+        self.locks = {"a": [1, lock]}
 
-    class Holder:
-        def __init__(self) -> None:
-            self.locks = {"a": [1, lock]}
 
-    holder = Holder()
+def _default_of_a_default(lock: Any) -> Any:
+    holder = _Holder(lock)
 
     def inner() -> Any:
         return holder
@@ -722,17 +458,23 @@ def test_the_error_names_every_step_of_the_way(job):
     def step(found: Any = inner) -> Any:
         return found
 
-    where = r"step → default of 'found' → closure variable 'holder'\.locks\['a'\]\[1\] \(a _thread.lock\)"
-    with pytest.raises(NotSendableError, match=f"^{where}"):
-        pack(step, job.catalog)
-    with pytest.raises(NotSendableError, match=r"^args\[0\]\['x'\]\.locks\['a'\]\[1\] \(a _thread.lock\)"):
-        pack(({"x": holder},), job.catalog, "args")
-    with pytest.raises(NotSendableError, match=r"^Trainer.step → self\.model \(a _thread.lock\)"):
-        pack(Trainer(lock).step, job.catalog)
-    with pytest.raises(NotSendableError, match=r"^partial\(<lambda>\) → argument 'y' \(a _thread.lock\)"):
-        pack(functools.partial(lambda y: y, y=lock), job.catalog)
-    with pytest.raises(NotSendableError, match=r"^the Trainer\.model \(a _thread.lock\)"):
-        pack(Trainer(lock), job.catalog)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "path"),
+    [
+        (_default_of_a_default, "fn", r"step → default of 'found' → closure variable 'holder'\.locks\['a'\]\[1\]"),
+        (lambda lock: ({"x": _Holder(lock)},), "args", r"args\[0\]\['x'\]\.locks\['a'\]\[1\]"),
+        (lambda lock: Trainer(lock).step, "fn", r"Trainer.step → self\.model"),
+        (lambda lock: functools.partial(lambda y: y, y=lock), "fn", r"partial\(<lambda>\) → argument 'y'"),
+        (Trainer, "fn", r"the Trainer\.model"),
+    ],
+    ids=["defaults and cells", "arguments", "bound method", "partial", "callable object"],
+)
+def test_the_error_names_every_step_of_the_way(job, make, what, path):
+    with pytest.raises(NotSendableError, match=rf"^{path} \(a _thread.lock\)"):
+        pack(make(threading.Lock()), job.catalog, what)
 
 
 def test_what_cannot_be_found_again_is_still_described(job):
@@ -763,26 +505,16 @@ def test_frozen_modules_of_no_scope_travel_by_value(job):
 
 def test_much_data_in_a_closure_is_worth_one_warning(job, monkeypatch):
     monkeypatch.setattr(closures, "LARGE_BYTES", 1_000_000)
-    small, data = torch.zeros(1000), {"train": torch.zeros(1_000_000)}
-    array = np.zeros(2_000_000)
+    small, data, array = torch.zeros(1000), {"train": torch.zeros(1_000_000)}, np.zeros(2_000_000)
     extractor = nn.Linear(1000, 1000).requires_grad_(False)
-
-    def step() -> Any:
-        return small, data
-
-    def by_array() -> Any:
-        return array
-
-    def by_module() -> Any:
-        return extractor
-
-    with pytest.warns(UserWarning, match=r"step takes 4 MiB .* as step → closure variable 'data'\['train'\] \(4 MiB\)"):
-        pack(step, job.catalog)
-    pack(step, job.catalog)  # once
-    with pytest.warns(UserWarning, match=r"by_array → closure variable 'array' \(15 MiB\).*create_per_worker_dataset"):
-        pack(by_array, job.catalog)
-    with pytest.warns(UserWarning, match=r"by_module → closure variable 'extractor' \(4 MiB\)"):
-        pack(by_module, job.catalog)
+    for fn, said in (
+        (lambda: (small, data), r"<lambda> takes 4 MiB .* <lambda> → closure variable 'data'\['train'\] \(4 MiB\)"),
+        (lambda: array, r"<lambda> → closure variable 'array' \(15 MiB\).*create_per_worker_dataset"),
+        (lambda: extractor, r"<lambda> → closure variable 'extractor' \(4 MiB\)"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            pack(fn, job.catalog)
+        pack(fn, job.catalog)  # once
     pack((data,), job.catalog, "args")  # arguments are meant to be data
 
 
@@ -853,22 +585,6 @@ def test_a_class_comes_home_as_it_is(job):
     method = vars(Local)["number"]
     assert type(unpack_result(packed)) is Local
     assert vars(Local)["number"] is method
-
-
-def test_functions_share_a_variable_of_the_function_around_them(job):
-    count = 0
-
-    def add() -> None:
-        nonlocal count
-        count += 1
-
-    def seen() -> int:
-        return count
-
-    sent_add, sent_seen = job.send((add, seen), job.world())
-    sent_add()
-    assert sent_seen() == 1
-    assert count == 0
 
 
 def test_a_librarys_wrapper_is_the_librarys_where_it_arrives(job):
