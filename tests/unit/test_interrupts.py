@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from torchstrat.parameter_server.interrupts import held_back
+
+Note = Callable[[str], None]
 
 
 @pytest.fixture(autouse=True)
@@ -27,69 +29,77 @@ def interrupt() -> None:
         pass
 
 
-def test_one_is_raised_at_the_end_of_the_outermost_block() -> None:
-    done = []
-
-    def call() -> None:
-        with held_back:
-            with held_back:
-                interrupt()
-                done.append("inner")
-            done.append("outer")
-
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    assert done == ["inner", "outer"]
+def within_another(note: Note) -> None:
     with held_back:
-        done.append("nothing is left of it")
-
-
-def test_a_second_one_is_raised_at_once() -> None:
-    done = []
-
-    def call() -> None:
         with held_back:
             interrupt()
-            done.append("first")
-            interrupt()
-            done.append("second")
+            note("inner")
+        note("outer")
 
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    assert done == ["first"]
+
+def twice(note: Note) -> None:
     with held_back:
-        pass
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_what_waits_in_a_block_is_interrupted(before: bool) -> None:
-    done = []
-
-    def call(*, waits: bool) -> None:
-        with held_back:
-            if before:
-                interrupt()
-            done.append("begun")
-            if waits:
-                with held_back.let_through():
-                    interrupt()
-                    done.append("waited")
-            done.append("over")
-
-    with pytest.raises(KeyboardInterrupt):
-        call(waits=True)
-    assert done == ["begun"]
-    if before:
-        with pytest.raises(KeyboardInterrupt):
-            call(waits=False)
-        assert done == ["begun", "begun", "over"]
-
-
-def test_outside_of_blocks_it_is_as_ever_and_the_handler_can_be_put_back() -> None:
-    with held_back:
-        pass
-    with pytest.raises(KeyboardInterrupt):
         interrupt()
+        note("first")
+        interrupt()
+        note("second")
+
+
+def before_a_wait(note: Note) -> None:
+    with held_back:
+        interrupt()
+        note("begun")
+        with held_back.let_through():
+            note("waits")
+
+
+def in_a_wait(note: Note) -> None:
+    with held_back:
+        note("begun")
+        with held_back.let_through():
+            interrupt()
+            note("waited")
+
+
+def outside(note: Note) -> None:
+    with held_back:
+        note("block")
+    interrupt()
+    note("over")
+
+
+def from_another_thread(note: Note) -> None:
+    def work() -> None:
+        with held_back, held_back.let_through():
+            interrupt()
+
+    with held_back:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        note("joined")
+
+
+@pytest.mark.parametrize(
+    ("call", "done"),
+    [
+        (within_another, ["inner", "outer"]),
+        (twice, ["first"]),
+        (before_a_wait, ["begun"]),
+        (in_a_wait, ["begun"]),
+        (outside, ["block"]),
+        (from_another_thread, ["joined"]),
+    ],
+)
+def test_it_is_raised_at_the_end_of_the_outermost_block_a_second_one_and_in_waits_at_once(
+    call: Callable[[Note], None], done: list[str]
+) -> None:
+    noted: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        call(noted.append)
+    assert noted == done
+    with held_back:
+        noted.append("nothing is left of it")
     held_back.put_back()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -102,21 +112,3 @@ def test_a_programs_own_handler_stays() -> None:
         assert seen == [signal.SIGINT]
     held_back.put_back()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_other_threads_may_use_it() -> None:
-    def work() -> None:
-        with held_back, held_back.let_through():
-            interrupt()
-
-    def call() -> None:
-        with held_back:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            done.append("joined")
-
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    assert done == ["joined"]

@@ -6,8 +6,8 @@ import copy
 import gc
 import os
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -86,25 +86,18 @@ def test_what_needs_no_values_does_not_wait(late: Late, what: str) -> None:
 
 def _written_to(p: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        p.add_(0.0)
-    return p
+        return p.add_(0.0)
 
 
 def _in_a_thread(p: torch.Tensor) -> torch.Tensor:
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(p * 1))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(torch.mul, p, 1).result()
 
 
-def _in_a_function_of_autograd(p: torch.Tensor) -> torch.Tensor:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-            return weight * 1
-
-    return Twice.apply(p)  # type: ignore[no-any-return]
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1
 
 
 def _in_a_fork(p: torch.Tensor) -> torch.Tensor:
@@ -114,6 +107,10 @@ def _in_a_fork(p: torch.Tensor) -> torch.Tensor:
     os.waitpid(child, 0)
     assert type(p) is WatchedParameter, "the child would wait for ever"
     return p
+
+
+def _functional_call(p: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(nn.Linear(SIDE, SIDE, bias=False), {"weight": p}, torch.eye(SIDE)).t()
 
 
 USED: dict[str, Callable[[Any], Any]] = {
@@ -133,12 +130,10 @@ USED: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda p: pickle.loads(pickle.dumps(p.requires_grad_(False))),
     "deepcopy": lambda p: copy.deepcopy(p),
     "another thread": _in_a_thread,
-    "autograd.Function": _in_a_function_of_autograd,
+    "autograd.Function": Once.apply,
     "func.grad": lambda p: torch.func.grad(lambda w: (w.square() / 2).sum())(p),
     "func.vmap": lambda p: torch.func.vmap(lambda row: row * 1)(p),
-    "func.functional_call": lambda p: torch.func.functional_call(
-        nn.Linear(SIDE, SIDE, bias=False), {"weight": p}, torch.eye(SIDE)
-    ).t(),
+    "func.functional_call": _functional_call,
     "func.functionalize": lambda p: torch.func.functionalize(lambda w: w * 1)(p),
     "checkpoint": lambda p: torch.utils.checkpoint.checkpoint(lambda w: w * 1, p, use_reentrant=False),
     "torch.ops": lambda p: torch.ops.aten.mul(p, 1),
@@ -155,8 +150,11 @@ def test_what_needs_values_waits_for_them(late: Late, how: str) -> None:
     assert torch.equal(found.detach(), torch.full((SIDE, SIDE), RIGHT))
 
 
-def test_once_they_are_here_nobody_asks(late: Late) -> None:
-    late.arrivals.wait(7)
+def test_gradients_are_those_of_the_values_and_once_they_are_here_nobody_asks(late: Late) -> None:
+    x = torch.randn(3, SIDE, requires_grad=True)
+    F.linear(x, late.parameter).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, SIDE), RIGHT * SIDE))
+    assert late.parameter.grad is not None
     assert 7 not in late.arrivals
     late.arrivals.wait(7)
     assert late.values.fetched == 1
@@ -172,13 +170,6 @@ def test_what_a_coordinator_has_sent_goes_as_a_whole() -> None:
     assert (parameter * 0).sum() == 0, "nobody is waited for who is not there"
 
 
-def test_gradients_are_those_of_the_values(late: Late) -> None:
-    x = torch.randn(3, SIDE, requires_grad=True)
-    F.linear(x, late.parameter).sum().backward()
-    assert torch.equal(x.grad, torch.full((3, SIDE), RIGHT * SIDE))
-    assert late.parameter.grad is not None
-
-
 def test_who_waits_for_a_server_that_is_gone_is_told_and_who_does_not_use_it_is_not() -> None:
     late = Late(PeerUnavailableError("ps 0 is gone", None))
     with pytest.raises(PeerUnavailableError, match="ps 0 is gone"):
@@ -190,21 +181,18 @@ def test_who_waits_for_a_server_that_is_gone_is_told_and_who_does_not_use_it_is_
     assert unused.settled == [(7, False)]
 
 
-def parameter(*shape: int) -> WatchedParameter:
-    return WatchedParameter(torch.zeros(shape), True)
+def parameter() -> WatchedParameter:
+    return WatchedParameter(torch.zeros(SIDE, SIDE), True)
 
 
 def test_who_may_be_late() -> None:
     torch.compiler.disable(print)  # as a worker does when it starts: the compiler is imported
-    some = Arrivals(lambda number, is_here: None)
-    mine = parameter(SIDE, SIDE)
+    some, mine = Arrivals(lambda number, is_here: None), parameter()
     assert some.may_be_late(mine)
-    view = mine.detach()[3]
-    assert not some.may_be_late(mine), "what shows its memory does not ask"
-    del view
-    array = mine.detach().numpy()
-    assert not some.may_be_late(mine)
-    del array
+    for look in (lambda: mine.detach()[3], lambda: mine.detach().numpy()):
+        shows = look()
+        assert not some.may_be_late(mine), "what shows its memory does not ask"
+        del shows
     saved = (mine * mine).sum()  # autograd keeps it for the way back
     assert some.may_be_late(mine), "autograd has saved the parameter itself"
     del saved
@@ -214,31 +202,29 @@ def test_who_may_be_late() -> None:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.disable(print)
+    assert Arrivals(lambda number, is_here: None).may_be_late(parameter())
     monkeypatch.setenv(arrivals.SWITCH, "off")
-    assert not Arrivals(lambda number, is_here: None).may_be_late(parameter(SIDE, SIDE))
+    assert not Arrivals(lambda number, is_here: None).may_be_late(parameter())
 
 
-def test_only_large_parameters_of_torchs_own_modules() -> None:
+def test_only_large_parameters_of_torchs_own_modules_that_do_not_choose_by_their_class() -> None:
     class Own(nn.Module):
         def __init__(self, shared: nn.Parameter | None = None) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(SIDE, SIDE)) if shared is None else shared
 
-    linear, tied = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
-    model = nn.Sequential(linear, nn.LayerNorm(SIDE), Own(), tied, Own(tied.weight))
-    assert worth_waiting_for(model.modules()) == {id(linear.weight)}
-
-
-def test_modules_that_choose_another_algorithm_by_the_class_of_their_parameters() -> None:
+    linear, tied, recurrent = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE), nn.LSTM(SIDE, SIDE)
     layer = nn.TransformerEncoderLayer(SIDE, 2, SIDE, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 1), nn.MultiheadAttention(SIDE, 2), nn.LSTM(SIDE, SIDE))
-    assert worth_waiting_for(model.modules()) == {id(model[2].weight_ih_l0), id(model[2].weight_hh_l0)}
+    choosing = (nn.TransformerEncoder(layer, 1), nn.MultiheadAttention(SIDE, 2))
+    model = nn.Sequential(linear, nn.LayerNorm(SIDE), Own(), tied, Own(tied.weight), *choosing, recurrent)
+    wanted = (linear.weight, recurrent.weight_ih_l0, recurrent.weight_hh_l0)
+    assert worth_waiting_for(model.modules()) == {*map(id, wanted)}
 
 
 @pytest.mark.deadline(180)
 def test_before_the_compiler_looks_everything_is_here_and_nothing_is_late_afterwards(late: Late) -> None:
     torch.compiler.disable(print)
-    assert late.arrivals.may_be_late(parameter(SIDE, SIDE))
+    assert late.arrivals.may_be_late(parameter())
     seen = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -249,4 +235,4 @@ def test_before_the_compiler_looks_everything_is_here_and_nothing_is_late_afterw
     assert torch.equal(compiled(torch.eye(SIDE)), torch.full((SIDE, SIDE), RIGHT))
     assert seen == [WatchedParameter]
     assert late.settled == [(7, True)]
-    assert not late.arrivals.may_be_late(parameter(SIDE, SIDE))
+    assert not late.arrivals.may_be_late(parameter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,26 +47,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def come_home(error: BaseException) -> BaseException:
-    """Through the wire, and by value: `__main__` of pytest has none of the classes."""
-    packed = payloads.pack(pack_exception(error, Job().world()))
-    return unpack_exception(payloads.unpack(packed))
-
-
-def test_a_class_of_the_script_comes_back_as_itself(script: Any) -> None:
-    with pytest.raises(script.BadShard, match=r"^shard 7: no rows") as caught:
-        raise come_home(script.BadShard(7))
-    assert str(caught.value) == "shard 7: no rows"
-    assert (caught.value.shard, caught.value.reason) == (7, "no rows")
-    assert "on the worker" in caught.value.__notes__[0]
-
-
-def test_what_a_builtin_keeps_in_c_comes_along(script: Any) -> None:
-    error = come_home(script.BadFile(3))
-    assert isinstance(error, script.BadFile)
-    assert (error.errno, error.filename, error.shard) == (2, "shard-3", 3)
-
-
 class Doubled(Exception):  # noqa: N818  # a name as scripts have them
     """Can be imported everywhere; made again by its arguments it says something else."""
 
@@ -73,22 +54,44 @@ class Doubled(Exception):  # noqa: N818  # a name as scripts have them
         super().__init__(f"bad {name}")
 
 
-def test_a_class_with_other_arguments_says_what_it_said() -> None:
-    error = come_home(Doubled("row"))
-    assert type(error) is Doubled
-    assert str(error) == "bad row"
+def come_home(error: BaseException) -> Any:
+    """Through the wire, and by value: `__main__` of pytest has none of the classes."""
+    packed = payloads.pack(pack_exception(error, Job().world()))
+    return unpack_exception(payloads.unpack(packed))
+
+
+COME_HOME: dict[str, tuple[Callable[[Any], Exception], dict[str, Any]]] = {
+    "a class of the script": (
+        lambda script: script.BadShard(7),
+        {"args": ("shard 7: no rows",), "shard": 7, "reason": "no rows"},
+    ),
+    "what a builtin keeps in C": (
+        lambda script: script.BadFile(3),
+        {"errno": 2, "filename": "shard-3", "shard": 3},
+    ),
+    "a class that is made by other arguments": (lambda script: Doubled("row"), {"args": ("bad row",)}),
+    "a class that says itself how it is pickled": (
+        lambda script: script.SaysHow(7),
+        {"args": ("shard 7",), "shard": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COME_HOME)
+def test_what_a_function_raises_comes_back_as_itself(script: Any, name: str) -> None:
+    make, wanted = COME_HOME[name]
+    sent = make(script)
+    error = come_home(sent)
+    assert type(error) is type(sent)
+    assert str(error) == str(sent)
+    assert {key: getattr(error, key) for key in wanted} == wanted
+    assert "on the worker" in error.__notes__[0]
 
 
 def test_tensors_come_along(script: Any) -> None:
     error = come_home(script.BadShard(torch.arange(3)))
     assert isinstance(error, script.BadShard)
     assert error.shard.tolist() == [0, 1, 2]
-
-
-def test_a_class_that_says_itself_how_it_is_pickled_comes_back_as_itself(script: Any) -> None:
-    error = come_home(script.SaysHow(7))
-    assert isinstance(error, script.SaysHow)
-    assert (str(error), error.args, error.shard) == ("shard 7", ("shard 7",), 7)
 
 
 def test_attributes_that_cannot_travel_stay_behind(script: Any) -> None:
@@ -98,11 +101,8 @@ def test_attributes_that_cannot_travel_stay_behind(script: Any) -> None:
     assert error.__notes__[0].endswith("attributes that could not travel: shard")
 
 
-def test_what_cannot_travel_arrives_as_text() -> None:
-    opened = come_home(ValueError(sys.stdout))
-    assert isinstance(opened, FunctionError)
-    assert "ValueError: <" in str(opened)
-
-
-def test_a_function_that_exits_does_not_end_the_coordinator() -> None:
-    assert isinstance(come_home(SystemExit(3)), FunctionError)
+@pytest.mark.parametrize(("error", "text"), [(ValueError(sys.stdout), "ValueError: <"), (SystemExit(3), "SystemExit")])
+def test_what_cannot_travel_or_would_end_the_coordinator_arrives_as_text(error: BaseException, text: str) -> None:
+    found = come_home(error)
+    assert isinstance(found, FunctionError)
+    assert text in str(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,16 +66,10 @@ class Program:
         return float(self.model.state_dict()["weight"])
 
 
-@pytest.fixture(params=[1, 2])
-def program(request: pytest.FixtureRequest) -> Iterator[Program]:
-    with FakeCluster(workers=request.param, ps=1) as cluster:
-        yield Program(cluster)
-
-
-@pytest.fixture
-def two() -> Iterator[Program]:
-    with FakeCluster(workers=2, ps=1) as cluster:
-        yield Program(cluster)
+@contextmanager
+def program_of(workers: int) -> Iterator[tuple[Program, FakeCluster]]:
+    with FakeCluster(workers=workers, ps=1) as cluster:
+        yield Program(cluster), cluster
 
 
 @pytest.mark.parametrize(
@@ -90,10 +85,12 @@ def two() -> Iterator[Program]:
         ["backward", "assign, step, clear", "clear, backward, step, clear", "backward, step"],
     ],
 )
-def test_what_each_function_clears_may_run_anywhere(program: Program, functions: list[str]) -> None:
-    for number, names in enumerate(functions):
-        program.run(number % program.workers, names)
-    assert program.weight() == -3.0
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_each_function_clears_may_run_anywhere(workers: int, functions: list[str]) -> None:
+    with program_of(workers) as (program, _):
+        for number, names in enumerate(functions):
+            program.run(number % workers, names)
+        assert program.weight() == -3.0
 
 
 @pytest.mark.parametrize(
@@ -109,44 +106,37 @@ def test_what_each_function_clears_may_run_anywhere(program: Program, functions:
         ["set to zero", "backward", "step"],
     ],
 )
-def test_what_another_function_left_is_refused_on_its_worker(two: Program, functions: list[str]) -> None:
+def test_what_another_function_left_is_refused_on_its_worker(functions: list[str]) -> None:
     *before, last = functions
-    for names in before:
-        two.run(0, names.replace("set to zero", "backward, set to zero"))
-    weight = two.weight()
-    with pytest.raises(UnsupportedError, match=r"an earlier function left on a worker.*zero_grad"):
-        two.run(0, last)
-    assert two.weight() == weight
-    two.run(0, "clear, backward, step")
-    assert two.weight() == weight - 1
+    with program_of(2) as (two, _):
+        for names in before:
+            two.run(0, names.replace("set to zero", "backward, set to zero"))
+        weight = two.weight()
+        with pytest.raises(UnsupportedError, match=r"an earlier function left on a worker.*zero_grad"):
+            two.run(0, last)
+        assert two.weight() == weight
+        two.run(0, "clear, backward, step")
+        assert two.weight() == weight - 1
 
 
 @pytest.mark.parametrize("last", ["step", "backward, step"])
-def test_what_is_left_on_another_worker_is_missed(two: Program, last: str) -> None:
-    two.run(0, "backward")
-    with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
-        two.run(1, last)
-    two.run(1, "clear, backward, step")
-    two.run(0, "clear")
-    two.run(1, "clear")
-    two.run(1, "backward, step")
-    assert two.weight() == -2.0
+def test_what_is_left_on_another_worker_is_missed(last: str) -> None:
+    with program_of(2) as (two, _):
+        two.run(0, "backward")
+        with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
+            two.run(1, last)
+        for worker, names in ((1, "clear, backward, step"), (0, "clear"), (1, "clear"), (1, "backward, step")):
+            two.run(worker, names)
+        assert two.weight() == -2.0
 
 
-def test_with_one_worker_gradients_are_accumulated_over_functions() -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        program = Program(cluster)
+def test_with_one_worker_gradients_are_accumulated_over_functions_until_a_second_one_comes() -> None:
+    with program_of(1) as (program, cluster):
         for names in ["backward"] * 4 + ["step, clear"]:
             program.run(0, names)
         assert program.weight() == -4.0
         program.run(0, "backward")
         assert program.run(0, "look") == 1.0
-
-
-def test_the_second_worker_comes_later() -> None:
-    with FakeCluster(workers=1, ps=1) as cluster:
-        program = Program(cluster)
-        program.run(0, "backward")
         cluster.start_worker(1)
         program.workers = 2
         with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):

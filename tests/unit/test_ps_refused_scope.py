@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,21 +14,41 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.unit.ps_worlds import Job
+from tests.unit.ps_worlds import Job as Worlds
 from torchstrat.errors import FunctionError, InvalidArgumentError, NotSendableError, UnsupportedError
 from torchstrat.parameter_server.travel import pickling
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    def step() -> float:
-        optimizer.zero_grad()
-        model(torch.ones(2, 2)).sum().backward()
-        optimizer.step()
-        return float(next(model.parameters()).detach().sum())
+class Job:
+    """A coordinator's program; steps of an ordinary model change the sum of its weights by 0.8."""
 
-    return step
+    def __init__(self, strategy: ts.ParameterServerStrategy) -> None:
+        self.strategy, self.coordinator = strategy, ts.ClusterCoordinator(strategy)
+
+    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        def step() -> float:
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            return float(next(model.parameters()).detach().sum())
+
+        return self.coordinator.schedule(step).get(timeout=30)
+
+    def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with self.strategy.scope():
+            return ordinary()
+
+    def assert_trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before = float(model.state_dict()["weight"].sum())
+        assert self.run(model, optimizer) == pytest.approx(before - 0.1 * 2 * 4, abs=1e-5)
+
+
+def ordinary(**attributes: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    vars(model).update(attributes)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class WithLock(torch.optim.SGD):
@@ -36,95 +57,57 @@ class WithLock(torch.optim.SGD):
         self.lock = threading.Lock()
 
 
-def bad_lbfgs() -> Any:
-    model = nn.Linear(2, 2)
-    return model, torch.optim.LBFGS(model.parameters())
-
-
-def bad_optimizer_with_a_lock() -> Any:
-    model = nn.Linear(2, 2)
-    return model, WithLock(model.parameters())
-
-
 def bad_layout() -> Any:
-    model = nn.Linear(2, 2)
+    model, optimizer = ordinary()
     model.register_buffer("mask", torch.ones(2).to_sparse())
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer
 
 
-def bad_module_with_a_lock() -> Any:
+def with_optimizer(kind: Any) -> Any:
     model = nn.Linear(2, 2)
-    model.lock = threading.Lock()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, kind(model.parameters())
 
 
 @pytest.fixture
-def strategy() -> Iterator[ts.ParameterServerStrategy]:
+def job() -> Iterator[Job]:
     with FakeCluster(workers=1, ps=2) as cluster:
-        yield cluster.strategy()
+        yield Job(cluster.strategy())
 
 
 @pytest.mark.parametrize(
     ("make", "error", "fails_at"),
     [
-        (bad_lbfgs, UnsupportedError, "scope"),
-        (bad_optimizer_with_a_lock, NotSendableError, "scope"),
+        (lambda: with_optimizer(torch.optim.LBFGS), UnsupportedError, "scope"),
+        (lambda: with_optimizer(WithLock), NotSendableError, "scope"),
         (bad_layout, NotImplementedError, "scope"),
-        (bad_module_with_a_lock, NotSendableError, "use"),
+        (lambda: ordinary(lock=threading.Lock()), NotSendableError, "use"),
     ],
+    ids=["an optimizer with closures", "an optimizer with a lock", "a layout", "a module with a lock"],
 )
-def test_what_is_refused_is_not_in_the_way_of_the_rest(strategy, make, error, fails_at) -> None:
-    coordinator = ts.ClusterCoordinator(strategy)
-
-    def run(step: Callable[[], float]) -> float:
-        return coordinator.schedule(step).get(timeout=30)
-
-    with strategy.scope():
-        earlier = nn.Linear(2, 2)
-        its_optimizer = torch.optim.SGD(earlier.parameters(), lr=0.1)
-    before = run(step_of(earlier, its_optimizer))
-    refused = None
-    if fails_at == "scope":
-        with pytest.raises(error), strategy.scope():
-            refused = make()
-    else:
-        with strategy.scope():
-            refused = make()
-    assert run(step_of(earlier, its_optimizer)) == pytest.approx(before - 0.1 * 2 * 4, abs=1e-5)
-    with strategy.scope():
-        later = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(later.parameters(), lr=0.1)
-    first = run(step_of(later, optimizer))
+def test_what_is_refused_is_not_in_the_way_of_the_rest(job: Job, make: Any, error: Any, fails_at: str) -> None:
+    earlier = job.made()
+    job.assert_trains(*earlier)
+    refused = beside = None
+    with pytest.raises(error) if fails_at == "scope" else nullcontext(), job.strategy.scope():
+        beside, refused = ordinary(), make()
+    job.assert_trains(*earlier)
+    later = job.made()
+    job.assert_trains(*later)
     for _ in range(2):
         with pytest.raises(error):
-            run(step_of(*refused))
-    assert run(step_of(later, optimizer)) == pytest.approx(first - 0.1 * 2 * 4, abs=1e-5)
+            job.run(*refused)
+    job.assert_trains(*later)
+    if error is UnsupportedError:
+        job.assert_trains(*beside)
 
 
-def test_a_module_is_taken_once_what_was_refused_has_gone(strategy) -> None:
-    coordinator = ts.ClusterCoordinator(strategy)
-    with strategy.scope():
-        model, optimizer = bad_module_with_a_lock()
-    step = step_of(model, optimizer)
+def test_a_module_is_taken_once_what_was_refused_has_gone(job: Job) -> None:
+    with job.strategy.scope():
+        model, optimizer = ordinary(lock=threading.Lock())
     with pytest.raises(NotSendableError, match="lock"):
-        coordinator.schedule(step)
+        job.run(model, optimizer)
     del model.lock
-    before = float(model.weight.detach().sum())
-    assert coordinator.schedule(step).get(timeout=30) == pytest.approx(before - 0.1 * 2 * 4, abs=1e-5)
-
-
-def test_a_model_beside_the_one_that_is_refused_trains(strategy) -> None:
-    coordinator = ts.ClusterCoordinator(strategy)
-    with pytest.raises(UnsupportedError), strategy.scope():  # noqa: PT012
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        refused = bad_lbfgs()
-    before = float(model.weight.detach().sum())
-    assert coordinator.schedule(step_of(model, optimizer)).get(timeout=30) == pytest.approx(
-        before - 0.1 * 2 * 4, abs=1e-5
-    )
-    with pytest.raises(UnsupportedError):
-        coordinator.schedule(step_of(*refused))
+    job.assert_trains(model, optimizer)
 
 
 class WholeTables(torch.optim.Optimizer):
@@ -139,126 +122,110 @@ class WholeTables(torch.optim.Optimizer):
 
 def test_a_whole_table_that_fits_on_no_server_is_refused_when_it_is_created() -> None:
     with FakeCluster(workers=1, ps=2) as cluster:
-        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
-        coordinator, made = ts.ClusterCoordinator(strategy), []
-        with pytest.raises(InvalidArgumentError, match=r"weight.*whole.*elementwise_optimizers=\[WholeTables\]"):
-            huge_table(strategy, made)
-        with strategy.scope():
-            later = nn.Linear(2, 2)
-            optimizer = torch.optim.SGD(later.parameters(), lr=0.1)
-        before = float(later.weight.detach().sum())
-        after = coordinator.schedule(step_of(later, optimizer)).get(timeout=30)
-        assert after == pytest.approx(before - 0.1 * 2 * 4, abs=1e-5)
+        job, made = Job(cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))), []
+        refusal = r"weight.*whole.*elementwise_optimizers=\[WholeTables\]"
+        with pytest.raises(InvalidArgumentError, match=refusal), job.strategy.scope():  # noqa: PT012
+            made.append(nn.Embedding(2**36, 8, device="meta"))
+            made.append(WholeTables(made[0].parameters()))
+        job.assert_trains(*job.made())
         with pytest.raises(InvalidArgumentError, match="whole"):
-            coordinator.schedule(lambda: made[0])
+            job.coordinator.schedule(lambda: made[0])
 
 
-def huge_table(strategy: ts.ParameterServerStrategy, made: list[Any]) -> None:
-    with strategy.scope():
-        made.append(nn.Embedding(2**36, 8, device="meta"))
-        made.append(WholeTables(made[0].parameters()))
-
-
-@pytest.fixture
-def only_here() -> Iterator[types.ModuleType]:
-    """A module that is there when something is pickled, and not when it is unpickled."""
-    module = types.ModuleType("only_here")
-    exec(
-        "import torch\nclass M(torch.nn.Linear): pass\nclass O(torch.optim.SGD): pass\nclass Config: size = 3",
-        module.__dict__,
-    )
-    sys.modules["only_here"] = module
-    yield module
-    sys.modules.pop("only_here", None)
-
-
-def test_what_a_worker_cannot_import_is_not_in_the_way_of_the_rest(only_here) -> None:
-    job = Job()
-    with job.scope():
-        missing, good = only_here.M(2, 2), nn.Linear(2, 2)
-        holder = nn.Sequential(nn.Linear(2, 2), missing)
-        optimizer = only_here.O(good.parameters(), lr=0.1)
-        job.registry.add_helper(optimizer)
-        good.config = only_here.Config()
-    increments = job.catalog.increments(0)
-    with job.scope():
-        around = nn.Sequential(missing)
-    increments += job.catalog.increments(job.catalog.version)
-    tokens = {name: job.catalog.token_of(value) for name, value in locals().items() if name != "job"}
-    del sys.modules["only_here"]
-
-    world = World(lambda spec: nn.Parameter(torch.ones(spec.shape)))
-    for increment in increments:
-        world.load(increment)
-    own = world.resolve(tokens["good"])
-    assert own(torch.ones(1, 2)).tolist() == [[3.0, 3.0]]
-    assert not world.knows(tokens["missing"])
-    assert world.resolve(tokens["holder"])[0](torch.ones(1, 2)).tolist() == [[3.0, 3.0]]
-    uses: list[Callable[[], Any]] = [
-        lambda: world.resolve(tokens["missing"]),
-        lambda: world.resolve(tokens["optimizer"]),
-        lambda: world.resolve(tokens["holder"])(torch.ones(1, 2)),
-        lambda: list(world.resolve(tokens["around"]).parameters()),
-        lambda: own.config.size,
-        lambda: own.config == 3,
-    ]
+def assert_need(uses: list[Callable[[], Any]], message: str) -> None:
     for use in uses:
-        with pytest.raises(FunctionError, match=r"need only_here\.\w+, which .* cannot import.*register_pickle"):
+        with pytest.raises(FunctionError, match=message):
             use()
 
 
+def test_what_a_worker_cannot_import_is_not_in_the_way_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_here = types.ModuleType("only_here")  # there when something is pickled, and not when it is unpickled
+    exec(
+        "import torch\nclass M(torch.nn.Linear): pass\nclass O(torch.optim.SGD): pass\nclass Config: size = 3",
+        vars(only_here),
+    )
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
+    worlds = Worlds()
+    with worlds.scope():
+        missing, good = only_here.M(2, 2), nn.Linear(2, 2)
+        holder = nn.Sequential(nn.Linear(2, 2), missing)
+        optimizer = only_here.O(good.parameters(), lr=0.1)
+        worlds.registry.add_helper(optimizer)
+        good.config = only_here.Config()
+    increments = worlds.catalog.increments(0)
+    with worlds.scope():
+        around = nn.Sequential(missing)
+    increments += worlds.catalog.increments(worlds.catalog.version)
+    tokens = [worlds.catalog.token_of(value) for value in (missing, good, holder, optimizer, around)]
+    del sys.modules["only_here"]
+    world = World(lambda spec: nn.Parameter(torch.ones(spec.shape)))
+    for increment in increments:
+        world.load(increment)
+    x = torch.ones(1, 2)
+    assert not world.knows(tokens[0])
+    own, own_holder = world.resolve(tokens[1]), world.resolve(tokens[2])
+    assert own(x).tolist() == own_holder[0](x).tolist() == [[3.0, 3.0]]
+    uses: list[Callable[[], Any]] = [
+        lambda: world.resolve(tokens[0]),
+        lambda: world.resolve(tokens[3]),
+        lambda: own_holder(x),
+        lambda: list(world.resolve(tokens[4]).parameters()),
+        lambda: own.config.size,
+        lambda: own.config == 3,
+    ]
+    assert_need(uses, r"need only_here\.\w+, which .* cannot import.*register_pickle")
+
+
+def _raises(*_: Any) -> Any:
+    raise OSError("no such device here")
+
+
 class RaisesWhenMade(nn.Linear):
-    def __setstate__(self, state: Any) -> None:
-        raise OSError("no such device here")
+    __setstate__ = _raises
 
 
 class RaisingList(list[int]):
-    def extend(self, values: Any) -> None:
-        raise OSError("no such device here")
+    extend = _raises
 
 
 class RaisingOptimizer(torch.optim.SGD):
-    def __setstate__(self, state: Any) -> None:
-        raise OSError("no such device here")
-
-
-def _made_anew() -> Any:
-    raise OSError("no such device here")
+    __setstate__ = _raises
 
 
 class RaisesInItsFunction:
     def __reduce__(self) -> Any:
-        return _made_anew, ()
+        return _raises, ()
 
 
 def test_what_raises_while_a_worker_makes_it_stops_nothing_else() -> None:
-    job = Job()
-    with job.scope():
+    worlds = Worlds()
+    with worlds.scope():
         good, bad, around = nn.Linear(2, 1), RaisesWhenMade(2, 1), nn.Sequential(RaisesWhenMade(2, 1), nn.Tanh())
         holder = nn.Linear(1, 1)
         holder.numbers, holder.made = RaisingList([1, 2]), RaisesInItsFunction()
         optimizer, sgd = RaisingOptimizer(good.parameters(), lr=0.1), torch.optim.SGD(good.parameters(), lr=0.1)
-    world = job.world()
-    with job.scope():
+    world = worlds.world()
+    with worlds.scope():
         later = nn.Linear(2, 1)
-    job.bring_up_to_date(world)
-    tokens = {name: job.catalog.token_of(value) for name, value in locals().items() if name not in ("job", "world")}
-    assert world.version == job.catalog.version
-    assert isinstance(world.resolve(tokens["good"]), nn.Linear)
-    assert isinstance(world.resolve(tokens["later"]), nn.Linear)
-    assert world.resolve(tokens["around"])[1](torch.zeros(1)).tolist() == [0.0]
-    assert world.resolve(tokens["holder"])(torch.zeros(1)).shape == (1,)
-    assert world.resolve(tokens["sgd"]).param_groups[0]["params"] == list(world.resolve(tokens["good"]).parameters())
+    worlds.bring_up_to_date(world)
+    assert world.version == worlds.catalog.version
+
+    def own(value: Any) -> Any:
+        return world.resolve(worlds.catalog.token_of(value))
+
+    assert isinstance(own(good), nn.Linear)
+    assert isinstance(own(later), nn.Linear)
+    assert own(around)[1](torch.zeros(1)).tolist() == [0.0]
+    assert own(holder)(torch.zeros(1)).shape == (1,)
+    assert own(sgd).param_groups[0]["params"] == list(own(good).parameters())
     uses: list[Callable[[], Any]] = [
-        lambda: world.resolve(tokens["bad"]),
-        lambda: world.resolve(tokens["optimizer"]),
-        lambda: world.resolve(tokens["around"])(torch.ones(1, 2)),
-        lambda: world.resolve(tokens["holder"]).numbers[0],
-        lambda: world.resolve(tokens["holder"]).made.value,
+        lambda: own(bad),
+        lambda: own(optimizer),
+        lambda: own(around)(torch.ones(1, 2)),
+        lambda: own(holder).numbers[0],
+        lambda: own(holder).made.value,
     ]
-    for use in uses:
-        with pytest.raises(FunctionError, match=r"could not be made on this worker.*no such device here.*__setstate__"):
-            use()
+    assert_need(uses, r"could not be made on this worker.*no such device here.*__setstate__")
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -270,9 +237,6 @@ class Wrapping(torch.optim.Optimizer):
     param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
     state = property(lambda self: self.inner.state)  # type: ignore[assignment]
     defaults = property(lambda self: self.inner.defaults)  # type: ignore[assignment]
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
 
 
 def test_an_optimizer_whose_groups_are_a_property_is_made_again() -> None:

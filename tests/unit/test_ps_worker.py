@@ -35,7 +35,7 @@ def test_what_has_not_begun_is_given_once() -> None:
     assert queue.recall(((0, (1, 2, 3)),)) == (), "the batch is over"
 
 
-def test_a_recall_may_come_before_its_batch() -> None:
+def test_a_recall_may_come_before_its_batch_and_a_function_again_in_a_later_one() -> None:
     queue = BatchQueue()
     assert queue.recall(((1, (5, 6)), (0, (2,)))) == (5, 6, 2)
     assert queue.recall(((1, (5, 7)),)) == (7,)
@@ -45,28 +45,17 @@ def test_a_recall_may_come_before_its_batch() -> None:
     queue.begin([4, 5, 6, 7, 8])
     assert queue.take_rest() == (4, 8)
     assert not queue.take(4)
-
-
-def test_a_function_that_comes_again_in_a_later_batch_is_another() -> None:
-    queue = BatchQueue()
-    queue.begin([1, 2])
-    assert queue.recall(((0, (2,)), (1, (3,)))) == (2, 3)
     queue.end()
-    queue.begin([3])
-    assert queue.take_rest() == ()
-    queue.end()
-    queue.begin([2, 3])
-    assert queue.recall(((1, (3,)), (2, (2,)))) == (2,)
-    assert queue.take_rest() == (3,)
+    queue.begin([2, 6])
+    assert queue.recall(((1, (6,)), (2, (2,)))) == (2,)
+    assert queue.take_rest() == (6,)
 
 
 # -- the thread --------------------------------------------------------------------------------------------------------
 
 
 def test_work_within_work() -> None:
-    thread = FunctionThread("test")
-    order: list[str] = []
-    begun = threading.Event()
+    thread, order, begun = FunctionThread("test"), list[str](), threading.Event()
 
     def early() -> str:
         begun.set()
@@ -87,8 +76,7 @@ def test_work_within_work() -> None:
 
 
 def test_at_the_end_nothing_is_left_waiting() -> None:
-    thread = FunctionThread("test")
-    begun, go_on = threading.Event(), threading.Event()
+    thread, begun, go_on = FunctionThread("test"), threading.Event(), threading.Event()
 
     def waits() -> bool:
         begun.set()
@@ -109,17 +97,16 @@ def test_at_the_end_nothing_is_left_waiting() -> None:
 
 
 class Coordinator:
-    """Notes what is reported to it. ``refuses``: results that cannot be sent."""
+    """Notes what is reported to it. Results that are functions cannot be sent."""
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
         self.came = threading.Semaphore(0)
-        self.refuses = False
 
     def call(self, to: Peer, method: str, payload: Report, *, timeout_seconds: float) -> Future[Any]:
         assert (to, method) == (CHIEF, "coordinator.outcomes")
         future: Future[Any] = Future()
-        if self.refuses and any(callable(result) for result in payload.results):
+        if any(callable(result) for result in payload.results):
             future.set_exception(NotSendableError("no functions"))
             return future
         self.reports.append(payload)
@@ -128,15 +115,24 @@ class Coordinator:
         return future
 
 
-def test_outcomes_are_reported_while_a_function_runs() -> None:
-    coordinator = Coordinator()
-    outcomes = Outcomes(lambda: coordinator)  # type: ignore[arg-type, return-value]
-    outcomes.add(CHIEF, 1, "one", 0.5, is_last=False)
+def test_outcomes_are_reported_once_the_oldest_has_waited_and_those_that_cannot_be_sent_as_errors() -> None:
+    coordinator, now = Coordinator(), [0.0]
+    outcomes = Outcomes(lambda: coordinator, clock=lambda: now[0])  # type: ignore[arg-type, return-value]
+    before = threading.active_count()
+    outcomes.add(CHIEF, 1, None, 0.5, is_last=True)
+    assert outcomes.rest() == Report((1,), (None,), 0.5)
+    assert threading.active_count() == before, "a batch of one needs no thread"
+    outcomes.add(CHIEF, 2, "two", 0.5, is_last=False)
+    outcomes.add(CHIEF, 3, lambda: 3, 0.25, is_last=False)
+    now[0] = 1.0
     assert coordinator.came.acquire(timeout=DEADLINE_SECONDS)
-    assert coordinator.reports == [Report((1,), ("one",), 0.5)]
-    outcomes.add(CHIEF, 2, "two", 0.25, is_last=False)
+    outcomes.add(CHIEF, 4, "four", 0.25, is_last=False)
+    now[0] = 2.0
     assert coordinator.came.acquire(timeout=DEADLINE_SECONDS)
-    assert coordinator.reports[1] == Report((2,), ("two",), 0.25)
+    sent, later = coordinator.reports
+    assert (sent.finished, sent.results, sent.seconds) == ((2,), ("two",), 0.75)
+    assert [function for function, _ in sent.ended] == [3]
+    assert later == Report((4,), ("four",), 0.25)
     assert outcomes.rest(stops=3) == Report(stops=3)
     outcomes.close()
     outcomes.join()
@@ -152,26 +148,6 @@ def test_each_outcome_is_in_one_report() -> None:
     outcomes.join()
     reported = [function for report in (*coordinator.reports, last) for function in report.finished]
     assert reported == list(range(20_000))
-
-
-def test_a_batch_of_one_needs_no_thread() -> None:
-    outcomes = Outcomes(lambda: None)  # type: ignore[arg-type, return-value]
-    outcomes.add(CHIEF, 1, None, 0.5, is_last=True)
-    assert outcomes.rest() == Report((1,), (None,), 0.5)
-    assert outcomes._thread is None
-
-
-def test_a_result_that_the_wire_refuses_is_its_functions_error() -> None:
-    coordinator = Coordinator()
-    coordinator.refuses = True
-    outcomes = Outcomes(lambda: coordinator)  # type: ignore[arg-type, return-value]
-    with outcomes._changed:  # both are in one report
-        outcomes._finished, outcomes._results = [1, 2], ["one", lambda: 2]
-        report = outcomes._take()
-    outcomes._send(CHIEF, report)
-    (sent,) = coordinator.reports
-    assert (sent.finished, sent.results) == ((1,), ("one",))
-    assert [function for function, _ in sent.ended] == [2]
 
 
 # -- batches that arrive in another order ------------------------------------------------------------------------------
@@ -200,13 +176,17 @@ def test_batches_are_begun_in_the_order_of_their_numbers(monkeypatch: pytest.Mon
         chief.add_peer(mine.peer)
         mine.add_peer(chief.peer)
         worker.coordinator_arrived(chief.peer)
-        second = chief.call(mine.peer, "worker.run", Batch(1, 0, False, ((1, 0, None, 0),)))
+
+        def run(number: int, *functions: Any) -> Future[Any]:
+            return chief.call(mine.peer, "worker.run", Batch(number, 0, False, functions))
+
+        second = run(1, (1, 0, None, 0))
         assert is_here.wait(DEADLINE_SECONDS)
-        first = chief.call(mine.peer, "worker.run", Batch(0, 0, False, ()))
+        first = run(0)
         assert first.result(DEADLINE_SECONDS) == second.result(DEADLINE_SECONDS) == Report()
         assert order == [0, 1]
-        assert chief.call(mine.peer, "worker.run", Batch(0, 0, False, ())).result(DEADLINE_SECONDS) == Report()
-        early = chief.call(mine.peer, "worker.run", Batch(7, 0, False, ()))
+        assert run(0).result(DEADLINE_SECONDS) == Report()
+        early = run(7)
         worker.close()
         with pytest.raises(CommunicationError):
             early.result(DEADLINE_SECONDS)
