@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import torchstrat as ts
 from torchstrat import progress_bar, waiting
+from torchstrat.testing.fake_cluster import FakeCluster
 
 LONG = 3600.0  # seconds before a line: never in a test
 
@@ -33,18 +34,26 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-def use_terminal(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = True) -> Terminal:
-    """Called in a test, not in a fixture: between the two pytest puts a stream of its own there."""
-    made = Terminal(is_terminal)
-    monkeypatch.setattr(sys, "stderr", made)
-    return made
+Use = Callable[..., Terminal]
+
+
+@pytest.fixture
+def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Called in a test: between a fixture and it pytest puts a stream of its own there."""
+
+    def use(*, is_terminal: bool = True) -> Terminal:
+        made = Terminal(is_terminal)
+        monkeypatch.setattr(sys, "stderr", made)
+        return made
+
+    return use
 
 
 # -- waits -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wait_says_what_it_is_for_while_it_lasts_and_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_a_wait_says_what_it_is_for_while_it_lasts_and_ends_its_line(use_terminal: Use) -> None:
+    terminal = use_terminal()
     with waiting.shown("restoring x", after_seconds=0.0):
         assert terminal.written.wait(30)
     first, *others = terminal.getvalue().split("\r")[1:]
@@ -54,26 +63,22 @@ def test_a_wait_says_what_it_is_for_while_it_lasts_and_ends_its_line(monkeypatch
     assert others
 
 
-def test_a_short_wait_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
-    with waiting.shown("restoring x", after_seconds=LONG):
-        pass
-    assert terminal.getvalue() == ""
-
-
-@pytest.mark.parametrize(("is_terminal", "here"), [(False, True), (True, False)])
-def test_no_thread_is_started_without_a_terminal_or_where_another_process_speaks(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, here: bool
+@pytest.mark.parametrize(
+    ("is_terminal", "here", "after_seconds", "starts_one"),
+    [(True, True, LONG, True), (False, True, 0.0, False), (True, False, 0.0, False)],
+    ids=["a short wait", "no terminal", "another process speaks"],
+)
+def test_nothing_is_said_and_no_thread_started_that_would_have_nothing_to_say(
+    use_terminal: Use, is_terminal: bool, here: bool, after_seconds: float, starts_one: bool
 ) -> None:
-    terminal = use_terminal(monkeypatch, is_terminal=is_terminal)
-    before = threading.active_count()
-    with waiting.shown("restoring x", here=here, after_seconds=0.0):
-        assert threading.active_count() == before
+    terminal, before = use_terminal(is_terminal=is_terminal), threading.active_count()
+    with waiting.shown("restoring x", here=here, after_seconds=after_seconds):
+        assert threading.active_count() == before + starts_one
     assert terminal.getvalue() == ""
 
 
-def test_a_wait_within_a_wait_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_a_wait_within_a_wait_is_part_of_it(use_terminal: Use) -> None:
+    terminal = use_terminal()
     with waiting.shown("outer", after_seconds=0.0):
         with waiting.shown("inner", after_seconds=0.0):
             assert terminal.written.wait(30)
@@ -84,21 +89,16 @@ def test_a_wait_within_a_wait_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert "later" in terminal.getvalue()
 
 
-def test_what_the_block_raises_is_raised_and_the_line_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
-
-    def fail() -> None:
-        with waiting.shown("restoring x", after_seconds=0.0):
-            assert terminal.written.wait(30)
-            raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        fail()
+def test_what_the_block_raises_is_raised_and_the_line_is_over(use_terminal: Use) -> None:
+    terminal = use_terminal()
+    with pytest.raises(ValueError, match="no"), waiting.shown("restoring x", after_seconds=0.0):  # noqa: PT012
+        assert terminal.written.wait(30)
+        raise ValueError("no")
     assert terminal.getvalue().endswith("\n")
 
 
-def test_a_terminal_that_is_closed_does_not_disturb_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_a_terminal_that_is_closed_does_not_disturb_the_wait(use_terminal: Use) -> None:
+    terminal = use_terminal()
     with waiting.shown("restoring x", after_seconds=0.0):
         assert terminal.written.wait(30)
         terminal.close()
@@ -134,8 +134,6 @@ def test_saving_and_restoring_are_waits_and_saving_in_the_background_is_none(wai
 
 
 def test_a_coordinator_waits_for_its_servers(waits: Any) -> None:
-    from torchstrat.testing.fake_cluster import FakeCluster
-
     with FakeCluster(workers=1, ps=1) as cluster, cluster.strategy().scope():
         pass
     assert waits == [("waiting for the parameter servers", True)]
@@ -144,8 +142,8 @@ def test_a_coordinator_waits_for_its_servers(waits: Any) -> None:
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_shows_how_far_it_is_and_gets_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_a_loop_shows_how_far_it_is_and_gets_every_batch(use_terminal: Use) -> None:
+    terminal = use_terminal()
     pytest.importorskip("tqdm")
     strategy = ts.MirroredStrategy(["cpu:0", "cpu:1"])
     batches = strategy.distribute_dataset(DataLoader(torch.arange(10.0), batch_size=4))
@@ -158,8 +156,8 @@ def test_a_loop_shows_how_far_it_is_and_gets_every_batch(monkeypatch: pytest.Mon
     assert "3/3" in terminal.getvalue()
 
 
-def test_a_loop_that_is_left_early_leaves_the_terminal_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_a_loop_that_is_left_early_leaves_the_terminal_in_order(use_terminal: Use) -> None:
+    terminal = use_terminal()
     pytest.importorskip("tqdm")
     for element in ts.progress(range(10)):
         if element == 3:
@@ -168,27 +166,23 @@ def test_a_loop_that_is_left_early_leaves_the_terminal_in_order(monkeypatch: pyt
     assert terminal.getvalue().endswith("\nnext\n")
 
 
-def elements() -> Iterator[int]:
-    yield from (1, 2, 3)
-
-
-def test_elements_without_a_length_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_elements_without_a_length_are_counted(use_terminal: Use) -> None:
+    terminal = use_terminal()
     pytest.importorskip("tqdm")
-    assert list(ts.progress(elements())) == [1, 2, 3]
+    assert list(ts.progress(number for number in (1, 2, 3))) == [1, 2, 3]
     assert "3it" in terminal.getvalue()
 
 
-def test_nothing_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch, is_terminal=False)
+def test_nothing_is_shown_without_a_terminal(use_terminal: Use) -> None:
+    terminal = use_terminal(is_terminal=False)
     assert list(ts.progress(range(3))) == [0, 1, 2]
     assert terminal.getvalue() == ""
 
 
-def test_only_the_chief_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_only_the_chief_shows_a_bar(use_terminal: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal()
     strategy = ts.MirroredStrategy(["cpu:0"])
-    monkeypatch.setattr(type(strategy._engine), "is_chief", False)
+    monkeypatch.setattr(type(strategy), "is_chief", False)
     distributed = strategy.distribute_dataset(DataLoader(torch.arange(4.0), batch_size=2))
     assert len(list(ts.progress(distributed))) == 2
     assert list(ts.progress(range(3))) == [0, 1, 2]  # whose it is, the strategies of the process say
@@ -196,8 +190,8 @@ def test_only_the_chief_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_without_tqdm_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
+def test_without_tqdm_one_line_names_the_extra(use_terminal: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal()
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(progress_bar, "_is_told", False)
     for _ in range(2):
