@@ -47,7 +47,13 @@ GRACE_SECONDS = 10.0
 """For threads and processes that are on their way out when the test returns."""
 
 
+_stderr = 2
+"""What pytest was started with. During a test another file, its capture's, is in this place: a hard stop loses it."""
+
+
 def pytest_configure() -> None:
+    global _stderr
+    _stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else 2
     # A shell starts background jobs with Ctrl-C ignored, and processes hand that down: tests that interrupt programs
     # would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -78,7 +84,7 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(seconds + HARD_STOP_AFTER_SECONDS, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + HARD_STOP_AFTER_SECONDS, exit=True, file=_stderr)
     try:
         yield
     finally:

@@ -61,7 +61,7 @@ class _Interruption:
                 return False
             if self._target is not None and not self._shields:
                 self._sent_to = self._target
-                _set_exception(self._target, ctypes.py_object(ReplicaAborted))
+                _set_exception(self._target)
             else:
                 self._called_off = True
             return True
@@ -76,7 +76,7 @@ class _Interruption:
         with self._lock:
             self._target = None
             if self._sent_to == threading.get_ident():
-                _set_exception(self._sent_to, None)  # every hand-over looks for the error that it stands for
+                _take_back()  # every hand-over looks for the error that it stands for
         shields, self._shields = self._shields, 0
         return shields
 
@@ -84,7 +84,7 @@ class _Interruption:
         """The body's own code begins something that must not be left half-done."""
         with self._lock:
             if not self._shields and self._sent_to == threading.get_ident():
-                _set_exception(self._sent_to, None)
+                _take_back()
             self._shields += 1
             late = self._shields == 1 and self._is_sent
         if late:
@@ -102,8 +102,22 @@ class _Interruption:
         return self._called_off or self._sent_to is not None
 
 
-def _set_exception(thread_id: int, exception: Any) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), exception)
+def _set_exception(thread_id: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(ReplicaAborted))
+
+
+def _take_back() -> None:
+    """What was sent to this thread, and may not have come, comes here: another one in its place.
+
+    To send none in its place would take it back too. But Python 3.11 then believes, for as long as the process lives,
+    that one is on its way, and where it is traced (by a debugger, or coverage) the next call never begins.
+    """
+    try:
+        _set_exception(threading.get_ident())
+        for _ in range(100):  # at whose end a thread looks for it, each time
+            pass
+    except ReplicaAborted:
+        pass
 
 
 class Baton:
