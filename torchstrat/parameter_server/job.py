@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat import waiting
-from torchstrat.checkpoint.pieces import is_block
+from torchstrat.checkpoint.pieces import goes_by_rows, is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
 from torchstrat.optimizer_tiers import Kind, Tier
@@ -575,10 +575,10 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
 
 
 def split_state(spec: VariableSpec, state: StateOfShard) -> list[StateOfShard]:
-    """An optimizer's state of a whole variable, for each of its shards: what has its shape is cut, the rest copied."""
+    """An optimizer's state of a whole variable, for each of its shards: what goes by rows is cut, the rest copied."""
     parts: list[StateOfShard] = [{} for _ in spec.shards]
     for name, value in state.items():
-        cut = isinstance(value, torch.Tensor) and spec.shape and value.shape == torch.Size(spec.shape)
+        cut = bool(spec.shape) and goes_by_rows(value, spec.shape[0], spec.shape)
         values = [part.contiguous() for part in pieces(spec, value)] if cut else [value] * len(parts)
         for part, own in zip(parts, values, strict=True):
             part[name] = own
@@ -587,9 +587,9 @@ def split_state(spec: VariableSpec, state: StateOfShard) -> list[StateOfShard]:
 
 def join_state(spec: VariableSpec, parts: Sequence[StateOfShard | None]) -> StateOfShard:
     """The reverse of `split_state`."""
-    first = parts[0] or {}
+    first, shape = parts[0] or {}, spec.shard_shape(0)
     joined: StateOfShard = {}
     for name, value in first.items():
-        is_cut = len(parts) > 1 and isinstance(value, torch.Tensor) and value.shape == torch.Size(spec.shard_shape(0))
+        is_cut = len(parts) > 1 and goes_by_rows(value, shape[0], shape)
         joined[name] = torch.cat([(part or first)[name] for part in parts]) if is_cut else value
     return joined

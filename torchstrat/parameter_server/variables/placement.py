@@ -75,7 +75,7 @@ class Placement:
 
 
 def pieces(spec: VariableSpec, whole: torch.Tensor) -> list[Any]:
-    """``whole``, of the variable's shape, cut into its shards (views)."""
+    """``whole``, which has the variable's rows, cut into its shards (views)."""
     if not spec.shape:
         return [whole]
     return [whole[shard.start : shard.stop] for shard in spec.shards]
