@@ -338,13 +338,14 @@ def test_clocks_go_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_records_until(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path)
     for step in (1, 2, 3):
-        metrics.write({"event": "step", "step": step})
-        metrics.write({"event": "evaluation", "step": step})
+        metrics.write({"event": "step", "step": step, "epoch": step})
+        metrics.write({"event": "evaluation", "step": step, "epoch": step})
     metrics.write({"event": "result", "steps": 3})
     metrics.close()
-    found = [(record["event"], record["step"]) for record in records_until(tmp_path, 2)]
-    assert found == [("step", 1), ("evaluation", 1), ("step", 2)]
-    assert records_until(tmp_path / "nowhere", 2) == []
+    at_the_end = [("step", 1), ("evaluation", 1), ("step", 2)]
+    for epoch, kept in ((2, at_the_end), (3, [*at_the_end, ("evaluation", 2)])):  # or when the next one had begun
+        assert [(record["event"], record["step"]) for record in records_until(tmp_path, 2, epoch)] == kept
+    assert records_until(tmp_path / "nowhere", 2, 1) == []
 
 
 def test_steps_under_way_are_fewer_where_they_are_slow(runs: Runs) -> None:

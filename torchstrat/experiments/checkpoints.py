@@ -83,7 +83,7 @@ class Checkpoints:
             report.begin()
         else:
             position.require_fits(self._config, restored)
-            report.begin(position.begun_in, position.step, restored)
+            report.begin(position.begun_in, position.step, position.epoch, restored)
 
     def _restore(self, own: CheckpointManager) -> Path | None:
         """The checkpoint that was restored; None if the run begins."""
@@ -147,7 +147,7 @@ class Checkpoints:
             manager.save(self._checkpoint, position.step)
 
         def went_back(step: int) -> None:
-            self._report.begin(position.begun_in, position.step, dict(manager.checkpoints)[step])
+            self._report.begin(position.begun_in, position.step, position.epoch, dict(manager.checkpoints)[step])
             raise WentBack
 
         coordinator.restore_on_server_loss(manager, self._checkpoint, on_restored=went_back)

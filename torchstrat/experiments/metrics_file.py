@@ -53,16 +53,17 @@ def read_records(folder: Path) -> list[Record]:
     return records
 
 
-def records_until(folder: Path, step: int) -> list[Record]:
-    """What the run in ``folder`` had recorded when it saved after ``step`` steps.
+def records_until(folder: Path, step: int, epoch: int) -> list[Record]:
+    """What the run in ``folder`` had recorded when it saved after ``step`` steps, in ``epoch``.
 
     What comes after the steps themselves, such as the evaluation of the epoch that the step ended, is done again by
-    who goes on.
+    who goes on in that epoch; who goes on at the beginning of the next one does not.
     """
     return [
         record
         for record in read_records(folder)
-        if record.get("step", step) < step or (record["event"] == "step" and record["step"] == step)
+        if record.get("step", step) < step
+        or (record.get("step") == step and (record["event"] == "step" or record.get("epoch", epoch) < epoch))
     ]
 
 

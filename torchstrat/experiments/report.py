@@ -61,9 +61,10 @@ _SCALARS = {
 class Report:
     """Told about a run as it goes, on every process. This one, of processes that are not the chief, writes nothing."""
 
-    def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
-        """Before anything else. ``earlier``: the folder of the run that this one goes on with after ``step`` steps, as
-        it was in ``checkpoint``; it may be this one's. Again, where a run goes back to a checkpoint of its own."""
+    def begin(self, earlier: Path | None = None, step: int = 0, epoch: int = 1, checkpoint: Path | None = None) -> None:
+        """Before anything else. ``earlier``: the folder of the run that this one goes on with after ``step`` steps, in
+        ``epoch``, as it was in ``checkpoint``; it may be this one's. Again, where a run goes back to a checkpoint of
+        its own."""
 
     def tell(self, event: str, **values: Any) -> None:
         """A line of the record."""
@@ -99,8 +100,8 @@ class FolderReport(Report):
         self._tensorboard: Any = None
         self._progress = Progress(sys.stderr, config.progress, total_steps, title)
 
-    def begin(self, earlier: Path | None = None, step: int = 0, checkpoint: Path | None = None) -> None:
-        kept = [] if earlier is None else records_until(earlier, step)
+    def begin(self, earlier: Path | None = None, step: int = 0, epoch: int = 1, checkpoint: Path | None = None) -> None:
+        kept = [] if earlier is None else records_until(earlier, step, epoch)
         self._metrics.begin(kept)
         self._close_tensorboard()
         if earlier is not None:
