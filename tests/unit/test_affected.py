@@ -85,8 +85,10 @@ def test_what_is_left_out_is_said(root):
     ]
 
 
-def test_a_file_of_the_contract_runs_whole_where_it_is_chosen(root):
-    chosen, other = CELLS
+def test_a_file_of_the_contract_runs_whole_where_it_is_chosen(root, monkeypatch):
+    ((chosen, ends),) = CELLS.items()
+    other = "tests/unit/test_contract_of_more.py"
+    monkeypatch.setitem(CELLS, other, ends)
     (root / chosen).write_text("from torchstrat import engine\n")
     given = arguments(choose(Tree(root), [chosen], limit=2))
     assert given == [other, f"--cells-of={other}", chosen]
