@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "outputs" / "soak"
+PYTEST = (sys.executable, "-m", "pytest")
 
 
 class Part(NamedTuple):
@@ -28,7 +29,7 @@ class Part(NamedTuple):
     pytest_arguments: Sequence[str]
     adds: str
     """What ``./scripts/test`` does not show."""
-    pytest: Sequence[str] = (sys.executable, "-m", "pytest")
+    pytest: Sequence[str] = PYTEST
 
 
 def _of_tables(name: str, what: str) -> tuple[str, Part]:
@@ -166,9 +167,7 @@ def soak(rounds: int, tests: list[str], to_the_end: bool) -> int:
     return int(bool(failures) or not totals["passed"])
 
 
-def run_round(
-    pytest_arguments: Sequence[str], command: Sequence[str] = (sys.executable, "-m", "pytest")
-) -> dict[str, str]:
+def run_round(pytest_arguments: Sequence[str], command: Sequence[str] = PYTEST) -> dict[str, str]:
     """Test name → passed, failed or skipped. A pytest that ends without a report is one failure of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.xml"

@@ -14,11 +14,9 @@ import torch
 
 import torchstrat as ts
 from tests.conformance.harness import Case, opened
+from tests.support.gates import DEADLINE_SECONDS
 from torchstrat.testing.fake_cluster import FakeCluster
 
-DEADLINE_SECONDS = 60
-
-_gates: dict[str, threading.Event] = {}
 _meetings: dict[str, threading.Barrier] = {}
 
 
@@ -54,16 +52,6 @@ class InvalidArgumentError(Exception):
 
 def bad() -> None:
     raise InvalidArgumentError("this function fails")
-
-
-def close_gate(name: str) -> threading.Event:
-    """Functions that `pass_gate` wait from now on, until the event is set."""
-    _gates[name] = threading.Event()
-    return _gates[name]
-
-
-def pass_gate(name: str) -> None:
-    assert _gates[name].wait(DEADLINE_SECONDS), f"nobody opened the gate {name!r}"
 
 
 def call_meeting(name: str, parties: int) -> threading.Barrier:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.unit.ps_worlds import Job
+from tests.support.ps_worlds import Job
 from torchstrat.errors import FunctionError
 from torchstrat.parameter_server.travel.closures import Packed, unpack
 

@@ -88,3 +88,15 @@ def here() -> Any:
     context = ts.get_replica_context()
     assert context is not None
     return context
+
+
+class Doubled(torch.autograd.Function):
+    """Without a rule for vmap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2

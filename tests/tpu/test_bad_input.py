@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.support.tpu import Doubled
 from tests.tpu import models
 from tests.tpu.models import Batch, Pair, make_strategy
 from torchstrat.errors import ContextError, UnsupportedError
@@ -34,18 +35,6 @@ def strategy() -> Iterator[ts.TPUStrategy]:
     made = make_strategy(4, 2)
     yield made
     made.close()
-
-
-class Doubled(torch.autograd.Function):
-    """Without a rule for vmap."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
 
 
 KEPT = torch.zeros(3)

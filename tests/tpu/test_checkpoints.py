@@ -15,8 +15,8 @@ import torch
 import torchstrat as ts
 from tests.kept_checkpoints import NEW_SEED, job_on_tpu, restored
 from tests.multiprocess.checkpoint_jobs import DENSE, Job, make, restore, save, synchronous
+from tests.support.checkpoints import same, stored
 from tests.tpu.models import make_strategy
-from tests.unit.checkpoints import same, stored
 
 pytestmark = pytest.mark.tpu
 

@@ -15,7 +15,7 @@ import torch
 import torchstrat as ts
 from tests.support.checkpoint_writes import WAIT, disk_full, held_writes
 from tests.support.checkpoints import contents, job, restored, same, train
-from tests.unit.gates import await_arrivals, close_gate, pass_gate
+from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat import Checkpoint, SaveHandle
 from torchstrat.checkpoint import saving, writing
 from torchstrat.errors import (

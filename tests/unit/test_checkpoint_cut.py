@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import same
-from tests.unit.ps_server_helpers import add_edit, add_optimizer, make_spec, make_store, new_shards, push_of
+from tests.support.server_stores import add_edit, add_optimizer, make_spec, make_store, new_shards, push_of
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardEdit, Snapshot
 from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 import torchstrat as ts
-from tests.unit.data_ranks import layout_in_process
+from tests.support.input_ranks import layout_in_process
 from torchstrat.data.v1_iterators import make_input_fn_iterator
 from torchstrat.errors import ContextError, InvalidArgumentError, StrategyMixingError, WrongTypeError
 

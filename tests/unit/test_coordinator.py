@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchstrat as ts
-from tests.unit.gates import await_arrivals, close_gate, pass_gate
+from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import (
     CancelledError,
     ClosureInputError,

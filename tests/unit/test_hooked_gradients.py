@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.unit.in_process_strategies import opened
+from tests.support.replicas import opened
 from torchstrat.errors import ReplicaDivergenceError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.ps_server_helpers import make_spec, new_shards
+from tests.support.server_stores import make_spec, new_shards
 from torchstrat import Server, kept_pages
 from torchstrat.errors import ClusterConfigError
 from torchstrat.kept_pages import environment_that_keeps_pages, give_back_pages, glibc_version, is_wanted, keep_pages

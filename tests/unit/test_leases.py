@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import torchstrat as ts
-from tests.unit.gates import DEADLINE_SECONDS, await_arrivals, close_gate, note_run, pass_gate, take_runs
+from tests.support.gates import DEADLINE_SECONDS, await_arrivals, close_gate, note_run, pass_gate, take_runs
 from torchstrat import Lease, LeasedDataset
 from torchstrat.errors import (
     CancelledByServerLossError,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.support.gates import await_arrivals, close_gate, pass_gate
 from tests.support.parameter_servers import WAIT, Program, Tables, on_servers, states_are_close
-from tests.unit.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable, WrongTypeError
 from torchstrat.testing import contract
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import torchstrat as ts
-from tests.unit.gates import DEADLINE_SECONDS, await_arrivals, close_gate, note_run, pass_gate, take_runs
+from tests.support.gates import DEADLINE_SECONDS, await_arrivals, close_gate, note_run, pass_gate, take_runs
 from torchstrat.errors import CancelledError, CommunicationTimeoutError, NotSendableError
 from torchstrat.parameter_server import known_worker
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH

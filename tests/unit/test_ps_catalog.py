@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 
-from tests.unit.ps_worlds import Job, make_tensor
+from tests.support.ps_worlds import Job, make_tensor
 from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError, NotSendableError
 from torchstrat.parameter_server.travel.closures import pack, unpack
 from torchstrat.parameter_server.travel.world import World

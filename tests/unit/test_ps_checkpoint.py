@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.support.checkpoints import contents, flip, same
+from tests.support.gates import await_arrivals, close_gate, pass_gate
 from tests.support.parameter_servers import WAIT, Program, Tables, on_servers
-from tests.unit.checkpoints import contents, flip, same
-from tests.unit.gates import await_arrivals, close_gate, pass_gate
 from torchstrat import Checkpoint
 from torchstrat.errors import (
     CommunicationTimeoutError,

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import torchstrat as ts
 from tests.support.ps_library import is_by_value, library_modules, without_library
-from tests.unit.ps_worlds import Job
+from tests.support.ps_worlds import Job
 from torchstrat.errors import FunctionError, NotSendableError
 from torchstrat.parameter_server.travel import closures
 from torchstrat.parameter_server.travel.closures import Packed, pack, pack_result, unpack, unpack_result
@@ -301,7 +301,7 @@ def test_a_second_process_runs_what_a_script_defines(tmp_path):
             import torch
             from torch import nn
             import psx_helper
-            from tests.unit.ps_worlds import Job
+            from tests.support.ps_worlds import Job
             from torchstrat.parameter_server.travel.closures import pack, unpack_result
 
             class Net(nn.Module):
@@ -344,7 +344,7 @@ def test_a_second_process_runs_what_a_script_defines(tmp_path):
     worker = textwrap.dedent(
         """
         import pickle, sys
-        from tests.unit.ps_worlds import make_tensor
+        from tests.support.ps_worlds import make_tensor
         from torchstrat.parameter_server.travel.closures import pack_result, unpack
         from torchstrat.parameter_server.travel.world import World
 

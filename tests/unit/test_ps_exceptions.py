@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.ps_worlds import Job
+from tests.support.ps_worlds import Job
 from torchstrat.errors import FunctionError
 from torchstrat.parameter_server.travel.exceptions import pack_exception, unpack_exception
 from torchstrat.parameter_server.wire import payloads

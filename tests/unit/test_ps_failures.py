@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.unit.gates import await_arrivals, close_gate, pass_gate
+from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable
 from torchstrat.parameter_server.server import applied
 from torchstrat.testing.fake_cluster import FakeCluster

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.unit.ps_worlds import Job as Worlds
+from tests.support.ps_worlds import Job as Worlds
 from torchstrat.errors import FunctionError, InvalidArgumentError, NotSendableError, UnsupportedError
 from torchstrat.parameter_server.travel import pickling
 from torchstrat.parameter_server.travel.world import World

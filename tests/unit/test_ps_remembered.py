@@ -15,7 +15,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.support.ps_library import is_by_value, library_modules
-from tests.unit.ps_worlds import Job
+from tests.support.ps_worlds import Job
 from torchstrat.errors import NotSendableError, UnsupportedError
 from torchstrat.parameter_server.travel import remembered, stable
 from torchstrat.parameter_server.travel.closures import Packed, pack, unpack

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.unit.gates import close_gate, pass_gate
+from tests.support.gates import close_gate, pass_gate
 from torchstrat.testing.fake_cluster import FakeCluster
 
 

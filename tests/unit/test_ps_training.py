@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.gates import close_gate, pass_gate
 from tests.support.parameter_servers import CLASSES, ROWS, WAIT, Parts, Program, Tables, on_servers, states_are_close
-from tests.unit.gates import close_gate, pass_gate
 
 STEPS = 6
 

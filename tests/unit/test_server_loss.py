@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import torchstrat as ts
+from tests.support.checkpoints import flip
 from tests.support.server_losses import EVERY, STEPS, WAIT, Program, program
-from tests.unit.checkpoints import flip
 from torchstrat import CheckpointManager
 from torchstrat.errors import (
     CancelledByServerLossError,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
-from tests.support.tpu import fake_tpu, here, own, rows_of, seen
+from tests.support.tpu import Doubled, fake_tpu, here, own, rows_of, seen
 from torchstrat.errors import (
     ContextError,
     InvalidArgumentError,
@@ -33,16 +33,6 @@ PLACE = rf".*{re.escape(__file__)}:\d+"
 GLOBAL = ts.RunOptions(global_view=True)
 OUTSIDE = torch.zeros(2)
 WIDE = own(torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) * 2)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
 
 
 class DoubledForAll(torch.autograd.Function):

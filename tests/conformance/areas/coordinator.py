@@ -15,16 +15,15 @@ import torchstrat as ts
 from tests.conformance.clusters import (
     DEADLINE_SECONDS,
     call_meeting,
-    close_gate,
     cluster_of,
     coordinated,
     counter_of,
     meet,
     one,
-    pass_gate,
 )
 from tests.conformance.differences import returns
 from tests.conformance.harness import Case, Difference, outcome
+from tests.support.gates import close_gate, pass_gate
 from torchstrat.parameter_server import coordinator as coordinator_module
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.conformance.clusters import bad, close_gate, coordinated, counter_of, one, pass_gate
+from tests.conformance.clusters import bad, coordinated, counter_of, one
 from tests.conformance.harness import Case, Difference, outcome
+from tests.support.gates import close_gate, pass_gate
 from torchstrat import RemoteValue
 
 

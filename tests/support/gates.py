@@ -21,7 +21,7 @@ def close_gate(name: str) -> threading.Event:
 
 def pass_gate(name: str) -> str:
     _arrived[name].release()
-    assert _gates[name].wait(DEADLINE_SECONDS)
+    assert _gates[name].wait(DEADLINE_SECONDS), f"nobody opened the gate {name!r}"
     return "through"
 
 
