@@ -1,15 +1,21 @@
-"""Python's and NumPy's random streams of the process, read where they are."""
+"""The random streams of the process, read where they are: Python's, NumPy's and PyTorch's."""
 
 from __future__ import annotations
 
+import gc
 import random
-from typing import Any
+import sys
+import threading
+from contextlib import nullcontext
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from torchstrat.data.own_draws import OwnDraws
 from torchstrat.data.process_streams import NumpyStream, PythonStream
+from torchstrat.generator_states import state_of
 
 
 def drawn() -> list[Any]:
@@ -83,3 +89,71 @@ def test_where_the_words_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumpyStream, "_look", lambda *_: 0)
     monkeypatch.setattr(PythonStream, "__init__", lambda self: setattr(self, "_address", 0))
     test_what_was_put_aside_goes_on(1, 1)
+
+
+# -- where PyTorch's generators stand: no thread waits for one while another has it and waits for the interpreter ---
+
+
+class Watched:
+    """A generator that notes whether its state may begin a garbage collection."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.seen: list[bool] = []
+        self._error = error
+
+    def get_state(self) -> Any:
+        self.seen.append(gc.isenabled())
+        if self._error is not None:
+            raise self._error
+        return torch.zeros(1)
+
+
+@pytest.fixture(params=[True, False])
+def collects(request: pytest.FixtureRequest) -> Any:
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python collects between instructions alone")
+@pytest.mark.parametrize("error", [None, RuntimeError("no state")])
+def test_nothing_is_collected_while_it_is_read(collects: bool, error: Exception | None) -> None:
+    watched = Watched(error)
+    with nullcontext() if error is None else pytest.raises(RuntimeError, match="no state"):
+        state_of(cast(torch.Generator, watched))
+    assert watched.seen == [False]
+    assert gc.isenabled() == collects, "as it was before"
+
+
+def test_a_collection_that_lets_another_thread_read_it() -> None:
+    """Which locked up both for good, with the interpreter."""
+    others: list[threading.Thread] = []
+    is_reading = False
+
+    def collecting(phase: str, _: Any) -> None:
+        if phase == "start" and is_reading and not others:
+            others.append(threading.Thread(target=state_of))
+            others[0].start()
+            others[0].join(0.5)
+
+    gc.callbacks.append(collecting)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(200):
+            is_reading = True
+            state = state_of()
+            is_reading = False
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collecting)
+    for other in others:
+        other.join()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_of_which_generator() -> None:
+    own = torch.Generator().manual_seed(3)
+    assert torch.equal(state_of(own), own.get_state())
+    assert torch.equal(state_of(), torch.default_generator.get_state())

@@ -26,6 +26,7 @@ from torch import nn
 from torchstrat import context
 from torchstrat.checkpoint.items import Reads, Want, Writes
 from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
+from torchstrat.generator_states import state_of
 from torchstrat.replicas.randomness import seedings
 from torchstrat.variable.variable import Variable
 
@@ -92,7 +93,7 @@ def reads(stored: Stored, objects: Mapping[str, Any], servers: ServerCheckpoint 
 
 def _process_state() -> dict[str, Any]:
     state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
+        "torch": state_of(),
         "seedings": seedings.state_dict(),
         "python": random.getstate(),
         "numpy": _numpy_state(),

@@ -31,6 +31,7 @@ from torchstrat.data.own_draws import Seeds
 from torchstrat.data.position import Place, Resume
 from torchstrat.data.random_states import RandomStreams, generators_in
 from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
+from torchstrat.generator_states import state_of
 
 BATCHES_PER_MESSAGE = 16
 """Enough to make the message's latency not count; few enough for samplers that follow the training."""
@@ -211,7 +212,7 @@ class IndexOrder:
             return list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))
         stream = getattr(self._own, "generator", None)
         generator = torch.default_generator if stream is None else stream
-        before = generator.get_state()
+        before = state_of(generator)
         state = self._communicator.broadcast_object(before, 0, "the state of the sampler's random stream")
         generator.set_state(state)
         batches = list(itertools.islice(self.draws or (), BATCHES_PER_MESSAGE))

@@ -24,6 +24,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from torchstrat.data.pipeline import Pipeline
 from torchstrat.data.process_streams import NUMPYS, PYTHONS, NumpyStream, PythonStream
 from torchstrat.data.random_states import RandomStreams
+from torchstrat.generator_states import state_of
 from torchstrat.reachable import Start
 
 logger = logging.getLogger("torchstrat.data")
@@ -84,7 +85,7 @@ class OwnDraws:
 
     def _stand(self) -> _Stand:
         owned = self._streams.own_states()
-        return torch.default_generator.get_state(), self._python.state(), self._numpy.state(), owned
+        return state_of(), self._python.state(), self._numpy.state(), owned
 
     def _put(self, stand: _Stand) -> None:
         torch.default_generator.set_state(stand[0])
@@ -257,7 +258,7 @@ def next_of(generator: torch.Generator | None) -> int:
     """What it would draw for the workers of a loader; it stays where it is."""
     # Its next number, and not its state: that has bits which no draw sees, and which runs of a strategy change.
     clone = torch.Generator()
-    clone.set_state((torch.default_generator if generator is None else generator).get_state())
+    clone.set_state(state_of(generator))
     return _next_of(clone)
 
 
@@ -271,7 +272,7 @@ def _next_of(generator: Any) -> int:
 
 
 def _process_stands() -> int:
-    return _number(torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
+    return _number(state_of(), random.getstate(), np.random.get_state(legacy=False))
 
 
 def _number(*parts: Any) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from torchstrat.generator_states import state_of
 from torchstrat.reachable import GENERATOR_TYPES
 
 SHARED = ("torch", "python", "numpy")
@@ -90,7 +91,7 @@ def _numpy_plain(state: Any) -> Any:
 
 def _state_of(stream: Any) -> Any:
     if isinstance(stream, torch.Generator):
-        return stream.get_state()
+        return state_of(stream)
     if isinstance(stream, np.random.Generator):
         return _numpy_plain(stream.bit_generator.state)
     if isinstance(stream, np.random.RandomState):
@@ -121,7 +122,7 @@ def _python_whole(state: Sequence[Any]) -> tuple[Any, ...]:
 
 
 _SHARED_STATE: dict[str, Callable[[], Any]] = {
-    "torch": torch.get_rng_state,
+    "torch": state_of,
     "python": random.getstate,
     "numpy": lambda: _numpy_plain(np.random.get_state(legacy=False)),
 }

@@ -14,6 +14,7 @@ import torch
 from torchstrat import nest
 from torchstrat.data import rows
 from torchstrat.data.marks import Along, Examples, Same
+from torchstrat.generator_states import state_of
 
 DType = Any  # torch.dtype, or numpy.dtype(object) for strings
 
@@ -117,7 +118,7 @@ def _python_dtype(value: Any) -> DType:
 @contextmanager
 def undisturbed_randomness() -> Iterator[None]:
     """Run user code that may draw random numbers without moving the streams that training uses."""
-    python, numpy, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, state = random.getstate(), np.random.get_state(), state_of()
     try:
         yield
     finally:

@@ -31,6 +31,7 @@ from torchstrat.dtensor.step import StepSurroundings, step_pieces
 from torchstrat.dtensor.traffic import Traffic
 from torchstrat.dtensor.whole_states import hook_modules, hook_optimizer
 from torchstrat.errors import ContextError, ReplicaDivergenceError
+from torchstrat.generator_states import state_of
 from torchstrat.logical_devices import Assignments
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
@@ -211,14 +212,14 @@ class LogicalReplicas:
             )
         if not all_equal([row[:1] for row in rows]):
             # PyTorch seeds each process differently where the program does not.
-            state = self.devices.everyone.broadcast_object(torch.get_rng_state(), 0, RUN)
+            state = self.devices.everyone.broadcast_object(state_of(), 0, RUN)
             torch.set_rng_state(state)
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
         with self._surroundings():
             yield
-        self._drawn = fingerprint([torch.get_rng_state()])[0]
+        self._drawn = fingerprint([state_of()])[0]
 
     # -- annotations ------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from torchstrat.dtensor.first_values import Place, draw_first_values
 from torchstrat.dtensor.moves import leave
 from torchstrat.dtensor.no_values import Note, without_values
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
+from torchstrat.generator_states import state_of
 from torchstrat.gradients import GradientHook
 from torchstrat.piece_kinds import class_of_pieces, piece_of, plain_kind
 from torchstrat.replicas.agreement import agree, all_equal
@@ -147,7 +148,7 @@ class CutVariables:
                 found.append((module, empty))
         if not found:
             return
-        state = self._devices.everyone.broadcast_object(torch.get_rng_state(), 0, DRAWING)
+        state = self._devices.everyone.broadcast_object(state_of(), 0, DRAWING)
         torch.set_rng_state(state)
         for module, empty in found:
             self._draw_one(module, [one for one in empty if self._has_no_value(one)])

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchstrat.generator_states import state_of
+
 
 def stream_seed(seed: int, replica: int) -> int:
     """A 63-bit seed for one replica; streams of neighbouring seeds and replicas are unrelated."""
@@ -61,8 +63,8 @@ class ReplicaStreams:
 
     def _read(self, replica: int | None) -> list[torch.Tensor]:
         if not self._has_cuda:
-            return [torch.default_generator.get_state()]
-        return [generator.get_state() for generator in self._generators(replica)]
+            return [state_of()]
+        return [state_of(generator) for generator in self._generators(replica)]
 
     def _put(self, replica: int | None, states: list[torch.Tensor]) -> None:
         if not self._has_cuda:
@@ -89,7 +91,7 @@ class ReplicaStreams:
 
     def end(self) -> None:
         if self._current is None:
-            left = torch.default_generator.get_state()
+            left = state_of()
         else:
             self.activate(None)
             left = self._outside[0]  # has just been put back
@@ -206,7 +208,7 @@ class Seedings:
     def labels(self) -> Iterator[tuple[str, int]]:
         """What checkpoints call the seeds, and the seeds: ``now`` is the one in force."""
         current = torch.initial_seed()
-        self.epoch_of(current, torch.default_generator.get_state())
+        self.epoch_of(current, state_of())
         for seed in list(self._known):
             yield ("now" if seed == current else f"seed_{seed}"), seed
 
@@ -216,7 +218,7 @@ class Seedings:
     def epoch_of_known(self, seed: int) -> int:
         """Of a seed that runs have met, or, from a checkpoint, will have."""
         if seed == torch.initial_seed():
-            return self.epoch_of(seed, torch.default_generator.get_state())
+            return self.epoch_of(seed, state_of())
         if seed not in self._known:
             self._known[seed] = next(self._epochs), torch.Generator().manual_seed(seed).get_state()
         return self._known[seed][0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchstrat.generator_states import state_of
 from torchstrat.replicas.randomness import seedings, stream_seed
 from torchstrat.tpu.spmd import SpmdRuntime
 
@@ -25,9 +26,9 @@ class RandomStream:
         self._is_shared = self._is_seeded_within = False
 
     def begin(self) -> None:
-        self._host, self._is_seeded_within = torch.default_generator.get_state(), False
+        self._host, self._is_seeded_within = state_of(), False
         self._seed = torch.initial_seed()
-        self._epoch = seedings.epoch_of(self._seed, torch.default_generator.get_state())
+        self._epoch = seedings.epoch_of(self._seed, state_of())
         self._outside = self._runtime.random_state()
         known_epoch, state = self._states.get(self._seed, (None, None))
         if known_epoch == self._epoch:
@@ -39,14 +40,14 @@ class RandomStream:
 
     def _mark(self) -> None:
         self._seed_within = torch.initial_seed()
-        seedings.leave(torch.default_generator, torch.default_generator.get_state())
+        seedings.leave(torch.default_generator, state_of())
 
     def seeded_in_step(self) -> bool:
         """Whether the replicas' streams are one, because a step has seeded them all alike; to ask before each draw.
 
         Seeding within a step is seeding a replica's stream: the user's generator is as it was when the run is over.
         """
-        if torch.initial_seed() != self._seed_within or seedings.is_seeded_since(torch.default_generator.get_state()):
+        if torch.initial_seed() != self._seed_within or seedings.is_seeded_since(state_of()):
             self._is_shared = self._is_seeded_within = True
             self._runtime.seed(stream_seed(torch.initial_seed(), 0))
             self._mark()
@@ -58,7 +59,7 @@ class RandomStream:
         self._runtime.restore_random_state(self._outside)
         if self._is_seeded_within and self._host is not None:
             torch.default_generator.set_state(self._host)
-        seedings.leave(torch.default_generator, torch.default_generator.get_state())
+        seedings.leave(torch.default_generator, state_of())
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

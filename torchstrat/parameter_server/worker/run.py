@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchstrat import context
 from torchstrat.errors import ContextError, OutOfRangeError
+from torchstrat.generator_states import state_of
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.steps import RemoteSteps
@@ -175,7 +176,7 @@ class _Seeded:
         # torch.manual_seed would note the stack for every kind of accelerator that may be used later: 0.3 ms per
         # function.
         generator = torch.default_generator
-        self._before = generator.get_state()
+        self._before = state_of(generator)
         generator.manual_seed(self._seed)
 
     def __exit__(self, *raised: Any) -> None:
