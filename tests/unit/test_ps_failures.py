@@ -203,6 +203,7 @@ def test_a_lost_server_is_named_and_functions_that_wait_for_it_are_cancelled(cal
         job.add(0)[0].fetch(timeout=WAIT)
         gate = close_gate("server")
         finishes = job.coordinator.schedule(pass_gate, ("server",))
+        await_arrivals("server", 1)  # the other worker could be held by all that follows, and this one never begin
         with job.cluster.network.hold(job.cluster.peer("ps", 1), "ps.push") as held:
             results = job.add(*range(4))
             held.wait_until_reached()
