@@ -96,16 +96,16 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind(deadline: None) -> Iterator[None]:
     """Fail a test that leaks threads, child processes or changes to the environment or the working directory."""
-    threads, processes = set(threading.enumerate()), child_processes()
-    environment, folder = dict(os.environ), Path.cwd()
+    threads, processes = set(threading.enumerate()), _all_children()
+    environment, folder = dict(os.environ), os.getcwd()
     yield
     problems = [
         *_leaked("thread", lambda: _new_threads(threads), end=lambda _thread: None),
         *_leaked("child process", lambda: _new_processes(processes), end=_kill),
         *_changed_environment(environment),
     ]
-    if Path.cwd() != folder:
-        problems.append(f"working directory left at {Path.cwd()}")
+    if os.getcwd() != folder:
+        problems.append(f"working directory left at {os.getcwd()}")
         os.chdir(folder)
     if problems:
         pytest.fail("the test left behind: " + "; ".join(problems), pytrace=False)
@@ -133,18 +133,13 @@ def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
     ]
 
 
-def _new_processes(before: dict[int, str]) -> list[tuple[int, str]]:
-    # By their ids alone: one that was about to become another program then (exec) had no command yet, or its parent's.
-    return [(pid, command) for pid, command in child_processes().items() if pid not in before]
+def _new_processes(before: set[int]) -> list[tuple[int, str]]:
+    """Process ids, and commands, of those that have not ended.
 
-
-def child_processes() -> dict[int, str]:
-    """Process id → command of the children of this process, and of its fork server, that have not ended; empty where
-    there is no /proc."""
-    fork_server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    parents = [os.getpid()] if fork_server is None else [os.getpid(), fork_server]
-    children = {}
-    for pid in {pid for parent in parents for pid in children_of(parent)}:
+    By their ids alone: one that was about to become another program then (exec) had no command yet, or its parent's.
+    """
+    new = []
+    for pid in _all_children() - before:
         folder = Path("/proc", str(pid))
         try:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
@@ -152,10 +147,20 @@ def child_processes() -> dict[int, str]:
         except OSError:  # it ended in between
             continue
         # One tracker and one fork server per process, started by multiprocessing at first use and kept on purpose.
-        is_kept = "resource_tracker" in command or pid == fork_server
+        is_kept = "resource_tracker" in command or pid == _fork_server()
         if state != "Z" and not is_kept:
-            children[pid] = command
-    return children
+            new.append((pid, command))
+    return new
+
+
+def _all_children() -> set[int]:
+    """Of this process and of its fork server."""
+    fork_server = _fork_server()
+    return children_of(os.getpid()) | (set() if fork_server is None else children_of(fork_server))
+
+
+def _fork_server() -> int | None:
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined,no-any-return]
 
 
 def _kill(child: tuple[int, str]) -> None:
@@ -171,12 +176,13 @@ _KEPT_BY_LIBRARIES = (
 
 
 def _changed_environment(before: dict[str, str]) -> list[str]:
+    now = dict(os.environ)
     changed = [
         name
-        for name in sorted(before.keys() | os.environ.keys())
-        if before.get(name) != os.environ.get(name) and not name.startswith(_KEPT_BY_LIBRARIES)
+        for name in (sorted(before.keys() | now.keys()) if now != before else ())
+        if before.get(name) != now.get(name) and not name.startswith(_KEPT_BY_LIBRARIES)
     ]
-    problems = [f"environment {name}={os.environ.get(name)!r} (was {before.get(name)!r})" for name in changed]
+    problems = [f"environment {name}={now.get(name)!r} (was {before.get(name)!r})" for name in changed]
     for name in changed:
         if name in before:
             os.environ[name] = before[name]
