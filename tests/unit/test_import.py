@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_nothing_is_imported_read_touched_or_started() -> None:
     assert found["collections"] <= 1  # before torchstrat/__init__.py has said so
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_was_made_meanwhile_counts_as_old_without_having_been_looked_at() -> None:
     frozen, collections = gc.get_freeze_count(), sum(generation["collections"] for generation in gc.get_stats())
     with without_collection():
