@@ -25,10 +25,11 @@ from torch.utils.data import DataLoader
 
 import torchstrat as ts
 from tests.support.ps_library import is_by_value, library_modules, without_library
-from tests.support.ps_worlds import Job
+from tests.support.ps_worlds import Job, make_tensor
 from torchstrat.errors import FunctionError, NotSendableError
 from torchstrat.parameter_server.travel import closures
 from torchstrat.parameter_server.travel.closures import Packed, pack, pack_result, unpack, unpack_result
+from torchstrat.parameter_server.travel.world import World
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -288,7 +289,7 @@ def test_a_module_that_the_worker_lacks_is_named(job, library):
 
 
 def test_a_second_process_runs_what_a_script_defines(tmp_path):
-    """A script builds a model, an optimizer and a function; another process, which knows neither the script nor its
+    """A script builds a model, an optimizer and a function; this process, which knows neither the script nor its
     helper module, runs the function over its own copies."""
     (tmp_path / "psx_helper.py").write_text(
         "model = None\n\ndef forward(x):\n    return model(x)\n\nraise_if_imported_again = True\n"
@@ -341,32 +342,11 @@ def test_a_second_process_runs_what_a_script_defines(tmp_path):
             """
         )
     )
-    worker = textwrap.dedent(
-        """
-        import pickle, sys
-        from tests.support.ps_worlds import make_tensor
-        from torchstrat.parameter_server.travel.closures import pack_result, unpack
-        from torchstrat.parameter_server.travel.world import World
-
-        with open(sys.argv[1], "rb") as file:
-            (fn, args), increments = pickle.load(file)
-        world = World(make_tensor)
-        for increment in increments:
-            world.load(increment)
-        result = unpack(fn, world)(*unpack(args, world))
-        assert not {"user_script", "psx_helper"} & set(sys.modules)
-        with open(sys.argv[2], "wb") as file:
-            pickle.dump(pack_result(result, world), file)
-        """
-    )
     sent, returned = tmp_path / "sent", tmp_path / "returned"
-
-    def environment(*more: str) -> dict[str, str]:
-        return {"PYTHONPATH": ":".join([str(REPOSITORY), *more]), "OMP_NUM_THREADS": "1"}
 
     with subprocess.Popen(
         [sys.executable, str(script), str(sent), str(returned)],
-        env=environment(),
+        env={"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -376,16 +356,13 @@ def test_a_second_process_runs_what_a_script_defines(tmp_path):
         assert coordinator.stdout is not None
         if coordinator.stdout.readline() != "sent\n":
             pytest.fail(coordinator.communicate(timeout=30)[1])
-        ran = subprocess.run(
-            [sys.executable, "-c", worker, str(sent), str(returned)],
-            env=environment(),
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
+        (fn, args), increments = pickle.loads(sent.read_bytes())
+        world = World(make_tensor)
+        for increment in increments:
+            world.load(increment)
+        result = unpack(fn, world)(*unpack(args, world))
+        assert not {"user_script", "psx_helper"} & set(sys.modules)
+        returned.write_bytes(pickle.dumps(pack_result(result, world)))
         output, errors = coordinator.communicate("\n", timeout=30)
     assert coordinator.returncode == 0, errors
     assert output.split("\n")[0] == "200.0 [99.0, 99.0] [1.0, 1.0] __main__"
