@@ -276,14 +276,31 @@ OF_WORKERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "a pipeline that workers split": lambda **more: DataLoader(shuffled(), 4, num_workers=2, **more),
 }
 WORKER_CUTS = [
-    *itertools.product(["shuffle", "generator", "eager"], [(0, 2), (1, 1)], [1, 2]),
-    *itertools.product(["a stream that workers split", "a pipeline that workers split"], [(1, 2)], [1, 2]),
-    ("shuffle", BETWEEN_PASSES, 2),
+    *itertools.product(["shuffle", "generator", "eager"], [(0, 2), (1, 1)], [1, 2], [False, True]),
+    *itertools.product(
+        ["a stream that workers split", "a pipeline that workers split"], [(1, 2)], [1, 2], [False, True]
+    ),
+    *itertools.product(["shuffle"], [BETWEEN_PASSES], [2], [False, True]),
 ]
+WORKERS_IN_EVERY_RUN = [
+    ("shuffle", (0, 2), 1, False),
+    ("shuffle", (1, 1), 2, True),
+    ("generator", (1, 1), 1, False),
+    ("generator", (0, 2), 2, True),
+    ("eager", (1, 1), 2, False),
+    ("eager", (0, 2), 1, True),
+    ("a stream that workers split", (1, 2), 1, True),
+    ("a pipeline that workers split", (1, 2), 2, False),
+    ("shuffle", BETWEEN_PASSES, 2, False),
+    ("shuffle", BETWEEN_PASSES, 2, True),
+]
+"""Any two of: a loader, a cut, a number of replicas, and whether workers go on; the other combinations in soak."""
 
 
-@pytest.mark.parametrize(("name", "cut", "replicas"), WORKER_CUTS)
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("name", "cut", "replicas", "persistent"),
+    [pytest.param(*c, marks=[] if c in WORKERS_IN_EVERY_RUN else [pytest.mark.soak]) for c in WORKER_CUTS],
+)
 def test_workers_that_read_ahead(name: str, cut: tuple[int, int], replicas: int, persistent: bool) -> None:
     require_undisturbed(of(lambda: OF_WORKERS[name](persistent_workers=persistent)), (1, replicas), cut)
 
