@@ -184,7 +184,10 @@ def _there_and_back(program: Program, reference: OneDevice) -> None:
     parts.optimizer.load_state_dict(before[1])
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
+# Of five shards some have no row in a step. Fewer do the same with more rows: in soak.
+@pytest.mark.parametrize(
+    "shards", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 5]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_one_device(name: str, shards: int) -> None:
     # The fused kernels of the CPU round the last elements of a tensor, which do not fill a vector, another way.
