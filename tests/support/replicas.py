@@ -6,13 +6,14 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 
 import torchstrat as ts
 from torchstrat.testing import contract
+from torchstrat.testing.references import one_device
 
 
 def cpus(count: int) -> list[str]:
@@ -54,6 +55,17 @@ COMPILER = (
 """Marks of a case that needs one."""
 
 
+def reference(case: contract.Case, replicas: int) -> contract.Snapshot | None:
+    """As `contract.reference`, computed once in a process: of one device for any number of replicas."""
+    return _reference(case.name, replicas if case.expected else None)
+
+
+@cache
+def _reference(name: str, replicas: int | None) -> contract.Snapshot | None:
+    case = ALL_CASES[name]
+    return one_device(case, 1) if replicas is None else contract.reference(case, replicas)
+
+
 def run_case(name: str, row_name: str) -> contract.Snapshot:
     """In a process of the row's launch. A warning is an error."""
     case = ALL_CASES[name]
@@ -70,6 +82,6 @@ def check_processes(name: str, snapshots: list[contract.Snapshot]) -> None:
     """One replica per process: they agree, and have the numbers of one device."""
     case = ALL_CASES[name]
     contract.check_agreement(case, snapshots)
-    expected = contract.reference(case, len(snapshots))
+    expected = reference(case, len(snapshots))
     for snapshot in snapshots:
         contract.check(case, snapshot, expected)

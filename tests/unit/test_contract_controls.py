@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replicas import ALL_CASES
+from tests.support.replicas import ALL_CASES, reference
 from torchstrat.testing import contract
 from torchstrat.testing.references import equal_chunks, one_device, replicas_by_hand
 
@@ -66,7 +66,7 @@ class ForgottenReplica(OneModel):
 
 def _passes(case: contract.Case, strategy: Any) -> bool:
     try:
-        contract.check(case, contract.run_case(case, strategy), contract.reference(case, strategy.replicas))
+        contract.check(case, contract.run_case(case, strategy), reference(case, strategy.replicas))
     except Exception:
         return False
     return True
@@ -74,20 +74,20 @@ def _passes(case: contract.Case, strategy: Any) -> bool:
 
 @every_case
 def test_one_model_passes(case: contract.Case) -> None:
-    contract.check(case, contract.run_case(case, OneModel()), contract.reference(case, 1))
+    contract.check(case, contract.run_case(case, OneModel()), reference(case, 1))
 
 
 @pytest.mark.parametrize("wrong", [NoAggregation, FirstReplicaOnly], ids=lambda wrong: wrong.__name__)
 def test_wrong_strategies_fail(wrong: type[OneModel]) -> None:
     # What is drawn at random has no expected numbers, only replicas that must agree, and these have one model.
-    asked = [case for case in NO_COMPILER if case.name != "dropout" and contract.reference(case, 2) is not None]
+    asked = [case for case in NO_COMPILER if case.name != "dropout" and reference(case, 2) is not None]
     assert [case.name for case in asked if _passes(case, wrong())] == []
 
 
 @every_case
 def test_training_moves(case: contract.Case) -> None:
     """Every case changes what it watches, to finite numbers, and more than its tolerance would forgive."""
-    trained = one_device(replace(case, expected=None), 1)
+    trained = reference(replace(case, expected=None), 1)
     short = one_device(replace(case, expected=None, batches=lambda: case.batches()[:1]), 1)
     watched = [name for name in short if name in trained and not name.startswith("loss[")]
     assert all(bool(trained[name].isfinite().all()) for name in trained)
@@ -116,7 +116,7 @@ def test_batch_norm_by_hand() -> None:
 
 def test_message_names_the_worst_and_the_first_loss() -> None:
     case = contract.CASES["sgd_momentum"]
-    expected = contract.reference(case, 1)
+    expected = reference(case, 1)
     assert expected is not None
     got = {name: value.clone() for name, value in expected.items()}
     got |= {f"{name} on replica 0": value for name, value in expected.items() if "loss" in name}
