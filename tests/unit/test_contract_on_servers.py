@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import torchstrat as ts
-from torchstrat.testing import contract
+from tests.support.replicas import reference
+from torchstrat.testing import cases_optimizers, contract
 from torchstrat.testing.contract_on_servers import PYTHON_STATE, REFUSED, run_case_on_servers
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -30,11 +31,19 @@ def on_servers(case: contract.Case, shards: int | None):
         return run_case_on_servers(case, strategy)
 
 
-@pytest.mark.parametrize("shards", [None, 5])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TRAINED])
+STEPPED_IN_SHARDS = {case.name for case in cases_optimizers.CASES}
+"""In every run; what else a function does, it does with whole tensors, however they are kept: in soak."""
+CELLS = [
+    pytest.param(name, shards, marks=_marks(name) + ([] if always else [pytest.mark.soak]))
+    for name in TRAINED
+    for shards, always in ((None, True), (5, name in STEPPED_IN_SHARDS))
+]
+
+
+@pytest.mark.parametrize(("name", "shards"), CELLS)
 def test_numbers_of_one_device(name, shards):
     case = CASES[name]
-    contract.check(case, on_servers(case, shards), contract.reference(case, 1))
+    contract.check(case, on_servers(case, shards), reference(case, 1))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.replicas import reference
 from torchstrat.errors import UnsupportedError
 from torchstrat.testing import contract
 from torchstrat.testing.contract_on_tpu import OTHER_NUMBERS, REFUSED, run_case_on_tpu
@@ -36,7 +37,12 @@ def _marks(name, replicas):
     return [pytest.mark.xfail(reason=reason, strict=True, raises=error)] if replicas in where else []
 
 
-CELLS = [pytest.param(name, replicas, marks=_marks(name, replicas)) for replicas in (1, 2, 4) for name in TRAINED]
+# One replica goes where four do, but for what is known to be wrong with one alone; so do two: in soak.
+CELLS = [
+    pytest.param(name, replicas, marks=_marks(name, replicas) + ([] if always else [pytest.mark.soak]))
+    for name in TRAINED
+    for replicas, always in ((1, 1 in KNOWN_WRONG.get(name, [()])[0]), (2, False), (4, True))
+]
 
 
 def on_fake(case: contract.Case, replicas: int):
@@ -50,7 +56,7 @@ def on_fake(case: contract.Case, replicas: int):
 @pytest.mark.parametrize(("name", "replicas"), CELLS)
 def test_numbers_of_plain_training(name, replicas):
     case = CASES[name]
-    contract.check(case, on_fake(case, replicas), contract.reference(case, replicas))
+    contract.check(case, on_fake(case, replicas), reference(case, replicas))
 
 
 @pytest.mark.parametrize("name", REFUSED)
