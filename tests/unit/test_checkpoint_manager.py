@@ -285,7 +285,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", ["save", "claim"])
+@pytest.mark.parametrize("how", ["save", pytest.param("claim", marks=pytest.mark.soak)])  # a save claims
 def test_a_killed_writer_holds_nothing(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _HOLDS, str(tmp_path), how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -65,6 +65,7 @@ def suite(tmp_path):
     outer = ("XLA_", "PYTEST_", "TORCHSTRAT_TPU_TEST", "CI", "BUILD_NUMBER")
     for name in [name for name in environment if name.startswith(outer)]:
         del environment[name]
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing those that are installed takes a second
 
     def run(files: dict[str, str], *arguments: str, change: tuple[str, str] = ("", "")) -> tuple[int, str]:
         assert change[0] in conftest
