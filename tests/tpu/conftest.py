@@ -1,10 +1,11 @@
-"""Each file here runs in a pytest process of its own: SPMD is a setting of a whole process, made once and for good.
+"""The files here run in two other pytest processes: SPMD is a setting of a whole process, made once and for good.
 
 Nothing changes for who runs them: ``pytest tests/tpu``, ``pytest tests/tpu/test_x.py::test_y``, ``-k`` and ``-x`` do
 what they always do, and every test is reported by its own name. Collecting imports the files in the process that was
 started, so a file must not touch a device when it is imported. Without torch_xla all of it is one skip for each file.
 
-A file with ``DUMP_HLO = True`` gets the compiler's dumps of its process, through the fixture `hlo_dumps`.
+Files with ``DUMP_HLO = True`` share one process, and get the compiler's dumps of it through the fixture `hlo_dumps`;
+the others share the other one. A process for each file would take five seconds more for each.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.tpu.hlo import DUMP_FLAGS, DumpFolder
 
 HERE = Path(__file__).parent
 REPORTS = "TORCHSTRAT_TPU_TEST_REPORTS"
-"""In the environment of a file's own process: where it writes its reports, a JSON object on each line."""
+"""In the environment of a process of files: where it writes its reports, a JSON object on each line."""
 DUMPS = "TORCHSTRAT_TPU_TEST_DUMPS"
 
 FILE_DEADLINE_SECONDS = 900
@@ -42,7 +43,7 @@ IS_OWN_PROCESS = REPORTS in os.environ
 
 @pytest.fixture
 def hlo_dumps() -> DumpFolder:
-    """The programs that this file's process has compiled so far."""
+    """The programs that this process has compiled so far."""
     if DUMPS not in os.environ:
         pytest.fail("this file has no dumps: it has to say DUMP_HLO = True at its top level", pytrace=False)
     return DumpFolder(Path(os.environ[DUMPS]))
@@ -71,25 +72,27 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How the process of one file ended. ``reports``: by test. ``unexplained``: its output, until it has been shown."""
+    """How a process ended. ``reports``: by test. ``unexplained``: its output, until it has been shown."""
 
     reports: dict[str, list[pytest.TestReport]]
     ending: str
     unexplained: list[str]
 
 
-_OUTCOMES = pytest.StashKey[dict[Path, _Outcome]]()
+_OUTCOMES = pytest.StashKey[dict[bool, _Outcome]]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """The first test of a file runs the chosen tests of that file; each takes its reports from there."""
+    """The first test runs the chosen tests of all files of its process; each takes its reports from there."""
     if IS_OWN_PROCESS or not HAS_TORCH_XLA or not item.path.is_relative_to(HERE):
         return None
     outcomes = item.config.stash.setdefault(_OUTCOMES, {})
-    if item.path not in outcomes:
-        outcomes[item.path] = _run_file([other for other in item.session.items if other.path == item.path])
-    outcome = outcomes[item.path]
+    dumps = _dumps(item)
+    if dumps not in outcomes:
+        together = [one for one in item.session.items if one.path.is_relative_to(HERE) and _dumps(one) == dumps]
+        outcomes[dumps] = _run(together, dumps)
+    outcome = outcomes[dumps]
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = outcome.reports.get(item.nodeid, [])
     if not any(report.when == "teardown" for report in reports):  # each test that comes to its end has one
@@ -100,11 +103,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return True
 
 
-def _run_file(items: list[pytest.Item]) -> _Outcome:
+def _dumps(item: pytest.Item) -> bool:
+    return getattr(item.module, "DUMP_HLO", False)
+
+
+def _run(items: list[pytest.Item], dumps: bool) -> _Outcome:
     config = items[0].config
     interactive = config.option.capture == "no"
-    deadline = getattr(items[0].module, "DEADLINE_SECONDS", FILE_DEADLINE_SECONDS)
+    modules = {item.module for item in items}
+    deadline = sum(getattr(module, "DEADLINE_SECONDS", FILE_DEADLINE_SECONDS) for module in modules)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
+    command += ["-p", "no:hydra_pytest"]  # its import takes half a second
     command += ["-m", ""]  # they have been chosen already
     command += [f"--maxfail={config.option.maxfail or 0}", f"--tb={config.option.tbstyle}"]
     # What C++ writes before it aborts would be lost with a capture of file descriptors inside of the process.
@@ -115,7 +124,7 @@ def _run_file(items: list[pytest.Item]) -> _Outcome:
         process = subprocess.Popen(
             [*command, *(item.nodeid for item in items)],
             cwd=config.rootpath,
-            env=_environment(reports, Path(folder, "dumps") if getattr(items[0].module, "DUMP_HLO", False) else None),
+            env=_environment(reports, Path(folder, "dumps") if dumps else None),
             stdout=None if interactive else output,
             stderr=None if interactive else subprocess.STDOUT,
             start_new_session=True,  # so that what the tests started can be ended with it
@@ -170,7 +179,7 @@ def _not_reported(item: pytest.Item, outcome: _Outcome) -> pytest.TestReport:
     )
 
 
-# --- a file's own process ---------------------------------------------------------------------------------------------
+# --- in the process of the files --------------------------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -57,10 +57,15 @@ def run(case: contract.Case):
         strategy.close()
 
 
+IN_SOAK = {
+    "transformer_encoder",  # half a minute: test_training.py trains a Transformer's layer too, and cuts its weights
+    "all_reduce_sum_in_step_uneven",  # compiled for each number of rows, as uneven_batches_clipped is
+    "sum_loss_uneven",
+}
+
+
 @pytest.mark.parametrize(
-    "name",
-    # Half a minute of compilation: test_training.py trains a Transformer's layer too, with weights that are cut.
-    [pytest.param(name, marks=pytest.mark.soak) if name == "transformer_encoder" else name for name in CHOSEN],
+    "name", [pytest.param(name, marks=pytest.mark.soak if name in IN_SOAK else []) for name in CHOSEN]
 )
 def test_numbers_of_plain_training(name):
     case = contract.CASES[name]

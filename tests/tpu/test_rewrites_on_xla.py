@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+import torchstrat as ts
 from tests.tpu.hlo import Collective, DumpFolder, Module
 from torchstrat.tpu import _functorch_private as functorch
 from torchstrat.tpu.rewrites import Rewrites
@@ -57,10 +58,9 @@ class Xla:
 
 @pytest.fixture(scope="module", autouse=True)
 def _spmd() -> None:
-    """For the whole process, and in its environment: before anything looks whether a test changes that."""
-    import torch_xla.runtime
-
-    torch_xla.runtime.use_spmd()
+    """For the whole process, and in its environment: before anything looks whether a test changes that, and before the
+    plain backward passes of this file."""
+    ts.tpu.initialize_tpu_system(virtual_devices=8)
 
 
 @pytest.fixture
