@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpu.hlo import DUMP_FLAGS, DumpFolder
+from tests.tpu.hlo import COMPILES_QUICKLY, DUMP_FLAGS, DumpFolder
 
 HERE = Path(__file__).parent
 REPORTS = "TORCHSTRAT_TPU_TEST_REPORTS"
@@ -145,10 +145,11 @@ def _environment(reports: Path, dumps: Path | None) -> dict[str, str]:
     environment = {"PJRT_DEVICE": "CPU", **os.environ, "CPU_NUM_DEVICES": "8", "OMP_NUM_THREADS": "1"}
     environment.setdefault("XLA_NO_SPECIAL_SCALARS", "1")  # as torchstrat sets it; a test must leave nothing behind
     environment[REPORTS] = str(reports)
+    environment["XLA_FLAGS"] = f"{COMPILES_QUICKLY} {os.environ.get('XLA_FLAGS', '')}".strip()
     if dumps is not None:
         dumps.mkdir()
         environment[DUMPS] = str(dumps)
-        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DUMP_FLAGS} --xla_dump_to={dumps}".strip()
+        environment["XLA_FLAGS"] += f" {DUMP_FLAGS} --xla_dump_to={dumps}"
     return environment
 
 

@@ -19,6 +19,13 @@ from typing import NamedTuple
 DUMP_FLAGS = "--xla_dump_hlo_as_text --xla_dump_hlo_pass_re=spmd-partitioning"
 """What ``XLA_FLAGS`` needs besides the folder, ``--xla_dump_to=``."""
 
+COMPILES_QUICKLY = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+"""For ``XLA_FLAGS``: machine code for CPUs as it comes, half the work of a compilation. What is partitioned, fused and
+computed is as without it."""
+
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 Groups = tuple[tuple[int, ...], ...]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.tpu.hlo import DUMP_FLAGS, DumpFolder
+from tests.tpu.hlo import COMPILES_QUICKLY, DUMP_FLAGS, DumpFolder
 from torchstrat.experiments.metrics_file import read_metrics
 
 for module in ("hydra", "sklearn", "matplotlib", "tqdm"):
@@ -123,7 +123,7 @@ COMPARISONS = {
 )
 def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path: Path, name: str) -> None:
     comparison = COMPARISONS[name]
-    dumping = f"{DUMP_FLAGS} --xla_dump_to={tmp_path / 'dumps'}"
+    dumping = f"{COMPILES_QUICKLY} {DUMP_FLAGS} --xla_dump_to={tmp_path / 'dumps'}"
     run, said = trained(tmp_path / "tpu", *comparison.overrides, *ON_DEVICES, XLA_FLAGS=dumping)
     plain, _ = trained(tmp_path / "plain", *comparison.overrides, *comparison.plain)
     assert distance(run, plain) <= comparison.tolerance
@@ -207,7 +207,7 @@ def test_the_example_of_the_documents_trains_and_explains(tmp_path: Path) -> Non
     text = (ROOT / "docs" / "tutorials" / "tpu.md").read_text(encoding="utf-8")
     (example,) = re.findall(r":caption: train_tpu.py\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(example, encoding="utf-8")
-    finished = started(tmp_path, "train.py")
+    finished = started(tmp_path, "train.py", XLA_FLAGS=COMPILES_QUICKLY)
     assert finished.returncode == 0, finished.stderr
     assert len(re.findall(r"^epoch \d: [\d.]+$", finished.stdout, re.MULTILINE)) == 2
     assert "(d0, –)" in finished.stdout

@@ -454,7 +454,7 @@ def test_embedding_and_transformer_layer_cut_by_rules(make):
 
 
 class Recurrent(nn.Module):
-    """``[rows, 7, 3]`` through an LSTM."""
+    """``[rows, 3, 3]`` through an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ class Recurrent(nn.Module):
 
 def test_lstm_needs_the_global_view_and_then_trains_as_plainly(make):
     pair = Pair(make(4, 2), lambda _: Recurrent())
-    batches = models.dataset([8] * 4, (7, 3), CLASSES)
+    batches = models.dataset([8] * 4, (3, 3), CLASSES)
     with pytest.raises(ts.errors.UnsupportedError, match="global_view=True"):
         pair.strategy.run(pair.step, args=(next(iter(pair.strategy.distribute_dataset(batches))),))
     assert pair.train(batches, global_view=True) == [[8]] * 4
