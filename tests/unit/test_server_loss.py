@@ -211,8 +211,16 @@ def asked_of_servers(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]
 
 
 @pytest.mark.parametrize("method", ["ps.catalog", "ps.read_checkpoint", "ps.adopt_checkpoint", "ps.read"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("when", "victim"),
+    [
+        ("before", 0),
+        ("after", 1),
+        # Each moment once and each server once in every run.
+        pytest.param("before", 1, marks=pytest.mark.soak),
+        pytest.param("after", 0, marks=pytest.mark.soak),
+    ],
+)
 def test_another_loss_while_restoring(
     method: str, when: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
