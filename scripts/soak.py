@@ -39,7 +39,7 @@ def _of_tables(name: str, what: str) -> tuple[str, Part]:
 
 PARTS = dict(
     [
-        ("unit", Part(["tests/unit"], "how the tests' own tools behave")),
+        ("unit", Part(["tests/unit"], "other numbers of replicas and shards, more histories; the tests' own tools")),
         ("multiprocess", Part(["tests/multiprocess"], "other numbers of processes, compilers, operators one by one")),
         ("launch", Part(["tests/launch"], "further configurations, launches and benchmarks under real launchers")),
         ("faults", Part(["tests/faults"], "further moments at which a process is killed, and several kills")),
