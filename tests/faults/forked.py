@@ -92,15 +92,15 @@ class Forked:
         self.process = context.Process(target=_serve, args=(theirs, make, args))
         self.process.start()
         theirs.close()
-        self._receive()
+        self.result()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(made, *args)`` in the process, on its main thread."""
         self.start(function, *args)
-        return self._receive()
+        return self.result()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """As `run`, without waiting for the result."""
+        """As `run`, without waiting for the `result`."""
         self._connection.send((function, args))
 
     def kill(self) -> None:
@@ -132,7 +132,8 @@ class Forked:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def _receive(self) -> Any:
+    def result(self) -> Any:
+        """Of what was started."""
         if not self._connection.poll(PATIENCE_SECONDS):
             raise TimeoutError(f"a process of this test said nothing for {PATIENCE_SECONDS:g} s")
         result = self._connection.recv()

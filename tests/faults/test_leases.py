@@ -23,7 +23,7 @@ IN_A_FUNCTION: list[Phase] = [
     "between push and answer",
 ]
 
-pytestmark = pytest.mark.deadline(420)
+pytestmark = [pytest.mark.deadline(420), pytest.mark.usefixtures("clusters_share_a_fork_server")]
 
 
 @contextmanager

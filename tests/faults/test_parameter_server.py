@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -35,12 +36,17 @@ BUSY_MACHINE = 20
 """How much slower than idle the machine may be."""
 BACK_SECONDS = 5.0
 
-pytestmark = pytest.mark.deadline(420)
+pytestmark = [pytest.mark.deadline(420), pytest.mark.usefixtures("clusters_share_a_fork_server")]
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> FaultPlan:
     return FaultPlan(tmp_path / "plan")
+
+
+def secrets() -> dict[str, str]:
+    """What a fork is not given: its server was started before."""
+    return {name: value for name, value in os.environ.items() if name.startswith("TORCHSTRAT_")}
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -115,16 +121,21 @@ def test_sigterm_in_a_function_lets_it_finish(plan: FaultPlan) -> None:
         training.check_values()
 
 
+def be_worker(_: object, cluster: Mapping[str, Any], index: int, environment: Mapping[str, str]) -> Any:
+    """As ``python -m torchstrat.server``; its exit status."""
+    os.environ.update(environment)
+    sys.argv[1:] = ["--cluster", json.dumps(cluster), "--job", "worker", "--index", str(index)]
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("torchstrat.server", run_name="__main__")
+    return end.value.code
+
+
 @contextmanager
-def dialing(cluster: Mapping[str, Any], index: int) -> Iterator[subprocess.Popen[bytes]]:
+def dialing(cluster: Mapping[str, Any], index: int) -> Iterator[Forked]:
     """A worker that is not in the cluster that it is told of: it dials the chief."""
-    command = ["-m", "torchstrat.server", "--cluster", json.dumps(cluster), "--job", "worker", "--index", str(index)]
-    environment = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, *command], env=environment) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with Forked() as process:
+        process.start(be_worker, cluster, index, {**QUIET, **secrets()})
+        yield process
 
 
 def test_workers_join_and_are_removed_while_training(plan: FaultPlan) -> None:
@@ -143,7 +154,7 @@ def test_workers_join_and_are_removed_while_training(plan: FaultPlan) -> None:
             assert {worker for _, worker, _ in training.run(10)} <= {1, 7}
             training.check_values()
             training.strategy.close()
-            assert dialer.wait(PATIENCE_SECONDS) == 0
+            assert dialer.result() == 0
 
 
 # -- coordinators ------------------------------------------------------------------------------------------------------
@@ -151,8 +162,7 @@ def test_workers_join_and_are_removed_while_training(plan: FaultPlan) -> None:
 
 def coordinator_of(cluster: LocalCluster, first: int = 0) -> Forked:
     """A coordinator in a process of its own, which does what it is told and may be killed meanwhile."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith("TORCHSTRAT_")}
-    return Forked(make_training, cluster.cluster_spec.as_dict(), first, environment)
+    return Forked(make_training, cluster.cluster_spec.as_dict(), first, secrets())
 
 
 def make_training(cluster: Mapping[str, Any], first: int, environment: Mapping[str, str]) -> Training:

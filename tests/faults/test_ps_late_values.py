@@ -24,6 +24,7 @@ NOTICE_SECONDS = 40.0
 
 pytestmark = [
     pytest.mark.deadline(420),
+    pytest.mark.usefixtures("clusters_share_a_fork_server"),
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name is Linux's"),
     pytest.mark.filterwarnings("ignore:.*was not saved:UserWarning"),
 ]

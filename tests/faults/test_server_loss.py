@@ -26,6 +26,7 @@ EVERY = 8
 shares_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name is Linux's")
 pytestmark = [
     pytest.mark.deadline(420),
+    pytest.mark.usefixtures("clusters_share_a_fork_server"),
     pytest.mark.filterwarnings("ignore:.*was not saved:UserWarning"),  # a kill may meet a save that is under way
 ]
 
