@@ -22,6 +22,10 @@ EXCHANGE = (5, 20, 35, 50)
 """Operations of a backward pass, most of which make the sum of gradients, piece by piece."""
 
 
+IN_EVERY_RUN = ((0, ALL), (1, 0), (2, 2), (3, ALL))
+"""Number of the operation, victim: each operation once."""
+
+
 def calls_waited_in(fault: Fault) -> tuple[str, ...]:
     """The calls in which the others may find out. Errors have to name one of them."""
     if fault.place == "in the step":
@@ -52,12 +56,15 @@ FAULTS = [
     Fault("kill", "in the step", 0, "central", 3),
     Fault("kill", "before backward", 0, processes=3, meets_by_tf_config=True),
     Fault("stop", "before backward", 0, processes=3, meets_by_tf_config=True),
-    Fault("stop", f"operation {EXCHANGE[1]}", 1, processes=3),
-    *(Fault("kill", f"operation {number}", victim, processes=3) for number in EXCHANGE for victim in (0, ALL)),
+    *(Fault("kill", f"operation {EXCHANGE[number]}", victim, processes=3) for number, victim in IN_EVERY_RUN),
+    # The same wait of the same pass, and for one that is stopped the same as "in backward".
     *(
-        pytest.param(Fault("kill", f"operation {number}", 2, processes=3), marks=pytest.mark.soak)
-        for number in EXCHANGE
+        pytest.param(Fault("kill", f"operation {EXCHANGE[number]}", victim, processes=3), marks=pytest.mark.soak)
+        for number in range(len(EXCHANGE))
+        for victim in (0, 2, ALL)
+        if (number, victim) not in IN_EVERY_RUN
     ),
+    pytest.param(Fault("stop", f"operation {EXCHANGE[1]}", 1, processes=3), marks=pytest.mark.soak),
 ]
 
 
