@@ -69,10 +69,17 @@ def started(*command: Any, cwd: Path | None = None, **changes: str) -> Iterator[
             process.kill()
 
 
+PRELOADED = [
+    *("pytest", "torchstrat.launch.launcher", "torchstrat.experiments.train"),
+    *("torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
+]
+"""The second line is what a training imports when it comes to it: an optimizer, the digits, a picture, event files."""
+
+
 def fork(function: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
     """Call it in a fork of a process without threads that has imported what takes longer than most programs here."""
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["pytest", "torchstrat.launch.launcher", "torchstrat.experiments.train", "matplotlib"])
+    forks.set_forkserver_preload(PRELOADED)
     process = forks.Process(target=function, args=arguments)
     process.start()
     return process
@@ -85,6 +92,7 @@ def _script(words: list[str], folder: Path, streams: list[str], own: dict[str, s
     os.environ.clear()
     os.environ.update(own)
     sys.path[:0] = own["PYTHONPATH"].split(os.pathsep)
+    multiprocessing.set_start_method(None, force=True)  # a data loader's workers are forks of it, not of nobody
     sys.argv, status = words, 1
     try:
         runpy.run_path(words[0], run_name="__main__")
@@ -125,13 +133,13 @@ def trained(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return checked(train(folder, *overrides))
 
 
-def ranks(folder: Path, *overrides: str) -> list[subprocess.CompletedProcess[str]]:
+def ranks(folder: Path, *overrides: str, program: Path = TRAIN) -> list[subprocess.CompletedProcess[str]]:
     """``scripts/train.py`` in two processes that meet, with the variables set by hand, as schedulers do."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return scripts(folder, *(([TRAIN, *overrides], {**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"))
+    return scripts(folder, *(([program, *overrides], {**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"))
 
 
 def read_metrics(run: Path, event: str) -> list[dict[str, Any]]:
