@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import signal
+import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import torchstrat as ts
-from tests.support.programs import gone, run, started, wait_for
+from tests.support.programs import SECONDS, descendants, environment, gone, wait_for
 from torchstrat.launch import Cluster, LocalCluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -34,7 +34,6 @@ KERNEL = textwrap.dedent(
     kernel = Kernel(globals())
     for number, cell in enumerate(json.loads(sys.argv[1])):
         kernel.runcode(compile(cell, f"<cell {number}>", "exec"))
-    print("end of the cells", flush=True)
     """
 )
 
@@ -67,16 +66,6 @@ print("trained", losses[-1].fetch() < losses[0].fetch())
 """
 
 
-def run_cells(*cells: str, raised: Sequence[str] = ()) -> str:
-    """What the cells print; some end with the errors in ``raised``. Afterwards no process that they named is there."""
-    kernel = run(sys.executable, "-c", KERNEL, json.dumps(cells))
-    assert kernel.returncode == 0, kernel.stderr
-    assert "end of the cells" in kernel.stdout, kernel.stderr
-    assert re.findall("^raised (.*)$", kernel.stdout, re.MULTILINE) == list(raised), kernel.stderr
-    assert_gone(pids_in(kernel.stdout))
-    return kernel.stdout
-
-
 def pids_in(said: str) -> list[int]:
     return [int(pid) for line in re.findall(r"^pids (.*)$", said, re.MULTILINE) for pid in line.split()]
 
@@ -90,61 +79,37 @@ def test_one_class_with_three_names() -> None:
     assert ts.launch.Cluster is Cluster is LocalCluster is ts.testing.LocalCluster is ts.testing.Cluster
 
 
-def test_cells_that_fail_and_functions_that_are_defined_again() -> None:
-    said = run_cells(
-        CLUSTER,
-        MODEL,
-        "1 / 0",
-        "def lost(a):\n    return 0 * a.sum() + 7",
-        "print('the helper is', coordinator.schedule(step).fetch())",
-        "class Answer:\n    def of(self):\n        return 1",
-        "answer = lambda: Answer().of()\nprint('the class says', coordinator.schedule(answer).fetch())",
-        "class Answer:\n    def of(self):\n        return 2",
-        "print('the class says', coordinator.schedule(answer).fetch())",
-        "def fails():\n    raise ValueError('on the worker')\ncoordinator.schedule(fails)\ncoordinator.join()",
-        "print('afterwards', coordinator.schedule(answer).fetch())",
-        # of the same cluster: fresh variables, though a cell has failed
-        "before = strategy\nstrategy = cluster.strategy()\ncoordinator = ts.ClusterCoordinator(strategy)",
-        "with strategy.scope():\n    fresh = torch.nn.Linear(4, 1)",
-        "there = coordinator.schedule(lambda: fresh.weight.detach().clone()).fetch()\n"
-        "print('as initialised here', torch.equal(torch.as_tensor(there), fresh.weight.detach()))",
-        "def lost(a):\n    return a.square().sum()",
-        MODEL,
-        "try:\n    ts.ClusterCoordinator(before)\nexcept ts.errors.ContextError as error:\n    print(error)",
-        raised=["ZeroDivisionError", "ValueError"],
-    )
-    assert said.count("trained True") == 2
-    assert "the helper is 7.0" in said
-    assert said.index("the class says 1") < said.index("the class says 2") < said.index("afterwards 2")
-    assert "as initialised here True" in said
-    assert "was closed" in said
+FAILING = [
+    "1 / 0",
+    "def lost(a):\n    return 0 * a.sum() + 7",
+    "print('the helper is', coordinator.schedule(step).fetch())",
+    "class Answer:\n    def of(self):\n        return 1",
+    "answer = lambda: Answer().of()\nprint('the class says', coordinator.schedule(answer).fetch())",
+    "class Answer:\n    def of(self):\n        return 2",
+    "print('the class says', coordinator.schedule(answer).fetch())",
+    "def fails():\n    raise ValueError('on the worker')\ncoordinator.schedule(fails)\ncoordinator.join()",
+    "print('afterwards', coordinator.schedule(answer).fetch())",
+    # of the same cluster: fresh variables, though a cell has failed
+    "before = strategy\nstrategy = cluster.strategy()\ncoordinator = ts.ClusterCoordinator(strategy)",
+    "with strategy.scope():\n    fresh = torch.nn.Linear(4, 1)",
+    "there = coordinator.schedule(lambda: fresh.weight.detach().clone()).fetch()",
+    "print('as initialised here', torch.equal(torch.as_tensor(there), fresh.weight.detach()))",
+    "def lost(a):\n    return a.square().sum()",
+    MODEL,
+    "try:\n    ts.ClusterCoordinator(before)\nexcept ts.errors.ContextError as error:\n    print(error)",
+]
+"""Cells that fail, and functions that are defined again."""
 
-
-def test_a_cell_that_is_run_again_ends_the_cluster_that_it_made_before_and_a_with_statement_does_not() -> None:
-    said = run_cells(
-        CLUSTER,
-        MODEL,
-        "first = cluster",
-        CLUSTER,
-        MODEL,
-        "print(first, cluster)\nprint('gone', not Path('/proc', str(first.process('ps', 0).pid)).exists())",
-        "try:\n    first.strategy()\nexcept ts.errors.ContextError as error:\n    print(error)",
-        "with ts.launch.Cluster(ps=1, workers=1) as inner:\n    inner.strategy()",
-        "print(cluster, inner, coordinator.schedule(lambda: 6).fetch())",
-        "cluster.close()\nprint(cluster, 'TORCHSTRAT_SECRET' in os.environ)",
-        "with ts.launch.Cluster(ps=1, workers=1) as inner:\n"
-        "    print('alone', ts.ClusterCoordinator(inner.strategy()).schedule(lambda: 7).fetch())",
-        raised=["ContextError"],
-    )
-    assert said.count("trained True") == 2
-    assert "Cluster(ps=1, workers=1, closed) Cluster(ps=1, workers=1, running)" in said
-    assert "gone True" in said
-    assert "was started before, and is closed; make another Cluster" in said
-    assert "Cluster(ps=1, workers=1, running) Cluster(ps=1, workers=1, closed) 6" in said
-    assert "Cluster(ps=1, workers=1, closed) False" in said
-    assert "alone 7" in said
-    assert len(set(pids_in(said))) == 4
-
+RUN_AGAIN = [
+    "first = cluster",
+    CLUSTER,
+    MODEL,
+    "print(first, cluster)\nprint('gone', not Path('/proc', str(first.process('ps', 0).pid)).exists())",
+    "try:\n    first.strategy()\nexcept ts.errors.ContextError as error:\n    print(error)",
+    "with ts.launch.Cluster(ps=1, workers=1) as inner:\n    inner.strategy()",
+    "print(cluster, inner, coordinator.schedule(lambda: 6).fetch())",
+]
+"""A cell that is run again ends the cluster that it made before, and a ``with`` statement does not."""
 
 INTERRUPTED_START = """
 import torchstrat.launch.local_cluster as module
@@ -199,9 +164,40 @@ print("the call went on")
 """
 
 
-def test_interrupted_cells_leave_a_cluster_that_goes_on(tmp_path: Path) -> None:
-    said = run_cells(
-        CLUSTER,
+LAST = """
+with ts.launch.Cluster(ps=1, workers=1) as inner:
+    print('alone', ts.ClusterCoordinator(inner.strategy()).schedule(lambda: 7).fetch())
+    print("pids", *(inner.process(job, 0).pid for job in ("ps", "worker")))
+    print("ready", flush=True)
+    threading.Event().wait()
+"""
+
+
+def run_until_it_is_killed(cells: list[str], folder: Path) -> tuple[str, str]:
+    """What is printed until "ready". Of all the processes that it names those of the last cluster live until then."""
+    out, err, command = folder / "out", folder / "err", [sys.executable, "-c", KERNEL, json.dumps(cells)]
+    streams = {"stdout": out.open("w"), "stderr": err.open("w")}
+    with subprocess.Popen(command, env=environment(), **streams) as kernel, streams["stdout"], streams["stderr"]:
+        try:
+            wait_for(lambda: "ready\n" in out.read_text() or kernel.poll() is not None, "the last cell", SECONDS)
+            said, errors = out.read_text(), err.read_text()
+            assert said.endswith("ready\n"), said + errors
+            *ended, server, worker = pids_in(said)
+            assert len({*ended, server, worker}) == 6, "of three cells"
+            assert all(map(gone, ended))
+            assert not any(map(gone, (server, worker)))
+            all_of_it = descendants(kernel.pid)
+            assert len(all_of_it) == 4, "with the fork server and the reaper"
+        finally:
+            kernel.kill()
+        kernel.wait(120)
+        assert_gone((server, worker, *all_of_it))
+    return said, errors
+
+
+def test_one_kernel_to_its_violent_end(tmp_path: Path) -> None:
+    """Nothing stays when it is killed."""
+    interrupted = [
         INTERRUPTED_START,
         "print(cluster, 'TORCHSTRAT_SECRET' in os.environ)\nstrategy = cluster.strategy()",
         INTERRUPTED_MEETING,
@@ -213,30 +209,35 @@ def test_interrupted_cells_leave_a_cluster_that_goes_on(tmp_path: Path) -> None:
         "coordinator.join(60)\nprint('joined')",
         MODEL,
         "cluster.close()\nprint('handler', signal.getsignal(signal.SIGINT) is signal.default_int_handler)",
-        raised=["KeyboardInterrupt"] * 4,
-    )
-    assert "Cluster(ps=1, workers=1, not started) False" in said
-    assert "the function has waited" in said
+        "print(cluster, 'TORCHSTRAT_SECRET' in os.environ)",
+    ]
+    cells = [CLUSTER, MODEL, *FAILING, *RUN_AGAIN, *interrupted, LAST]
+    said, errors = run_until_it_is_killed(cells, tmp_path)
+    raised = ["ZeroDivisionError", "ValueError", "ContextError", *["KeyboardInterrupt"] * 4]
+    assert re.findall("^raised (.*)$", said, re.MULTILINE) == raised, errors
+    assert said.count("trained True") == 5
+    left = said
+    for one in (
+        "the helper is 7.0",
+        "the class says 1",
+        "the class says 2",
+        "afterwards 2",
+        "as initialised here True",
+        "was closed",
+        "Cluster(ps=1, workers=1, closed) Cluster(ps=1, workers=1, running)",
+        "gone True",
+        "was started before, and is closed; make another Cluster",
+        "Cluster(ps=1, workers=1, running) Cluster(ps=1, workers=1, closed) 6",
+        "Cluster(ps=1, workers=1, not started) False",
+        "the function has waited",
+        "joined",
+        "handler True",
+        "Cluster(ps=1, workers=1, closed) False",
+        "alone 7",
+    ):
+        _, found, left = left.partition(one)
+        assert found, f"no {one!r}, or not after the one before it: {said}{errors}"
     assert "the call went on" not in said
-    assert "joined" in said
-    assert said.count("trained True") == 2
-    assert "handler True" in said
-
-
-def test_nothing_stays_when_the_kernel_is_killed() -> None:
-    cells = [CLUSTER, MODEL, "print('ready', flush=True)\nthreading.Event().wait()"]
-    with started(sys.executable, "-u", "-c", KERNEL, json.dumps(cells)) as kernel:
-        said = ""
-        for line in kernel.stdout or ():
-            said += line
-            if line == "ready\n":
-                break
-        assert "trained True" in said
-        pids = pids_in(said)
-        assert not any(map(gone, pids))
-        kernel.send_signal(signal.SIGKILL)
-        kernel.wait(120)
-        assert_gone(pids)
 
 
 def test_a_real_notebook() -> None:
