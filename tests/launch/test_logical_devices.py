@@ -1,23 +1,18 @@
-"""The experiments for logical devices under torchrun: real processes, data and files, and plain PyTorch's numbers."""
+"""The experiments for logical devices: real processes, data and files, and plain PyTorch's numbers."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.programs import checked, ranks, trained
 from torchstrat.experiments.metrics_file import read_metrics
 
 for module in ("hydra", "sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(module)
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ROOT / "scripts" / "train.py"
-DEADLINE_SECONDS = 240  # below that of the test, so that what the processes said is shown
 STEPS = 4
 SHORT = [
     "debug=steps",
@@ -25,7 +20,6 @@ SHORT = [
     f"snapshot_after_steps={STEPS}",
     "data.global_batch=60",
     "cluster.accelerator=cpu",
-    "hydra.run.dir=run",
 ]
 EXPERIMENTS = [
     "digits_transformer_tensor_parallel",
@@ -35,29 +29,13 @@ EXPERIMENTS = [
 ]
 
 
-def trained(folder: Path, launcher: list[str], *overrides: str) -> tuple[Path, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "HYDRA_"))}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    folder.mkdir()
-    finished = subprocess.run(
-        [sys.executable, *launcher, str(TRAIN), *SHORT, *overrides],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
-    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
-    return folder / "run", finished.stderr
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_one_override_takes_an_experiment_to_processes(experiment: str, tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    overrides = [f"experiment={experiment}", "strategy=mirrored"]
-    cut, said = trained(tmp_path / "cut", torchrun, *overrides, "strategy.logical_devices=2", "curves=true")
-    plain, _ = trained(tmp_path / "plain", [], *overrides, "strategy.replicas=1")
+    cut, plain = tmp_path / "cut", tmp_path / "plain"
+    overrides = [f"experiment={experiment}", "strategy=mirrored", *SHORT]
+    of_two = ["strategy.logical_devices=2", "curves=true", "hydra.run.dir=cut"]
+    said = "".join(checked(rank).stderr for rank in ranks(tmp_path, *overrides, *of_two))
+    trained(tmp_path, *overrides, "strategy.replicas=1", "hydra.run.dir=plain")
     first, second = (torch.load(run / f"parameters_after_step_{STEPS}.pt", weights_only=True) for run in (cut, plain))
     assert first.keys() == second.keys()
     for name, value in second.items():

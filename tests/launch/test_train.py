@@ -1,6 +1,6 @@
-"""``scripts/train.py`` as users start it: alone, in a sweep, under torchrun. Real processes, real data, real files.
+"""``scripts/train.py`` as users start it: alone, in a sweep, in several processes. Real data, real files.
 
-One run is started by itself and one by torchrun. The others are forks, which have imported what these import.
+All are forks, which have imported what these import. The programs as such are started by torchrun in test_resume.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.programs import PYTHON, TORCHRUN, TRAIN, ranks, read_metrics, succeed, train, trained
+from tests.support.programs import TRAIN, checked, ranks, read_metrics, train, trained
 
 for module in ("hydra", "sklearn", "tensorboard", "matplotlib", "tqdm"):
     pytest.importorskip(module)
@@ -58,7 +58,7 @@ def assert_complete(run: Path, strategy: str, processes: int, replicas: int, ste
 
 
 def test_one_run_in_one_process(tmp_path: Path) -> None:
-    finished = succeed(*PYTHON, TRAIN, "experiment=digits_convnet", "epochs=4", "hydra.run.dir=run", cwd=tmp_path)
+    finished = trained(tmp_path, "experiment=digits_convnet", "epochs=4", "hydra.run.dir=run")
     run = tmp_path / "run"
     assert_complete(run, "one_device", processes=1, replicas=1, steps=4 * 23)
     assert len(files(run / "tensorboard")) == 1
@@ -101,12 +101,16 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def per_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The same under torchrun with two processes. It starts all at once; on a cluster they come as they come."""
-    folder = tmp_path_factory.mktemp("per_process")
-    late = ["--no-python", "bash", "-c", 'sleep $((2 * LOCAL_RANK)); exec "$@"', "late", *PYTHON, str(TRAIN)]
+def per_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
+    """The same with two processes. A launcher starts all at once; on a cluster they come as they come."""
+    folder, late = tmp_path_factory.mktemp("per_process"), tmp_path_factory.mktemp("late") / "late.py"
+    late.write_text(
+        "import os, runpy, time\n"
+        "time.sleep(2 * int(os.environ['RANK']))\n"
+        f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
+    )
     strategies = "strategy=mirrored,multi_worker_mirrored,central_storage"
-    return folder, succeed(*TORCHRUN, "--nproc-per-node=2", *late, "-m", strategies, *SWEEP, cwd=folder)
+    return folder, [checked(rank) for rank in ranks(folder, "-m", strategies, *SWEEP, program=late)]
 
 
 def assert_a_folder_per_job(sweep: Path, jobs: dict[str, int], processes: int) -> None:
@@ -121,15 +125,16 @@ def test_a_sweep_makes_one_folder_per_job(in_process: Path) -> None:
     assert_a_folder_per_job(in_process, jobs, processes=1)
 
 
-def test_a_sweep_under_torchrun_makes_one_folder_per_job(per_process: Any) -> None:
-    folder, finished = per_process
+def test_a_sweep_in_two_processes_makes_one_folder_per_job(per_process: Any) -> None:
+    folder, (first, second) = per_process
     jobs = {"0-mirrored": 2, "1-multi_worker_mirrored": 2, "2-central_storage": 2}
     assert_a_folder_per_job(folder / "sweep", jobs, processes=2)
-    assert finished.stderr.count("accuracy  loss") == 1, "not one table"
+    assert (second.stdout, second.stderr) == ("", ""), "more than one rank announced the sweep"
+    assert first.stderr.count("accuracy  loss") == 1, "not one table"
     assert sorted(path.name for path in folder.iterdir()) == ["sweep"], "a rank wrote a folder of its own"
-    assert finished.stdout.count("Launching 3 jobs") == 1, "more than one rank announced the sweep"
-    reports = [line.partition(":")[0] for line in finished.stderr.splitlines() if ": epoch   1" in line]
-    assert reports == ["mirrored ×2", "multi_worker_mirrored ×2", "central_storage ×2"], "not only rank 0 reported"
+    assert first.stdout.count("Launching 3 jobs") == 1
+    reports = [line.partition(":")[0] for line in first.stderr.splitlines() if ": epoch   1" in line]
+    assert reports == ["mirrored ×2", "multi_worker_mirrored ×2", "central_storage ×2"]
 
 
 @pytest.mark.parametrize("job", ["1-mirrored", "2-central_storage"])
@@ -146,7 +151,9 @@ def test_two_replicas_in_process_equal_one_device(in_process: Path, job: str) ->
         ("2-central_storage", "2-central_storage"),
     ],
 )
-def test_torchrun_equals_in_process(in_process: Path, per_process: Any, job: str, counterpart: str) -> None:
+def test_two_processes_equal_two_replicas_in_process(
+    in_process: Path, per_process: Any, job: str, counterpart: str
+) -> None:
     assert distance(per_process[0] / "sweep" / job, in_process / counterpart) <= 1e-6
 
 
