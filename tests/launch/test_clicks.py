@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import re
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,16 @@ pytest.importorskip("hydra")
 
 from tests.launch.test_train import distance, result_of
 from tests.support.programs import (
-    PYTHON,
     ROOT,
+    SECONDS,
     TRAIN,
     checked,
+    descendants,
     read_metrics,
     scripts,
-    started,
     train,
     trained,
+    wait_for,
 )
 
 PROJECT = ROOT / "scripts" / "examples" / "clicks"
@@ -83,23 +85,19 @@ def test_a_mistake_is_one_line(tmp_path: Path, overrides: str, message: str) -> 
     assert message in line
 
 
-def test_one_worker_equals_one_device(in_process: Path, tmp_path: Path) -> None:
-    """Both tables are cut over the servers, and travel by rows."""
-    cut = ("strategy.workers=1", "strategy.min_shard_bytes=1024")
-    trained(tmp_path, *SERVERS, *cut, "debug=steps", "hydra.run.dir=one_worker")
-    assert distance(tmp_path / "one_worker", in_process / "0-one_device") <= 1e-6
+def worker_of(pid: int) -> int:
+    """The process that goes by the name of worker 0 among all that was started."""
+    names = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in descendants(pid)}
+    (found,) = (child for child, name in names.items() if name == "worker 0")
+    return found
 
 
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
-    said = ""
-    with started(*PYTHON, TRAIN, *SERVERS, "epochs=4", "hydra.run.dir=.", cwd=tmp_path) as run:
-        for line in run.stdout or ():
-            said += line
-            if "epoch   1" in line:
-                # One that a busy machine has kept from answering was replaced before.
-                pids = re.findall(r"worker 0 listens on .*\(pid (\d+)\)", said)
-                os.kill(int(pids[-1]), signal.SIGKILL)
-        assert run.wait(60) == 0, said
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trained, tmp_path, *SERVERS, "epochs=4", "hydra.run.dir=.")
+        wait_for(lambda: run.done() or read_metrics(tmp_path, "evaluation"), "the first epoch", SECONDS)
+        os.kill(worker_of(os.getpid()), signal.SIGKILL)
+    said = run.result().stdout + run.result().stderr
     assert "no cluster in the environment: starting 2 workers, 2 servers on this machine" in said
     assert "parameter_server (2 workers, 2 servers): loss" in said
     assert "was ended by SIGKILL" in said
@@ -114,21 +112,26 @@ def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     assert result["loss"] < TRIVIAL_LOSS - 0.02
 
 
-def test_the_same_command_in_every_role(tmp_path: Path, free_ports: list[str]) -> None:
+def test_the_same_command_in_every_role(in_process: Path, tmp_path: Path, free_ports: list[str]) -> None:
+    """One worker has the numbers of one device. Both tables are cut over the servers, and travel by rows."""
     cluster = {"worker": free_ports[:1], "ps": free_ports[1:]}
+    tasks = [{"type": job, "index": index} for job, addresses in cluster.items() for index in range(len(addresses))]
     runs: list[tuple[list[object], dict[str, str]]] = []
-    for number, role in enumerate([*({"task": {"type": job, "index": 0}} for job in cluster), {}]):
+    for number, role in enumerate([*({"task": task} for task in tasks), {}]):
         variables = {"TORCHSTRAT_SECRET": "d" * 32, "TF_CONFIG": json.dumps({"cluster": cluster, **role})}
-        runs.append(([TRAIN, *SERVERS, "debug=smoke", f"hydra.run.dir=role_{number}"], variables))
+        words = [TRAIN, *SERVERS, "strategy.min_shard_bytes=1024", "debug=steps", f"hydra.run.dir=role_{number}"]
+        runs.append((words, variables))
     ended = [checked(one) for one in scripts(tmp_path, *runs)]
-    assert "starting" not in ended[2].stderr
-    result = result_of(tmp_path / "role_2")
-    assert (result["steps"], result["processes"]) == (5, 3)
+    assert "starting" not in ended[3].stderr
+    result = result_of(tmp_path / "role_3")
+    assert (result["steps"], result["processes"]) == (20, 4)
+    assert distance(tmp_path / "role_3", in_process / "0-one_device") <= 1e-6
 
 
 @pytest.fixture
 def free_ports() -> list[str]:
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for probe in probes:
             probe.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in (one, other)]
+        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
