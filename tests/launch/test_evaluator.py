@@ -160,7 +160,7 @@ SCRIPT = textwrap.dedent(
     save(3)
     if what == "fails":
         sys.exit(7)
-    manager.close(finished=what != "closes")
+    manager.close(finished=what == "one")
     """
 )
 
@@ -177,7 +177,8 @@ def evaluators(launched: Launched) -> list[int]:
 
 
 def test_it_is_started_again_when_it_is_killed_and_ends_with_the_training(launch: Any, tmp_path: Path) -> None:
-    launched = launch("killed")
+    """The program closes its manager without an end mark, and ends well: then the launcher leaves one."""
+    launched = launch("killed", "--evaluator-seconds", str(SECONDS))
     launched.ends_with(0)
     assert_evaluated(tmp_path / "evaluation", 1, 2, 3)
     first, second = evaluators(launched)
@@ -186,6 +187,7 @@ def test_it_is_started_again_when_it_is_killed_and_ends_with_the_training(launch
     assert gone(second)
     assert f"evaluator 0 (pid {first}) was ended by SIGKILL" in launched.err
     assert launched.out.count("[evaluator 0] evaluating") == 2
+    assert json.loads((tmp_path / "checkpoints" / "finished.json").read_text()) == {"step": 3}
     assert "did not end" not in launched.err
 
 
@@ -205,13 +207,6 @@ def test_one_that_has_nothing_more_to_do_is_not_started_again(launch: Any, tmp_p
     assert_evaluated(tmp_path / "evaluation", 1)
     assert len(evaluators(launched)) == 1
     assert "evaluator 0 (pid" not in launched.err
-
-
-def test_a_program_that_closes_its_manager_and_ends_well_leaves_the_end_mark(launch: Any, tmp_path: Path) -> None:
-    launched = launch("closes", "--evaluator-seconds", str(SECONDS))
-    launched.ends_with(0)
-    assert_evaluated(tmp_path / "evaluation", 1, 3)
-    assert json.loads((tmp_path / "checkpoints" / "finished.json").read_text()) == {"step": 3}
 
 
 @pytest.mark.soak
