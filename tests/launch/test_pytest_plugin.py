@@ -88,19 +88,17 @@ def run_pytest(project: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_fixtures_in_a_project(project: Path) -> None:
-    said = run_pytest(project, "--import-mode=prepend")
+# Otherwise ``torchrun`` is `spawn`, of which tests/multiprocess/test_spawn.py is.
+@pytest.mark.parametrize("mode", ["importlib", pytest.param("prepend", marks=pytest.mark.soak)])
+def test_the_fixtures_in_a_project(project: Path, mode: str) -> None:
+    """With importlib other processes do not find the modules."""
+    said = run_pytest(project, f"--import-mode={mode}")
     assert "5 passed, 1 error" in said, said
     assert "ERROR checks/test_project.py::test_numbers_without_names" in said, said
     assert "@pytest.mark.cluster(ps=2, workers=2)" in said
     pids = (project / "pids").read_text().split()
     assert len(pids) == 2
     assert all(gone(int(pid)) for pid in pids)
-
-
-def test_functions_of_modules_that_other_processes_do_not_find(project: Path) -> None:
-    said = run_pytest(project, "--import-mode=importlib", "-k", "ranks or own")
-    assert "3 passed" in said, said
 
 
 def test_the_marker_is_listed() -> None:
