@@ -83,23 +83,25 @@ def test_an_index_would_take_them(dist: Path) -> None:
     assert said.count("PASSED") == 2, said
 
 
-@pytest.mark.soak  # the application below is imported from the same wheel
-def test_a_first_program_trains(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.soak  # what they import has been found where its configs were, below
+def test_a_first_program_and_the_application_train(installed: Path, tmp_path: Path) -> None:
     program = save("MirroredStrategy()          #", tmp_path / "train.py")
     program.write_text(program.read_text() + "print(ts.__file__)\n")
     printed = re.search(r"1 replicas, loss ([\d.]+)\n(\S+)", run(installed / "bin" / "python", program, cwd=tmp_path))
     assert printed is not None
     assert float(printed[1]) < 2.0  # it starts at about 8
     assert Path(printed[2]).is_relative_to(installed)
+    run(installed / "bin" / "torchstrat", "train", "debug=smoke", cwd=tmp_path)
 
 
-def test_the_wheel_has_the_configs_and_the_application_trains(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_the_configs_and_the_application_finds_them(installed: Path, tmp_path: Path) -> None:
     (packages,) = installed.glob("lib/python3*/site-packages")
     assert (packages / f"torchstrat-{ts.__version__}.dist-info").is_dir()
     copied = packages / "torchstrat" / "experiments" / "configs"
     own = {file.relative_to(ROOT / "configs"): file.read_bytes() for file in (ROOT / "configs").rglob("*.yaml")}
     assert {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*.yaml")} == own
-    run(installed / "bin" / "torchstrat", "train", "debug=smoke", cwd=tmp_path)
+    said = run(installed / "bin" / "torchstrat", "train", "debug=smoke", "--cfg", "job", cwd=tmp_path)
+    assert "max_steps: 5\n" in said
 
 
 @pytest.mark.soak  # test_typing.py asks the type checker of programs; new is where it finds the package
