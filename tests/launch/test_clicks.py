@@ -94,18 +94,19 @@ def worker_of(pid: int) -> int:
 
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(trained, tmp_path, *SERVERS, "epochs=4", "hydra.run.dir=.")
+        run = pool.submit(trained, tmp_path, *SERVERS, "hydra.run.dir=.")
         wait_for(lambda: run.done() or read_metrics(tmp_path, "evaluation"), "the first epoch", SECONDS)
-        os.kill(worker_of(os.getpid()), signal.SIGKILL)
+        if not run.done():  # it says below why
+            os.kill(worker_of(os.getpid()), signal.SIGKILL)
     said = run.result().stdout + run.result().stderr
     assert "no cluster in the environment: starting 2 workers, 2 servers on this machine" in said
     assert "parameter_server (2 workers, 2 servers): loss" in said
     assert "was ended by SIGKILL" in said
-    assert [record["epoch"] for record in read_metrics(tmp_path, "evaluation")] == [1, 2, 3, 4]
+    assert [record["epoch"] for record in read_metrics(tmp_path, "evaluation")] == [1, 2, 3]
     steps = [record["step"] for record in read_metrics(tmp_path, "step")]
     assert steps == list(range(1, len(steps) + 1))
     ledgers = read_metrics(tmp_path, "ledger")
-    assert [ledger["epoch"] for ledger in ledgers] == [1, 2, 3, 4]
+    assert [ledger["epoch"] for ledger in ledgers] == [1, 2, 3]
     assert all(ledger["finished"] == ledger["rows"] and ledger["lost"] == 0 for ledger in ledgers)
     result = result_of(tmp_path)
     assert (result["processes"], result["replicas"]) == (5, 2)
