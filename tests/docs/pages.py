@@ -91,19 +91,22 @@ def at_line(line: int, text: str) -> str:
     return "\n" * line + text
 
 
-def run(page: Page, folder: Path) -> None:
-    """Do all that the page says, in an empty folder. Raises `AssertionError` with what was printed."""
+def run(page: Page, folder: Path, in_forks: bool = False) -> None:
+    """Do all that the page says, in an empty folder. Raises `AssertionError` with what was printed.
+
+    ``in_forks``: what Python starts is a fork that has made its imports; torchrun's processes are not.
+    """
     for line, name, text in page.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(at_line(line, text) if name.endswith(".py") else text, encoding="utf-8")
     for line, text in page.consoles:
         for command, expected in commands(text):
-            printed = call(command, folder, f"{page.name}:{line}")
+            printed = call(command, folder, f"{page.name}:{line}", in_forks)
             require(expected, printed, f"{page.name}:{line}: $ {command}")
     if page.blocks:
         program = folder / page.path.with_suffix(".py").name
         program.write_text(joined(page.blocks), encoding="utf-8")
-        call(f"python {program.name}", folder, page.name)
+        call(f"python {program.name}", folder, page.name, in_forks)
 
 
 def joined(blocks: list[tuple[int, str]]) -> str:
@@ -121,12 +124,16 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
         yield command, [line for line in lines if line.strip()]
 
 
-def call(command: str, folder: Path, where: str) -> str:
+def call(command: str, folder: Path, where: str, in_forks: bool) -> str:
     """What a command printed, on both streams."""
     words = shlex.split(command, comments=True)
     assert words[0] in PROGRAMS, f"{where}: {words[0]} is none of {', '.join(PROGRAMS)}; use a `shell` block"
-    with programs.started(*PROGRAMS[words[0]], *words[1:], cwd=folder) as process:
-        said, _ = process.communicate(timeout=300)
+    if in_forks and words[0] == "python":
+        (process,) = programs.scripts(folder, ([folder / words[1], *words[2:]], {}))
+        said = process.stdout + process.stderr
+    else:
+        with programs.started(*PROGRAMS[words[0]], *words[1:], cwd=folder) as process:
+            said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, f"{where}: {command} ended with {process.returncode}:\n{said}"
     return said
 

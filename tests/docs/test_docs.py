@@ -30,7 +30,7 @@ def test_every_block_compiles(page: Page) -> None:
     [pytest.param(page, marks=() if page.name in QUICK else pytest.mark.soak, id=page.name) for page in PAGES],
 )
 def test_every_block_runs(page: Page, tmp_path: Path) -> None:
-    run(page, tmp_path)
+    run(page, tmp_path, in_forks=page.name in QUICK)
 
 
 def test_the_quick_pages_are_there() -> None:
