@@ -19,6 +19,15 @@ KNOWN_WRONG = {
     "parameter_made_in_forward": (tuple(contract.TORCHRUN), "B18: a leaf tensor first made in the step"),
 }
 every_row = pytest.mark.parametrize("row", contract.TORCHRUN)
+SOCKETS = ("multi_worker_mirrored", "central_storage on sockets")
+CENTRAL = ("central_storage", "central_storage on sockets")
+
+
+def _in_turns(row: str, number: int) -> list[pytest.MarkDecorator]:
+    """Of case ``number``: always once mirrored and once in central storage, on sockets and through shared memory by
+    turns; the rest in soak. What carries the numbers does not know what it carries."""
+    is_on_sockets = number % 2 == (row not in CENTRAL)
+    return [] if is_on_sockets == (row in SOCKETS) else [pytest.mark.soak]
 
 
 def _marks(case: contract.Case, row: str) -> list[pytest.MarkDecorator]:
@@ -29,9 +38,14 @@ def _marks(case: contract.Case, row: str) -> list[pytest.MarkDecorator]:
 
 
 CELLS = [
-    pytest.param(case.name, row, id=f"{case.name}-{row}", marks=_marks(case, row))
+    pytest.param(case.name, row, id=f"{case.name}-{row}", marks=[*_marks(case, row), *_in_turns(row, number)])
     for row in contract.TORCHRUN
-    for case in ALL_CASES.values()
+    for number, case in enumerate(ALL_CASES.values())
+]
+DIVERGENCES = [
+    pytest.param(number, row, id=f"{case.name}-{row}", marks=_in_turns(row, number))
+    for number, case in enumerate(divergence.CASES)
+    for row in contract.TORCHRUN
 ]
 
 
@@ -60,8 +74,7 @@ def observe(divergence_index: int, row_name: str) -> divergence.Observed:
         strategy.close()
 
 
-@every_row
-@pytest.mark.parametrize("index", range(len(divergence.CASES)), ids=lambda index: divergence.CASES[index].name)
+@pytest.mark.parametrize(("index", "row"), DIVERGENCES)
 def test_divergence_is_reported_after_the_timeout(index: int, row: str, two_processes: Workers) -> None:
     divergence.check(divergence.CASES[index], two_processes.run(observe, index, row))
 
