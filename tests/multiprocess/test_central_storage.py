@@ -51,9 +51,10 @@ from torchstrat.testing.spawn import WorkersError, spawn
 pytestmark = needs_common_memory
 
 Run = Callable[..., list[Any]]
+PLACES = ("on the host", "on a device")
 
 
-@pytest.fixture(params=["on the host", "on a device"])
+@pytest.fixture(params=PLACES)
 def is_on_device(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "on a device")
 
@@ -93,7 +94,15 @@ def test_each_rank_steps_a_share_and_sees_all(kind: str, run: Run, is_on_device:
     assert all(state_lies)
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.soak)])
+# Where ranks compute is seen with two of them, and four share as three do.
+MORE = [
+    pytest.param(ranks, place, marks=[] if (ranks, place) == (3, "on the host") else pytest.mark.soak)
+    for ranks in (3, 4)
+    for place in PLACES
+]
+
+
+@pytest.mark.parametrize(("ranks", "is_on_device"), MORE, indirect=["is_on_device"])
 def test_more_than_two(ranks: int, is_on_device: bool) -> None:
     program = [on_fake, train_and_close] if is_on_device else [train_and_close]
     assert_same(spawn(program[0], ranks, tuple(program[1:]), timeout_seconds=100), train_and_close())
@@ -176,11 +185,17 @@ WHO = {"between runs": ((0, 1), False), "in a run": ((0, 1), True), "in a run, b
 PROGRAMS: dict[str, tuple[Callable[..., Numbers], tuple[Any, ...]]] = {
     **{f"{edit} {when}": (train_with_edit, (edit, *who)) for edit in EDITS for when, who in WHO.items()},
     # The first of those with rows steps for all.
-    **{f"{edit}, {idle} idle": (train_while_some_are_idle, (edit, idle)) for edit in EDITS for idle in (0, 1)},
+    **{f"{edit}, {idle} idle": (train_while_some_are_idle, (edit, idle)) for idle in (0, 1) for edit in EDITS},
 }
+CELLS = [
+    # Every edit is made in both places always, and everything in both in soak.
+    pytest.param(place, name, id=f"{name}, {place}", marks=[] if turn == number % 2 else pytest.mark.soak)
+    for number, name in enumerate(PROGRAMS)
+    for turn, place in enumerate(PLACES)
+]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("is_on_device", "name"), CELLS, indirect=["is_on_device"])
 def test_it_is_as_in_a_plain_program(name: str, run: Run) -> None:
     """Edits count once, also those that no counter of torch's sees."""
     program, args = PROGRAMS[name]
@@ -520,14 +535,27 @@ def test_a_rank_that_dies_in_its_step_is_named(victim: int, tmp_path: Path) -> N
 # -- ranks on devices --------------------------------------------------------------------------------------------------
 
 ROW = "central_storage"
+ON_A_DEVICE = {
+    *("sgd_momentum", "adam_foreach", "third_party_optimizer", "sharpness_aware", "group_added_in_step"),
+    *("state_dict_round_trip", "everything_made_in_first_run", "sparse_adam", "lookahead_without_hooks"),
+    *("lbfgs", "closure_of_sgd", "gradient_noise_drawn_in_step", "update_by_hand", "parameter_decay_first"),
+    *("accumulation_idle", "weight_tying", "weight_norm", "sync_batch_norm", "sync_batch_norm_uneven"),
+    *("channels_last", "lazy_in_run_drawn", "bare_parameters", "buffers_of_every_kind", "tensor_hooks"),
+    *("func_grad", "frozen_then_unfrozen", "double_backward_across_all_reduce"),
+    *("nested_reentrant_checkpoints", "backward_of_some_inputs", "sums_of_branches", "compiled"),
+    *("deepcopy_in_step", "another_head_half_way", "lazy_layer_behind_the_hooks", "buffer_behind_the_hooks"),
+    *("inner_optimizer_over_tensors", "token_weighted", "average_loss", "all_gather_in_step"),
+}
+"""Always, since they go through every line of the library that all cases go through; the others in soak."""
 
 
-def _cases() -> list[Any]:
-    compiler = [pytest.mark.soak, *COMPILER]  # compiled steps of ranks on CPUs are in test_contract_torchrun
-    return [pytest.param(name, marks=compiler if case.needs_compiler else []) for name, case in contract.CASES.items()]
+def _marks(case: contract.Case) -> list[Any]:
+    if case.needs_compiler:  # compiled steps of ranks on CPUs are in test_contract_torchrun
+        return [pytest.mark.soak, *COMPILER]
+    return [] if case.name in ON_A_DEVICE else [pytest.mark.soak]
 
 
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", [pytest.param(case.name, marks=_marks(case)) for case in contract.CASES.values()])
 def test_training_cases_on_a_device(name: str, two_processes: Workers) -> None:
     check_processes(name, two_processes.run(on_fake, run_case, name, ROW, timeout_seconds=240))
 
