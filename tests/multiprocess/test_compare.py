@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.programs import COMMAND, run
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.testing import compare
+from torchstrat.testing import compare, verify
 from torchstrat.testing.training import regression
 
 
@@ -94,30 +92,27 @@ def test_bad_input() -> None:
 
 RIGHT = "right      torchrun mirrored\nright      mirrored x4\n"
 DIFFERENT = "different  torchrun central_storage: [0].0.weight after step 0; at "
-COMMANDS: dict[str, tuple[list[str], int, list[str]]] = {
-    "right": (["step", "batches", "torchrun mirrored", "mirrored x4"], 0, [RIGHT]),
-    "different": (["local_update", "batches", "torchrun central_storage"], 1, [DIFFERENT, "# here; is off by"]),
-    "not loaded": (["stop", "batches"], 2, ["'program:stop' cannot be loaded"]),
-}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_command(name: str, tmp_path: Path) -> None:
-    words, status, says = COMMANDS[name]
+def words(module: str, step: str, *strategies: str) -> list[str]:
+    return [*(f"{module}:{name}" for name in ("build", step, "batches")), *strategies]
+
+
+def test_a_right_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(words(__name__, "step", "torchrun mirrored", "mirrored x4")) == 0
+    assert capsys.readouterr().out == RIGHT
+
+
+def test_a_function_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        verify.main(words(__name__, "stop"))
+    assert raised.value.code == 2
+    assert f"'{__name__}:stop' cannot be loaded" in capsys.readouterr().err
+
+
+def test_the_command_and_a_module_beside_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(Path(__file__).read_text())
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", "import sys; from torchstrat.cli import main; sys.exit(main())", "verify"),
-            *(f"program:{word}" for word in ["build", *words[:2]]),
-            *words[2:],
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr
-    for part in says:
-        assert part in (done.stdout if status < 2 else done.stderr)
+    done = run(*COMMAND, "verify", *words("program", "local_update", "torchrun central_storage"), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert DIFFERENT in done.stdout
+    assert "# here; is off by" in done.stdout
