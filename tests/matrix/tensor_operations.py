@@ -18,7 +18,7 @@ import unittest
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain, islice
@@ -228,16 +228,36 @@ def samples_of(
     operation: Operation, most: int, fits: Callable[[Sample], bool] = lambda sample: True
 ) -> tuple[Sample, ...]:
     """At most so many calls that plain torch accepts and ``fits`` does, the same in every process; new tensors."""
-    seed = zlib.crc32(operation.key.encode())
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        made = (one for one in _of_database(operation) if _has_tensor_first(operation, one) and fits(one))
+    # Closed here, or the sizes that it has set would stay until its frame is collected: at no two processes at once.
+    with _drawing(operation) as seed, closing(_of_database(operation)) as database:
+        made = (one for one in database if _has_tensor_first(operation, one) and fits(one))
         found = list(islice(made, 4 * most))
         if not found:
             usual = (one for one in _usual() if _has_tensor_first(operation, one) and fits(one))
             found = [one for one in usual if _is_accepted(operation, one)]
     return tuple(random.Random(seed).sample(found, min(most, len(found))))
+
+
+@contextmanager
+def _drawing(operation: Operation) -> Iterator[int]:
+    """In the block samples are drawn from a seed of the operation's own, which it is given.
+
+    Most of the time would go to frames: the database looks through all of them for the test that asks, and to seed a
+    device that is not there yet is noted down with them.
+    """
+    _database()
+    from torch.testing._internal import common_utils
+
+    seed = zlib.crc32(operation.key.encode())
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        mock.patch.object(common_utils, "extract_test_fn", return_value=None),
+        mock.patch.object(torch, "manual_seed", torch.default_generator.manual_seed),
+    ):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        yield seed
 
 
 def _has_tensor_first(operation: Operation, sample: Sample) -> bool:
@@ -278,12 +298,16 @@ _SMALL = {"S": 4, "XS": 2, "M": 6, "L": 8}
 def _with_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
     """The database's entries take the sizes of their tensors from names of their modules."""
     with ExitStack() as patches:
-        for name, module in list(sys.modules.items()):
-            is_opinfo = name.startswith("torch.testing._internal.opinfo")
-            if is_opinfo or name.endswith("common_methods_invocations"):
-                for key in sizes.keys() & vars(module).keys():
-                    patches.enter_context(mock.patch.object(module, key, sizes[key]))
+        for module in _modules_of_the_database():
+            known = {key: size for key, size in sizes.items() if key in vars(module)}
+            patches.enter_context(mock.patch.multiple(module, **known) if known else nullcontext())
         yield
+
+
+@functools.cache
+def _modules_of_the_database() -> tuple[types.ModuleType, ...]:
+    names = ("torch.testing._internal.opinfo", "torch.testing._internal.common_methods_invocations")
+    return tuple(module for name, module in sys.modules.items() if name.startswith(names))
 
 
 @functools.cache
@@ -394,9 +418,7 @@ def refused_samples_of(
 ) -> tuple[Sample, ...]:
     """At most so many calls that plain torch raises for: those of `samples_of`, where an argument that is a tensor is
     the first half of itself, and some that the database knows."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(zlib.crc32(operation.key.encode()))
+    with _drawing(operation):
         made = [half for one in samples_of(operation, most, fits) for half in _with_halves(one)]
         for entry in _entries().get(operation.key, ()):
             try:
