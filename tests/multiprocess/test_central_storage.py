@@ -42,7 +42,7 @@ from tests.support.central_storage import (
     recording_warnings,
     train_and_close,
 )
-from tests.support.replicas import COMPILER, check_processes, run_case
+from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, run_case
 from torchstrat.errors import CommunicationError, InvalidArgumentError
 from torchstrat.testing import Workers, contract
 from torchstrat.testing.fake_device import on_fake_device, shares_steps
@@ -535,24 +535,12 @@ def test_a_rank_that_dies_in_its_step_is_named(victim: int, tmp_path: Path) -> N
 # -- ranks on devices --------------------------------------------------------------------------------------------------
 
 ROW = "central_storage"
-ON_A_DEVICE = {
-    *("sgd_momentum", "adam_foreach", "third_party_optimizer", "sharpness_aware", "group_added_in_step"),
-    *("state_dict_round_trip", "everything_made_in_first_run", "sparse_adam", "lookahead_without_hooks"),
-    *("lbfgs", "closure_of_sgd", "gradient_noise_drawn_in_step", "update_by_hand", "parameter_decay_first"),
-    *("accumulation_idle", "weight_tying", "weight_norm", "sync_batch_norm", "sync_batch_norm_uneven"),
-    *("channels_last", "lazy_in_run_drawn", "bare_parameters", "buffers_of_every_kind", "tensor_hooks"),
-    *("func_grad", "frozen_then_unfrozen", "double_backward_across_all_reduce"),
-    *("nested_reentrant_checkpoints", "backward_of_some_inputs", "sums_of_branches", "compiled"),
-    *("deepcopy_in_step", "another_head_half_way", "lazy_layer_behind_the_hooks", "buffer_behind_the_hooks"),
-    *("inner_optimizer_over_tensors", "token_weighted", "average_loss", "all_gather_in_step"),
-}
-"""Always, since they go through every line of the library that all cases go through; the others in soak."""
 
 
 def _marks(case: contract.Case) -> list[Any]:
     if case.needs_compiler:  # compiled steps of ranks on CPUs are in test_contract_torchrun
         return [pytest.mark.soak, *COMPILER]
-    return [] if case.name in ON_A_DEVICE else [pytest.mark.soak]
+    return [] if case.name in EVERY_LINE else [pytest.mark.soak]
 
 
 @pytest.mark.parametrize("name", [pytest.param(case.name, marks=_marks(case)) for case in contract.CASES.values()])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.replicas import ALL_CASES, COMPILER, check_processes, replica, run_case
+from tests.support.replicas import ALL_CASES, COMPILER, EVERY_LINE, check_processes, replica, run_case
 from torchstrat.testing import Workers, contract, divergence
 
 PROCESSES = 2
@@ -19,31 +19,27 @@ KNOWN_WRONG = {
     "parameter_made_in_forward": (tuple(contract.TORCHRUN), "B18: a leaf tensor first made in the step"),
 }
 every_row = pytest.mark.parametrize("row", contract.TORCHRUN)
-SOCKETS = ("multi_worker_mirrored", "central_storage on sockets")
-CENTRAL = ("central_storage", "central_storage on sockets")
 
 
-def _in_turns(row: str, number: int) -> list[pytest.MarkDecorator]:
-    """Of case ``number``: always once mirrored and once in central storage, on sockets and through shared memory by
-    turns; the rest in soak. What carries the numbers does not know what it carries."""
-    is_on_sockets = number % 2 == (row not in CENTRAL)
-    return [] if is_on_sockets == (row in SOCKETS) else [pytest.mark.soak]
-
-
-def _marks(case: contract.Case, row: str) -> list[pytest.MarkDecorator]:
+def _marks(case: contract.Case, row: str, is_its_turn: bool) -> list[pytest.MarkDecorator]:
     rows, cause = KNOWN_WRONG.get(case.name, ((), ""))
     wrong = [pytest.mark.xfail(reason=cause, strict=True, raises=AssertionError)] if row in rows else []
-    # "compiled" compiles as well, without inductor; and replicas of one process with it
-    return [*wrong, *([pytest.mark.soak, *COMPILER] if case.needs_compiler else [])]
+    if case.needs_compiler:  # "compiled" compiles as well, without inductor; and replicas of one process with it
+        return [*wrong, pytest.mark.soak, *COMPILER]
+    # Always: under each launch what goes through all lines, and the others under one of them.
+    return wrong if is_its_turn or case.name in EVERY_LINE else [*wrong, pytest.mark.soak]
 
 
 CELLS = [
-    pytest.param(case.name, row, id=f"{case.name}-{row}", marks=[*_marks(case, row), *_in_turns(row, number)])
-    for row in contract.TORCHRUN
+    pytest.param(case.name, row, id=f"{case.name}-{row}", marks=_marks(case, row, number % 4 == turn))
+    for turn, row in enumerate(contract.TORCHRUN)
     for number, case in enumerate(ALL_CASES.values())
 ]
+SOCKETS = ("multi_worker_mirrored", "central_storage on sockets")
+SLOW = {(case, row) for case in divergence.CASES if case.raises and case.call != "backward" for row in SOCKETS}
 DIVERGENCES = [
-    pytest.param(number, row, id=f"{case.name}-{row}", marks=_in_turns(row, number))
+    # Of who raises the others learn through sockets after seconds, wherever that is: once.
+    pytest.param(number, row, id=f"{case.name}-{row}", marks=[pytest.mark.soak] if (case, row) in SLOW else [])
     for number, case in enumerate(divergence.CASES)
     for row in contract.TORCHRUN
 ]

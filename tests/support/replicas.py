@@ -48,6 +48,22 @@ def replica() -> int:
 
 ALL_CASES: Mapping[str, contract.Case] = {**contract.CASES, **contract.KNOWN_WRONG}
 
+EVERY_LINE = {
+    *("sgd_momentum", "adam_foreach", "third_party_optimizer", "sharpness_aware", "group_added_in_step"),
+    *("state_dict_round_trip", "everything_made_in_first_run", "sparse_adam", "lookahead_without_hooks", "lbfgs"),
+    *("closure_of_sgd", "gradient_noise_drawn_in_step", "update_by_hand", "parameter_decay_between_through_data"),
+    *("weights_exchanged_as_a_vector", "accumulation_idle", "accumulated_sums_idle_clipped", "weight_tying"),
+    *("weight_norm", "batch_norm", "batch_norm_cumulative", "sync_batch_norm", "sync_batch_norm_uneven"),
+    *("channels_last", "lazy_in_run_drawn", "mixed_dtypes", "bare_parameters", "buffers_of_every_kind"),
+    *("tensor_hooks", "func_grad", "frozen_then_unfrozen", "double_backward_across_all_reduce"),
+    *("nested_reentrant_checkpoints", "backward_of_some_inputs", "sums_of_branches", "compiled"),
+    *("unused_on_all_but_one_replica", "averaged_model_outside", "deepcopy_in_step", "parametrized_half_way"),
+    *("lazy_layer_behind_the_hooks", "buffer_behind_the_hooks", "token_weighted", "average_loss"),
+    *("all_gather_in_step", "lookahead", "parameter_made_in_forward"),
+}
+"""Cases that go through every line and branch of the library that all of them go through, in processes of any launch,
+with ranks on the host or on devices."""
+
 COMPILER = (
     pytest.mark.deadline(300),
     pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler"),
