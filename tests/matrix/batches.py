@@ -367,5 +367,7 @@ TABLE = Table(
     question="Does each replica's step get its own rows, whatever a batch is and however it comes?",
     make_cells=cells,
     faults=FAULTS,
+    # Each process reads for itself in all that have several.
+    alike=lambda place: "torchrun" if places.processes_of(place) > 1 else place,
     bundle=8,
 )

@@ -33,6 +33,9 @@ TORCHRUN: Mapping[str, Row] = {f"torchrun {name}": row for name, row in contract
 LOGICAL_DEVICES = "two logical devices"
 """One replica of two processes, which hold pieces of what is cut. A table's cells share a strategy there."""
 
+CENTRAL_ON_SOCKETS = "torchrun central_storage on sockets"
+"""Where rank 0 alone has the optimizer's state, as the documents say."""
+
 REPLICAS: Mapping[str, Row] = {**IN_PROCESS, **TORCHRUN}
 """Every place of a synchronous strategy."""
 
@@ -45,6 +48,12 @@ def opened(place: str, **options: Any) -> Iterator[Any]:
         yield strategy
     finally:
         strategy.close()
+
+
+def carried_otherwise(place: str) -> str:
+    """Of places that differ in what carries their numbers, shared memory or sockets, the first: `Table.alike`."""
+    others = {"torchrun multi_worker_mirrored": "torchrun mirrored", CENTRAL_ON_SOCKETS: "torchrun central_storage"}
+    return others.get(place, place)
 
 
 def processes_of(place: str) -> int:

@@ -65,10 +65,6 @@ PLACES = (
 )
 
 
-OWNED = "torchrun central_storage on sockets"
-"""Where rank 0 alone has the optimizer's state."""
-
-
 class Row(NamedTuple):
     make: Callable[[bool], Objects]
     """The objects of a program, plainly; whether they are trained."""
@@ -229,7 +225,7 @@ def _check(row: Row, column: str, place: str) -> None:
         strategy = stack.enter_context(opened(place))
         owns = strategy.is_chief
         seen = _brought_back(row, column, place, strategy, stack.close)
-    if column in INTO_STRATEGY and place == OWNED and not owns and "optimizer" in wanted:
+    if column in INTO_STRATEGY and place == places.CENTRAL_ON_SOCKETS and not owns and "optimizer" in wanted:
         assert seen["optimizer"].state["state"].keys() <= {"steps"}, "the state is on another rank than the owner"
         return
     compare(seen, wanted, as_dict=column == "consolidate")
@@ -302,7 +298,7 @@ def _outcomes() -> dict[str, str]:
 def _expected(row: Row, column: str, place: str) -> Expected:
     if place == places.LOGICAL_DEVICES and column in OF_MODULES:
         return _IN_PIECES[column]
-    if place == OWNED and column in INTO_STRATEGY and row in _of_optimizers():
+    if place == places.CENTRAL_ON_SOCKETS and column in INTO_STRATEGY and row in _of_optimizers():
         return documented("the owner alone has the state of optimizers")
     for key in (f"{column} | {place}", place, column):
         if key in row.expected:
@@ -422,6 +418,7 @@ TABLE = Table(
     question="Does state that goes to a file come back as plain PyTorch would bring it back?",
     make_cells=cells,
     faults=FAULTS,
+    alike=places.carried_otherwise,
     bundle=20,
     leave=leave,
 )

@@ -549,7 +549,7 @@ def _fail(strategy: Any, program: Program, edit: Edit | None, batch: Any, failin
 
 
 def _check(row_name: str, column: str, place: str) -> None:
-    by_owner = row_name == "optimizer state" and place == OWNED
+    by_owner = row_name == "optimizer state" and place == places.CENTRAL_ON_SOCKETS
     wanted = _train(None, row_name, column, is_read_by_owner=by_owner)
     with places.opened(place) as strategy:
         seen = _train(strategy, row_name, column, is_read_by_owner=by_owner)
@@ -566,8 +566,6 @@ CAUSES: Mapping[str, str] = {
     "B53": "idle.py hands variables, buffers and helpers over to ranks without rows, and not what the step has set of "
     "plain attributes and requires_grad",
 }
-OWNED = "torchrun central_storage on sockets"
-"""Where rank 0 alone has the optimizer's state, as the documents say."""
 ATTRIBUTES = (
     "attribute",
     "attribute, plain tensor",
@@ -597,7 +595,7 @@ def _expected(row_name: str, column: str, place: str) -> Expected:
         return RIGHT
     if column == "after a run that raised":
         return known_wrong("B16")
-    if column == "edited differently" and kind == "optimizer state" and place != OWNED:
+    if column == "edited differently" and kind == "optimizer state" and place != places.CENTRAL_ON_SOCKETS:
         return known_wrong("B51", ReplicaDriftError)
     if column == "edited differently" and kind in ("training mode", "scheduler and scaler"):
         return known_wrong("B52", ReplicaDriftError)
@@ -695,4 +693,5 @@ TABLE = Table(
     make_cells=cells,
     causes=CAUSES,
     faults=FAULTS,
+    alike=places.carried_otherwise,
 )
