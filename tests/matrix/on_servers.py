@@ -50,6 +50,15 @@ def cells_of(table: Table, place: str, fault: str | None) -> list[tuple[str, str
     return [(cell.row, cell.column) for cell in cells if ids is None or cell.id in ids]
 
 
+def cells_with(table: Table, place: str, row: str, column: str) -> tuple[tuple[str, str], ...]:
+    """Those that a program runs together with this one: that notice the fault, or are in the sample if it is."""
+    cells = cells_of(table, place, fault_now())
+    if fault_now() is None:
+        sampled = [f"{row} | {column} | {place}" in table.sample for row, column in [*cells, (row, column)]]
+        cells = [cell for cell, is_sampled in zip(cells, sampled, strict=False) if is_sampled == sampled[-1]]
+    return tuple(cells)
+
+
 def run_program(module: str, cells: Sequence[tuple[str, str]], fault: str | None, seconds: float, **more: Any) -> Any:
     """The outcomes of these cells, by ``row | column``. ``more``: what else the module's function wants to know."""
     root = Path(__file__).parents[2]

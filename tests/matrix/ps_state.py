@@ -305,13 +305,13 @@ def _in_fake_cluster(row: str, column: str, servers: int, workers: int) -> None:
 
 
 def _in_processes(row: str, column: str) -> None:
-    """Raise what the cell came to. All of them run in one program, when the first is asked for."""
-    on_servers.raise_outcome(_outcomes(on_servers.fault_now())[f"{row} | {column}"])
+    """Raise what the cell came to. All of the sample run in one program, when the first is asked for."""
+    cells = on_servers.cells_with(TABLE, PROCESSES, row, column)
+    on_servers.raise_outcome(_outcomes(on_servers.fault_now(), cells)[f"{row} | {column}"])
 
 
 @functools.cache
-def _outcomes(fault: str | None) -> Any:
-    cells = on_servers.cells_of(TABLE, PROCESSES, fault)
+def _outcomes(fault: str | None, cells: tuple[tuple[str, str], ...]) -> Any:
     return on_servers.run_program("tests.matrix.ps_state_programs", cells, fault, seconds=220)
 
 
