@@ -21,7 +21,7 @@ from torchstrat.collectives.process_group import ProcessGroupCommunicator
 from torchstrat.estimates.synchronous import ON_SEVERAL_HOSTS
 from torchstrat.testing.spawn import spawn
 
-WIDTH = 10_000  # one Linear of 100 million float32 parameters: 400 MB
+WIDTH = 6_000  # one Linear of 36 million float32 parameters: 144 MB
 TIMEOUT = timedelta(seconds=100)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
