@@ -57,9 +57,9 @@ def check(outcomes: list[dict[tuple[str, str], training.Outcome]], replicas: int
 
 
 @pytest.mark.deadline(400)
-def test_two_replicas_of_two_logical_devices(four_processes: Workers) -> None:
-    # The next test has both dtypes.
-    check(four_processes.run(training.train_all, [*training.KINDS], 2, DTYPES[1:]), replicas=2)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.soak)])  # the next has both
+def test_two_replicas_of_two_logical_devices(dtype: str, four_processes: Workers) -> None:
+    check(four_processes.run(training.train_all, [*training.KINDS], 2, [dtype]), replicas=2)
 
 
 @pytest.mark.deadline(400)
@@ -202,7 +202,12 @@ def check_proofs(proofs: list[list[proving.Proof]], names: list[str]) -> None:
 @pytest.mark.parametrize("part", range(len(PARTS_OF_OPERATORS)))
 @pytest.mark.parametrize(
     ("logical", "seeds", "ways"),
-    [(2, 2, 4), (4, 3, 4), pytest.param(4, 6, 24, marks=[pytest.mark.soak, pytest.mark.deadline(400)])],
+    [
+        (2, 2, 4),
+        (4, 3, 4),
+        pytest.param(2, 3, 6, marks=pytest.mark.soak),  # more of the same
+        pytest.param(4, 6, 24, marks=[pytest.mark.soak, pytest.mark.deadline(400)]),
+    ],
 )
 def test_operators(
     logical: int, seeds: int, ways: int, part: int, two_processes: Workers, four_processes: Workers
