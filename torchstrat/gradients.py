@@ -286,37 +286,14 @@ def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
     return len(sizes) < len(gradients)
 
 
-def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factors: Sequence[float]) -> None:
-    """``columns[replica][i]``: the replicas' gradients of tensor i, plain, on one device and all or none of them of
-    half precision. All become the same Σ factors[replica] · columns[replica][i]; each stays a tensor of its own."""
+def combine_in_place(columns: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
+    """``columns[replica][i]``: the replicas' gradients of tensor i, plain and on one device. All become the same
+    factor · Σ columns[replica][i]; each stays a tensor of its own."""
     first, others = list(columns[0]), [list(column) for column in columns[1:]]
-    is_half = first[0].dtype == torch.float16
     with torch.no_grad():
-        # A sum in half precision may not exist where the mean does.
-        if not is_half and all(factor == factors[0] for factor in factors):
-            for other in others:
-                foreach_add_(first, other)
-            if factors[0] != 1.0:
-                foreach_mul_(first, factors[0])
-        else:
-            foreach_mul_(first, factors[0])
-            for other, factor in zip(others, factors[1:], strict=True):
-                foreach_add_(first, other, alpha=factor)
+        for other in others:
+            foreach_add_(first, other)
+        if factor != 1.0:
+            foreach_mul_(first, factor)
         for other in others:
             foreach_copy_(other, first)
-
-
-def combine_out_of_place(
-    gradients: Sequence[torch.Tensor | None], factors: Sequence[float], device: torch.device
-) -> torch.Tensor | None:
-    """The weighted sum of those gradients that exist, dense or sparse, as a new tensor on ``device``."""
-    total: torch.Tensor | None = None
-    with torch.no_grad():
-        for gradient, factor in zip(gradients, factors, strict=True):
-            if gradient is None:
-                continue
-            share = gradient.detach().to(device) * factor
-            total = share if total is None else total + share
-    if total is not None and total.layout == torch.sparse_coo:
-        total = total.coalesce()
-    return total

@@ -12,7 +12,7 @@ import torch
 
 from tests.matrix.table import PlantedFault
 from torchstrat import gradients, stand_ins, variables
-from torchstrat.replicas import bucketed_gradients, gradient_exchange, nested_steps, process_step
+from torchstrat.replicas import bucketed_gradients, in_process_gradients, nested_steps, process_step
 from torchstrat.replicas.differing_edits import DifferingEdits
 
 Place = tuple[Any, str]
@@ -55,7 +55,6 @@ def as_it_is(value: Any, made: dict[int, Any]) -> Any:
 
 _factors_of = bucketed_gradients.BucketedGradients._factors_of
 _BUCKETS = bucketed_gradients.BucketedGradients
-_EXCHANGE = gradient_exchange.GradientExchange
 
 
 def _both(row: str, column: str, *places: str) -> tuple[str, ...]:
@@ -83,18 +82,13 @@ FAULTS = (
         *_both("one backward", "tensor hooks that clamp", "torchrun central_storage"),
     ),
     _fault(
-        "shared memory is not looked for in process",
-        partial(put, no, (gradients, "share_memory")),
-        *_both("shared memory", "foreach", "mirrored x2"),
-    ),
-    _fault(
-        "shared memory is not looked for between processes",
+        "shared memory is not looked for",
         partial(put, no, (bucketed_gradients, "share_memory")),
-        *_both("shared memory", "foreach", "torchrun mirrored"),
+        *_both("shared memory", "foreach"),
     ),
     _fault(
         "combined gradients have no graphs",
-        partial(put, no, (gradient_exchange, "has_graph"), (bucketed_gradients, "has_graph")),
+        partial(put, no, (bucketed_gradients, "has_graph")),
         *_both("create_graph", "foreach", "torchrun multi_worker_mirrored"),
     ),
     _fault(
@@ -109,7 +103,7 @@ FAULTS = (
     ),
     _fault(
         "what step(closure) does to gradients stays with the first replica",
-        partial(put, nothing, (_EXCHANGE, "spread_central")),
+        partial(put, nothing, (in_process_gradients.InProcessGradients, "spread_central")),
         *_both("one backward", "sam-like", "central_storage x2"),
     ),
     _fault(
@@ -120,12 +114,12 @@ FAULTS = (
     _fault(
         "a pass that raised goes on for ever",
         partial(put, never_over, (_BUCKETS, "_ready_in_pass")),
-        *_both("a backward that raised", "clip by norm", "torchrun mirrored"),
+        *_both("a backward that raised", "clip by norm"),
     ),
     _fault(
         "no_sync does not nest",
         partial(put, one_flag, (_BUCKETS, "set_no_sync")),
-        *_both("no_sync nested", "foreach", "torchrun mirrored"),
+        *_both("no_sync nested", "foreach"),
     ),
     _fault(
         "a weight of 0 is multiplied with",

@@ -45,20 +45,6 @@ def _has_idle(program: Program, place: str) -> bool:
 IN_PROCESS = ("mirrored x2", "mirrored x3", "central_storage x2", "central_storage x3")
 FILTERS = (
     Filter(
-        "B19",
-        "what is combined already is scaled once more when another backward pass or p.grad = p.grad + … follows, if a "
-        "replica without rows has gradients from under no_sync (gradient_exchange.py)",
-        lambda program, place: (
-            place in IN_PROCESS
-            and "quiet" in program.traits
-            # A reentrant checkpoint is a pass of its own.
-            and bool({"accumulates twice", "reentrant", "replaces"} & program.traits)
-            and _has_idle(program, place)
-        ),
-        drawn(backward="several", over="no_sync", rows=(8, 1)),
-        "mirrored x2",
-    ),
-    Filter(
         "B54",
         "tensor hooks see the combined gradient, also those that torch.autograd.grad calls; what it returns is "
         "assigned and combined again, which a sum counts once for each replica",

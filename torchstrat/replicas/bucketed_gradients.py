@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from torchstrat import hook_registrations
-from torchstrat._torch_private import DisableTorchFunction, queue_backward_callback, uncompiled
+from torchstrat._torch_private import queue_backward_callback, uncompiled
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.gradients import Owned, is_plain, is_watched, share_memory, shares
@@ -26,6 +27,7 @@ from torchstrat.replicas.gradients_with_graphs import combine_with_graphs, has_g
 from torchstrat.replicas.hooked_gradients import HookTurns
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
+from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.transfer import broadcast_gradients
 
 BACKWARD = "backward() (gradients are combined as they become ready)"
@@ -56,13 +58,22 @@ class BucketedGradients:
     since every run has weights of its own.
     """
 
-    def __init__(self, op: ReduceOp, owners: Owners | None = None) -> None:
-        """``owners``: leave each gradient with those that own it, if there are any."""
+    def __init__(
+        self,
+        op: ReduceOp,
+        owners: Owners | None = None,
+        uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """``owners``: leave each gradient with those that own it, if there are any. ``uninterrupted``: what the end of
+        a pass is called in."""
         self._op = op
         self._owners = owners
+        self._uninterrupted = uninterrupted
         self._no_sync = 0  # open blocks
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
+        self.has_unweighted_parts = False
+        """Whether the last run has accumulated under a `no_sync` of its own, and not combined: see `weigh_parts`."""
         self.records = GradientRecords(op)
         self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
         self._plan = Plan((), ())
@@ -93,6 +104,7 @@ class BucketedGradients:
         self._factors: list[float] | None = None
         self._turns: HookTurns[int] = HookTurns()
         self._came_combined: set[int] = set()  # whose incoming gradient is combined
+        self._accumulates = False  # under a `no_sync` that this run began
         self.use(roster)
         self._active = True
 
@@ -106,6 +118,7 @@ class BucketedGradients:
 
     def end(self) -> None:
         """Nothing is combined until the next `begin`, and no variable is kept alive."""
+        self.has_unweighted_parts = self._accumulates and self._op is ReduceOp.MEAN and bool(self.records.with_parts())
         self._active = False
         self._set_roster(_EMPTY)
 
@@ -120,6 +133,16 @@ class BucketedGradients:
     def set_no_sync(self, active: bool) -> None:
         """A `no_sync` block begins or ends. Blocks nest."""
         self._no_sync += 1 if active else -1
+
+    def weigh_parts(self, share: float) -> None:
+        """Weight what `has_unweighted_parts` tells of by the weights of the run that has ended, as is done at once in a
+        run that is all under `no_sync`: the next one has others. ``share``: of this rank. All ranks call it, if any has
+        such parts."""
+        factor = share * self._everyone
+        for tensor in self.records.with_parts() if factor != 1.0 else ():
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad * factor if factor else torch.zeros_like(tensor.grad)
+        self.pending = True
 
     @property
     def is_in_pass(self) -> bool:
@@ -170,6 +193,7 @@ class BucketedGradients:
         state = self.records.current(tensor)
         state.accumulated, state.combined = True, None
         if self._no_sync and not is_watched:
+            self._accumulates = not self._scaled
             return
         ready = self._ready_in_pass()
         index = self._index.get(id(tensor))
@@ -298,7 +322,7 @@ class BucketedGradients:
         return index in ready or not self._works_by_parts or self.records.current(tensor).accumulated
 
     def _end_pass(self) -> None:
-        with DisableTorchFunction():
+        with self._uninterrupted(), OwnSettings():
             self._combine_with_graphs()
             if self._is_watched:
                 self._meet_at(None)

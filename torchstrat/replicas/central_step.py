@@ -29,10 +29,11 @@ from torchstrat.replicas.differing_edits import (
     edited_differently,
     gradients_edited_differently,
 )
-from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.in_process_gradients import InProcessGradients
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.optimizer_views import real_state
+from torchstrat.replicas.tensor_slot import TensorSlot
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.stand_ins import be_idle, make_stand_in, stepped_by
 
@@ -74,7 +75,7 @@ class CentralStep:
     def __init__(
         self,
         components: Components,
-        gradients: GradientExchange,
+        gradients: InProcessGradients,
         differing: DifferingEdits,
         baton: Baton,
         is_replica_thread: Callable[[], bool],
@@ -158,26 +159,34 @@ class CentralStep:
         """Whether the leader's step is everyone's. It is not where every replica has an optimizer of its own over
         variables of its own, all made in this run."""
 
-        def combine(optimizers: dict[int, Optimizer]) -> dict[int, bool]:
+        def combine(brought: dict[int, tuple[Optimizer, bool]]) -> dict[int, tuple[bool, bool]]:
+            optimizers = {replica: one for replica, (one, _) in brought.items()}
             first, *others = optimizers.values()
             if any(other is not first for other in others):
                 if all(self._is_over_own_variables(one, replica) for replica, one in optimizers.items()):
-                    return dict.fromkeys(optimizers, False)
+                    return dict.fromkeys(optimizers, (False, False))
                 _let_be_one(optimizers)
             with OwnSettings():
+                self._components.share(self._slots_of(tensors))
                 self._report_differing(tensors, list(optimizers))
-                self._gradients.catch_up(tensors)
                 self._components.merge_rows()
-            return dict.fromkeys(optimizers, True)
+            return dict.fromkeys(optimizers, (True, any(left for _, left in brought.values())))
 
-        return bool(self._baton.meet(self._call_name(optimizer), optimizer, combine))
+        brought = optimizer, self._gradients.has_left_over(tensors)
+        is_central, is_left_over = self._baton.meet(self._call_name(optimizer), brought, combine)
+        if is_left_over:
+            self._gradients.catch_up(tensors)
+        return bool(is_central)
+
+    def _slots_of(self, tensors: list[torch.Tensor]) -> list[TensorSlot]:
+        return [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
 
     def _report_differing(self, tensors: list[torch.Tensor], replicas: list[int]) -> None:
         if self._differing.is_told or len(replicas) < 2:
             return
-        slots = [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
+        slots = self._slots_of(tensors)
         edited = edited_differently(self._components.unmerged(slots), replicas) if self._components.has_edits else []
-        self._differing.report(edited, gradients_edited_differently(slots, replicas))
+        self._differing.report(edited, gradients_edited_differently(slots, replicas, self._gradients.combined_of))
 
     def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
         slots = [self._components.slot_of(tensor) for tensor in stepped_by(optimizer)]
@@ -226,7 +235,6 @@ class CentralStep:
 
         def combine(losses: dict[int, Any]) -> dict[int, Any]:
             with OwnSettings():
-                self._gradients.catch_up(tensors)
                 self._components.install_central()
                 before = self._gradients.central()
             if not driver:
@@ -246,6 +254,7 @@ class CentralStep:
 
         loss: Any = _NOTHING
         while True:
+            self._gradients.level(tensors, f"{call} (combining gradients that no backward pass has combined)")
             evaluate, value = self._baton.meet(call, loss, combine)
             if not evaluate:
                 break

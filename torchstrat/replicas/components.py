@@ -13,6 +13,7 @@ that every replica makes takes effect once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Components:
         self._lazy: list[torch.Tensor] = []
         self._copies: set[int] = set()  # ids of the parameters of modules that were deep-copied in this run
         self._changes = 0
+        self.generation = 0
+        """Another number whenever variables have come up in a run, or turned out to be those of all replicas."""
         self._replicas: list[int] = []
         self._leader = 0
         self._home = 0  # the key of the central components: the leader's, or CENTRAL
@@ -269,6 +272,26 @@ class Components:
                 tensor.data.copy_(slot.data[self._home] if slot.unedited is None else slot.unedited)
                 set_version_counters([tensor], [slot.version])
 
+    @contextmanager
+    def gradients_of(self, replica: int) -> Iterator[None]:
+        """In this block, while all replicas stand still, every ``.grad`` is that replica's, and what it is at its end
+        stays so. The replica may be one that has no part in the run."""
+        self.park()
+        device = self.device_of(replica)
+        for slot in self._slots.values():
+            grad = slot.grads.get(replica)
+            slot.tensor.grad = None
+            if slot.tensor.device != device:  # a gradient has to be where its tensor is
+                slot.tensor.data = torch.empty_like(slot.tensor, device=device)
+            slot.tensor.grad = grad
+        try:
+            yield
+        finally:
+            for slot in self._slots.values():
+                slot.grads[replica], slot.tensor.grad = slot.tensor.grad, None
+                slot.tensor.data = slot.data[self._installed]
+                slot.tensor.grad = slot.grads.get(self._installed)
+
     def reinstall_gradients(self, slots: Iterable[TensorSlot]) -> None:
         """Make ``.grad`` what the slots hold, after they were written while all replicas stand still."""
         for slot in slots:
@@ -306,6 +329,14 @@ class Components:
     def home(self) -> int:
         """The key of the central components: the leader's, or CENTRAL."""
         return self._home
+
+    def hidden_from(self, replica: int) -> set[int]:
+        """``id`` of what another replica has made in this run and this one not used, and of deep copies."""
+        return {
+            key
+            for key, slot in self._slots.items()
+            if slot.is_copy or (slot.made_by not in (None, replica) and not slot.is_shared)
+        }
 
     def slot_of(self, tensor: torch.Tensor) -> TensorSlot | None:
         return self._slots.get(id(tensor))
@@ -421,6 +452,7 @@ class Components:
             slot.grads[key] = tensor.grad if same else None
             slot.versions[key] = slot.version
         slot.agreed = slot.data[self._home]
+        self.generation += 1
 
     def _settle_newborn(self) -> None:
         """What no other replica has used is as its maker left it; all else is as the leader left it."""
@@ -533,12 +565,23 @@ class Components:
         """``module`` has been made by a deep copy."""
         self._copies.update(id(tensor) for tensor in module._parameters.values())
 
+    def note_use_of(self, slot: TensorSlot, replica: int) -> None:
+        if not slot.is_shared and slot.made_by != replica:
+            self.share([slot])
+
+    def share(self, slots: Iterable[TensorSlot]) -> None:
+        """These are variables of all replicas, whoever has made them."""
+        for slot in slots:
+            if not slot.is_shared:
+                slot.is_shared = True
+                self.generation += 1
+
     def note_use(self, module: nn.Module) -> None:
         """The replica whose turn it is uses a module that was made in this run."""
         for tensor in module._parameters.values():
             slot = None if tensor is None else self._slots.get(id(tensor))
             if slot is not None:
-                slot.note_use(self._holder)
+                self.note_use_of(slot, self._holder)
         self._buffers.note_use(module, self._holder)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.gradients import CombinedGradient
 from torchstrat.replicas.edits import sample
 from torchstrat.replicas.hyperparameters import Difference
 from torchstrat.replicas.tensor_slot import TensorSlot
@@ -65,12 +66,20 @@ def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> 
     ]
 
 
-def data_edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+CombinedOf = Callable[[int, torch.Tensor], CombinedGradient | None]
+"""What is known of a replica's gradient of a tensor."""
+
+
+def data_edited_differently(
+    slots: Iterable[TensorSlot], replicas: Sequence[int], combined_of: CombinedOf
+) -> list[torch.Tensor]:
     """The same through ``.data``, which no version counter shows: looked for where there is no gradient that a backward
     pass has combined, for what an optimizer steps is hardly edited otherwise."""
     found = []
     for slot in slots:
-        if slot.synced or not slot.tensor.requires_grad or not slot.is_shared or slot.is_copy:
+        if not slot.tensor.requires_grad or not slot.is_shared or slot.is_copy:
+            continue
+        if combined_of(replicas[0], slot.tensor) is not None:
             continue
         own, *others = [sample(slot.data[replica]) for replica in replicas]
         if any(other != own for other in others):
@@ -78,12 +87,14 @@ def data_edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]
     return found
 
 
-def gradients_edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> list[torch.Tensor]:
+def gradients_edited_differently(
+    slots: Iterable[TensorSlot], replicas: Sequence[int], combined_of: CombinedOf
+) -> list[torch.Tensor]:
     """The same of combined gradients, which clipping changes alike on all of them."""
     first, *others = replicas
     found = []
     for slot in slots:
-        combined, grad = slot.synced.get(first), slot.grads.get(first)
+        combined, grad = combined_of(first, slot.tensor), slot.grads.get(first)
         if combined is None or grad is None or combined.version == grad._version:
             continue
         if combined.used or not combined.is_in(grad):

@@ -48,6 +48,11 @@ class GradientRecords:
         record = self._records.get(id(tensor))
         return record if record is not None and record.reference() is tensor else GradientRecord(tensor)
 
+    def with_parts(self) -> list[torch.Tensor]:
+        """Those with something in their gradient that is not combined."""
+        found = [record.reference() for record in self._records.values() if record.accumulated]
+        return [tensor for tensor in found if tensor is not None]
+
     def note_combined(self, tensor: torch.Tensor) -> None:
         """Its gradient is from now on the combined one."""
         record = self._records[id(tensor)]

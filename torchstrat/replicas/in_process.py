@@ -2,7 +2,7 @@
 
 The replicas run one after the other and alternate only where they need each other: at the end of a backward pass, at an
 optimizer's step, in `all_reduce`, `all_gather` and `merge_call`. Plain training steps therefore need no change, and the
-order of everything is the same in every run. See `baton`, `components`, `gradient_exchange` and `central_step`.
+order of everything is the same in every run. See `baton`, `components`, `in_process_gradients` and `central_step`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import ContextError
-from torchstrat.gradients import GradientHooks, check_weight, shares
+from torchstrat.gradients import check_weight, shares
 from torchstrat.memory import Copies, copies_in_one_process
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
@@ -32,7 +32,7 @@ from torchstrat.replicas.collective_functions import AllGather, AllReduce, diffe
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.differing_edits import DifferingEdits, data_edited_differently, edited_differently
 from torchstrat.replicas.engine import adoption_warning, regroup
-from torchstrat.replicas.gradient_exchange import GradientExchange
+from torchstrat.replicas.in_process_gradients import InProcessGradients
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.randomness import ReplicaStreams
@@ -71,8 +71,7 @@ class InProcessReplicas:
         self.registry.looks_for_flat = len(devices) > 1
         self.gradient_op = gradient_op
         self._components = Components(self.registry, self._torch_devices, home)
-        self._gradients = GradientExchange(self._components, gradient_op)
-        self._hooks = GradientHooks(self._gradients, self._turn)
+        self._gradients = InProcessGradients(self._components, self.registry, gradient_op, len(devices))
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._hook_key = new_hook_key()
         self._entry = threading.Lock()
@@ -142,7 +141,7 @@ class InProcessReplicas:
         """Between runs all replicas of a process have the same objects."""
 
     def close(self) -> None:
-        self._hooks.detach()
+        self._gradients.hooks.detach()
         self._threads.close()
 
     # -- run --------------------------------------------------------------------------------------------------------
@@ -220,13 +219,10 @@ class InProcessReplicas:
 
     def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn, step: CentralStep) -> None:
         replicas = weights.active
-        everyone = range(self.num_replicas)
-        idle = [] if len(replicas) == len(everyone) else [one for one in everyone if one not in replicas]
         with OwnSettings():
             members = self.registry.members()
             self._components.begin(replicas, members)
-            self._gradients.begin(replicas, idle, baton.meet, lambda: baton.holder, weights.values)
-            self._hooks.attach(members.tensors, early=self._gradients.begins_with_early_hooks)
+            self._gradients.begin(baton, weights, members)
         self.registry.on_copy = self._note_copy
         newborn.begin(members.modules if self._components.has_lazy else ())
         step.begin(members.helpers)
@@ -246,7 +242,7 @@ class InProcessReplicas:
                 newborn.end()
                 self.registry.on_copy = None
                 try:
-                    self._gradients.end()
+                    self._gradients.end(None if failed else weights.values())
                     rows = [weights.rows_of(replica) for replica in weights.active]
                     self._components.end(None if failed else weights.values(), rows)
                 finally:
@@ -262,10 +258,7 @@ class InProcessReplicas:
         slots = self._components.slots()
         if self._components.has_edits:
             self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
-        self._differing.report(data_edited_differently(slots, replicas))
-
-    def _turn(self) -> int | None:
-        return None if self._baton is None else self._baton.holder
+        self._differing.report(data_edited_differently(slots, replicas, self._gradients.combined_of))
 
     def _is_current(self) -> bool:
         """Whether the calling thread is in this strategy's scope or runs one of its replicas."""
@@ -295,7 +288,7 @@ class InProcessReplicas:
     def _attach(self, tensors: list[torch.Tensor]) -> None:
         slots = [self._components.slot_of(tensor) for tensor in tensors]
         variables = [slot.tensor for slot in slots if slot is not None and not slot.is_copy]
-        self._hooks.attach(variables, early=self._gradients.needs_early_hooks)
+        self._gradients.hooks.attach(variables, early=self._gradients.needs_early_hooks)
 
     def _note_use(self, module: nn.Module) -> None:
         if self._baton is not None and self._is_current():
@@ -305,7 +298,7 @@ class InProcessReplicas:
         """A replica's code is about to register a parameter or a buffer."""
         self._components.made_members()
         if isinstance(member, nn.Parameter):
-            self._hooks.attach([member], early=self._gradients.needs_early_hooks)
+            self._gradients.hooks.attach([member], early=self._gradients.needs_early_hooks)
         else:
             self._components.expect_buffer(module, name, member)
 

@@ -431,7 +431,12 @@ class PerProcessReplica:
         optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
         settings = sum(map(hyperparameters.digest, optimizers))
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots))
-        rows = agree(self._communicator, END_OF_RUN, (self._weights.of(self._world.rank), *numbers))
+        own = (self._weights.of(self._world.rank), float(self._gradients.has_unweighted_parts))
+        rows = agree(self._communicator, END_OF_RUN, (*own, *numbers))
+        weights, parts = [row[0] for row in rows], [row[1] for row in rows]
+        rows = [row[1:] for row in rows]
+        if any(parts):
+            self._gradients.weigh_parts(shares(self.gradient_op, weights)[self._communicator.rank])
         differ = not all_equal([row[1:] for row in rows])
         if differ and not all_equal([row[1:4] for row in rows]):
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
@@ -441,7 +446,7 @@ class PerProcessReplica:
                 found = hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
                 self._differing.report_settings(optimizer, found)
         if buffers.sums or (differ and not all_equal([row[5:] for row in rows])):
-            buffers.merge(self._communicator, [row[0] for row in rows], END_OF_RUN)
+            buffers.merge(self._communicator, weights, END_OF_RUN)
         if self.registry.buffer_rules:
             for name, slot in self.registry.named_buffer_slots().items():
                 if self.registry.buffer_rules.keeps_own(slot.module, slot.name):

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from torchstrat.gradients import CombinedGradient
-
 
 class TensorSlot:
     """One parameter or leaf tensor: per replica its data, its gradient and its count of in-place edits.
@@ -20,7 +18,6 @@ class TensorSlot:
 
     __slots__ = (
         "agreed",
-        "bases",
         "data",
         "grad_dtype",
         "grads",
@@ -29,12 +26,10 @@ class TensorSlot:
         "made_by",
         "parked_grad",
         "reference",
-        "synced",
         "tensor",
         "trained",
         "trains",
         "unedited",
-        "unsynced",
         "version",
         "versions",
     )
@@ -58,14 +53,6 @@ class TensorSlot:
         """Whether it required a gradient when the run began."""
         self.trains: dict[int, bool] = {}
         """Whether it does, per replica; empty until one has changed that."""
-
-        # Bookkeeping of `GradientExchange`
-        self.bases: dict[int, torch.Tensor | None] = {}
-        """Per replica: what its gradient held before it was added to and not yet combined. Only where sums are."""
-        self.synced: dict[int, CombinedGradient] = {}
-        """Per replica: the combined gradient it was given, until it adds to it."""
-        self.unsynced = False
-        """Added to under `no_sync` and not yet combined."""
 
         # Of variables that came up during the run
         self.made_by: int | None = None
@@ -105,13 +92,9 @@ class TensorSlot:
 
     def cast_grads(self, dtype: torch.dtype) -> None:
         """The program has cast the tensor and its gradient, of which it sees the installed one."""
-        for kept in (self.grads, self.bases):
-            kept.update({r: grad.to(dtype) for r, grad in kept.items() if grad is not None and grad.dtype != dtype})
+        changed = {r: grad.to(dtype) for r, grad in self.grads.items() if grad is not None and grad.dtype != dtype}
+        self.grads.update(changed)
 
     def is_edited(self, replica: int) -> bool:
         """Whether that replica's component was edited in place since all were equal. For parked slots."""
         return self.versions[replica] != self.version
-
-    def note_use(self, replica: int) -> None:
-        if replica != self.made_by:
-            self.is_shared = True

@@ -1,0 +1,228 @@
+"""Gradients of replicas in one process: each replica has what a replica in a process of its own has, and its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from torchstrat.gradients import CombinedGradient, GradientHooks, shares
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.agreement import agree
+from torchstrat.replicas.baton import Baton
+from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.components import Components
+from torchstrat.replicas.in_process_communicator import InProcessCommunicator
+from torchstrat.replicas.roster import Roster, Rosters
+from torchstrat.replicas.thread_state import OwnSettings
+from torchstrat.replicas.weights import StepWeights
+from torchstrat.variables import Members, VariableRegistry
+
+Central = dict[int, tuple[torch.Tensor | None, int]]
+
+
+class InProcessGradients:
+    """The `BucketedGradients` of every replica. Hooks, on tensors that are there once, tell that of the replica whose
+    turn it is."""
+
+    def __init__(self, components: Components, registry: VariableRegistry, op: ReduceOp, count: int) -> None:
+        self._components = components
+        self._op = op
+        self._rosters = Rosters(registry)
+        self._of = [BucketedGradients(op, uninterrupted=self._shielded) for _ in range(count)]
+        self._communicators: dict[tuple[int, ...], InProcessCommunicator] = {}
+        self._baton: Baton | None = None
+        self._replicas: list[int] = []
+        self._idle: list[int] = []
+        self._seen: dict[int, int] = {}  # replica → the generation of variables that it counts with
+        self.hooks = GradientHooks(self, lambda: None if self._baton is None else self._baton.holder)
+
+    # -- a run ------------------------------------------------------------------------------------------------------
+
+    def begin(self, baton: Baton, weights: StepWeights, members: Members) -> None:
+        """A run of the replicas that are active in ``weights`` begins, for all of them; the components have begun."""
+        self._baton, self._replicas = baton, weights.active
+        communicator = self._communicators.get(tuple(self._replicas))
+        if communicator is None:
+            communicator = self._communicators[tuple(self._replicas)] = InProcessCommunicator(self._replicas)
+        communicator.begin(baton)
+        self.communicator = communicator
+        roster = self._rosters.now(members)
+        self._idle = []
+        if len(self._replicas) < len(self._of):
+            self._idle = [replica for replica in range(len(self._of)) if replica not in self._replicas]
+            self._move_to_leader(roster)
+        self._seen = dict.fromkeys(self._replicas, self._components.generation)
+        for replica in self._replicas:
+            self._of[replica].begin(roster, communicator, len(self._of), partial(weights.of, replica))
+        self.hooks.attach_to_run(roster.tensors, roster.layout, early=self.needs_early_hooks)
+
+    def end(self, weights: Sequence[float] | None) -> None:
+        """A run has ended, and all replicas stand still. Let go of everything that belongs to it alone. ``weights``: of
+        the replicas that have run; None after a failure."""
+        active = [self._of[replica] for replica in self._replicas]
+        for gradients in active:
+            gradients.end()
+        if weights is not None and any(gradients.has_unweighted_parts for gradients in active):
+            for replica, share in zip(self._replicas, shares(self._op, weights), strict=True):
+                with self._components.gradients_of(replica):
+                    self._of[replica].weigh_parts(share)
+        if self._idle:
+            self._give_to_idle()
+        pending = active[0].pending or active[0].no_sync
+        for gradients in self._of:
+            gradients.pending = pending
+        self.communicator.end()
+        self._baton, self._replicas, self._idle = None, [], []
+
+    def set_no_sync(self, active: bool) -> None:
+        """A `no_sync` block begins or ends, in a replica's code or outside of runs. Blocks nest."""
+        holder = None if self._baton is None else self._baton.holder
+        for gradients in self._of if holder is None else [self._of[holder]]:
+            gradients.set_no_sync(active)
+
+    @contextmanager
+    def _shielded(self) -> Iterator[None]:
+        """Ctrl-C leaves no gradient half-combined."""
+        assert self._baton is not None
+        self._baton.shield()
+        try:
+            yield
+        finally:
+            self._baton.unshield()
+
+    @property
+    def needs_early_hooks(self) -> bool:
+        return any(gradients.needs_early_hooks for gradients in self._of)
+
+    # -- replicas without rows --------------------------------------------------------------------------------------
+
+    # What is not combined yet is kept so that its sum over all replicas (of a mean: divided by their number) is what
+    # counts, whoever has it.
+
+    def _move_to_leader(self, roster: Roster) -> None:
+        """What replicas that sit this run out have accumulated waits with the leader: if the step now zeroes gradients
+        it must zero those too."""
+        leader = self._of[self._replicas[0]]
+        if not (leader.pending or leader.no_sync):
+            return
+        parts = []
+        for replica in self._idle:
+            records = self._of[replica].records
+            with self._components.gradients_of(replica):
+                parts += [(t, records.take_part(t)) for t in roster.tensors if records.of(t).accumulated]
+        with self._components.gradients_of(self._replicas[0]):
+            for tensor, part in parts:
+                if part is not None:
+                    leader.records.add_part(tensor, part)
+
+    def _give_to_idle(self) -> None:
+        """What is equal on all replicas that took part (combined, or zeroed) is so on the others too."""
+        tensors = [slot.tensor for slot in self._components.slots()]
+        with self._components.gradients_of(self._replicas[0]):
+            combined = [self._of[self._replicas[0]].records.combined_part(tensor) for tensor in tensors]
+        for replica in self._idle:
+            device = self._components.device_of(replica)
+            with self._components.gradients_of(replica):
+                for tensor, part in zip(tensors, combined, strict=True):
+                    if part is not None:
+                        own = None if part[0] is None else part[0].clone().to(device)
+                        self._of[replica].records.take_over(tensor, own, used=part[1])
+
+    # -- called by the hooks ----------------------------------------------------------------------------------------
+
+    def _now(self, tensor: torch.Tensor | None = None) -> BucketedGradients | None:
+        """Those of the replica whose turn it is, which is about to use ``tensor``; None outside of runs."""
+        replica = None if self._baton is None else self._baton.holder
+        if replica is None:
+            return None
+        if tensor is not None:
+            slot = self._components.slot_of(tensor)
+            if slot is None:
+                with OwnSettings():
+                    slot = self._components.new_slot_of(tensor)
+            if slot is not None and slot.made_by is not None:
+                self._components.note_use_of(slot, replica)
+        gradients = self._of[replica]
+        if self._seen[replica] != self._components.generation and not gradients.is_in_pass:
+            self._seen[replica] = self._components.generation
+            gradients.use(self._roster_of(replica))
+        return gradients
+
+    def _roster_of(self, replica: int) -> Roster:
+        """Without what another replica has made in this run, and this one not used: each makes its own, perhaps."""
+        roster = self._rosters.now()
+        hidden = self._components.hidden_from(replica)
+        if not hidden:
+            return roster
+        return roster.only({name for name, tensor in roster.items() if id(tensor) not in hidden})
+
+    def before_accumulation(
+        self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
+    ) -> torch.Tensor | None:
+        gradients = self._now(tensor)
+        return None if gradients is None else gradients.before_accumulation(tensor, gradient, is_watched)
+
+    def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
+        gradients = self._now(tensor)
+        if gradients is not None:
+            gradients.after_accumulation(tensor, is_watched)
+
+    # -- at an optimizer's step -------------------------------------------------------------------------------------
+
+    def before_clipping(self, gradients: list[torch.Tensor]) -> None:
+        own = self._now()
+        if own is not None:
+            own.before_clipping(gradients)
+
+    def has_left_over(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the replica whose turn it is has gradients of ``tensors`` that no backward pass has combined."""
+        own = self._now()
+        assert own is not None
+        return not own.records.are_as_combined(tensors) and bool(own.records.left_over(tensors))
+
+    def catch_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Combine those that any replica has: assigned by hand, or left by ``no_sync``. All replicas call it."""
+        own = self._now()
+        assert own is not None
+        with OwnSettings():
+            own.catch_up(tensors)
+
+    def level(self, tensors: Sequence[torch.Tensor], call: str) -> None:
+        """The same where nobody knows yet whether there are any."""
+        if any(row[0] for row in agree(self.communicator, call, (float(self.has_left_over(tensors)),))):
+            self.catch_up(tensors)
+
+    def combined_of(self, replica: int, tensor: torch.Tensor) -> CombinedGradient | None:
+        """What is known of the gradient that the replica has been given last, until it adds to it."""
+        return self._of[replica].records.of(tensor).combined
+
+    def after_step(self, tensors: Sequence[torch.Tensor]) -> None:
+        """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
+        for replica in self._replicas:
+            self._of[replica].records.after_step(tensors)
+
+    def central(self) -> Central:
+        """While the central components are installed for code that runs once: what gradients there are, by ``id`` of
+        their tensors, and their versions."""
+        found = ((key, slot.tensor.grad) for key, slot in self._components.keyed_slots())
+        return {key: (grad, 0 if grad is None else grad._version) for key, grad in found}
+
+    def spread_central(self, before: Central) -> None:
+        """After `Components.spread_central` and such code: gradients that it zeroed, removed or replaced are so for
+        every replica."""
+        home, changed = self._components.home, []
+        for key, slot in self._components.keyed_slots():
+            grad = slot.grads.get(home)
+            earlier, version = before.get(key, (None, 0))
+            if grad is not earlier or (grad is not None and grad._version != version):
+                changed.append((slot.tensor, grad))
+        for replica in self._replicas if changed else ():
+            with self._components.gradients_of(replica):
+                for tensor, grad in changed:
+                    own = grad
+                    if grad is not None and replica != home:
+                        own = grad.detach().clone().to(self._components.device_of(replica))
+                    self._of[replica].records.take_over(tensor, own, used=False)
