@@ -122,6 +122,10 @@ class BucketedGradients:
         self._active = False
         self._set_roster(_EMPTY)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a variable of the current run."""
+        return id(tensor) in self._index
+
     def known(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are variables of the current run."""
         return [tensor for tensor in tensors if id(tensor) in self._index]
@@ -409,7 +413,7 @@ class BucketedGradients:
         if self._works_by_parts or self._owners is not None or _SPARSE_TOO in kinds:
             return []
         found = [t.grad for t, kind in zip(self._tensors, kinds, strict=True) if kind == _DENSE and t.grad is not None]
-        can = all(g.dtype in _PLAIN and is_plain(g) and g.is_contiguous() and g.is_cpu for g in found)
+        can = all(g.dtype in _PLAIN and g.is_contiguous() and not g.requires_grad and g.is_cpu for g in found)
         return found if can and not share_memory(found) else []
 
     def _has_part(self, tensor: torch.Tensor) -> bool:

@@ -255,13 +255,6 @@ class Components:
             self._install(self._leader)
         self._is_parked = False
 
-    def begin_closure_step(self, optimizer: Optimizer) -> None:
-        """While all replicas stand still, with the central components installed: a step that asks for closures."""
-        self._helpers.enter_step(optimizer)
-
-    def end_closure_step(self, optimizer: Optimizer) -> None:
-        self._helpers.leave_step(optimizer)
-
     def undo_edits(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         """For another replica, in its turn, after a step: what hooks on the optimizer edited in place has been done on
         the central variables already, when the leader stepped."""
@@ -276,6 +269,7 @@ class Components:
     def gradients_of(self, replica: int) -> Iterator[None]:
         """In this block, while all replicas stand still, every ``.grad`` is that replica's, and what it is at its end
         stays so. The replica may be one that has no part in the run."""
+        was_parked = self._is_parked
         self.park()
         device = self.device_of(replica)
         for slot in self._slots.values():
@@ -291,6 +285,7 @@ class Components:
                 slot.grads[replica], slot.tensor.grad = slot.tensor.grad, None
                 slot.tensor.data = slot.data[self._installed]
                 slot.tensor.grad = slot.grads.get(self._installed)
+            self._is_parked = was_parked
 
     def reinstall_gradients(self, slots: Iterable[TensorSlot]) -> None:
         """Make ``.grad`` what the slots hold, after they were written while all replicas stand still."""

@@ -20,9 +20,9 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
-from torchstrat.replicas.process_step import OWNER
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
+from torchstrat.replicas.update_policies import OWNER
 from torchstrat.values import PerReplica
 from torchstrat.variables import VariableRegistry
 

@@ -2,7 +2,7 @@
 
 The replicas run one after the other and alternate only where they need each other: at the end of a backward pass, at an
 optimizer's step, in `all_reduce`, `all_gather` and `merge_call`. Plain training steps therefore need no change, and the
-order of everything is the same in every run. See `baton`, `components`, `in_process_gradients` and `central_step`.
+order of everything is the same in every run. See `baton`, `components`, `in_process_gradients` and `in_process_step`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torchstrat.context import ReplicaContext, enter
 from torchstrat.data.layout import InputLayout
 from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import ContextError
-from torchstrat.gradients import check_weight, shares
+from torchstrat.gradients import check_weight
 from torchstrat.memory import Copies, copies_in_one_process
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.baton import Baton
-from torchstrat.replicas.central_step import CentralStep
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.differing_edits import DifferingEdits, data_edited_differently, edited_differently
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.in_process_gradients import InProcessGradients
+from torchstrat.replicas.in_process_step import InProcessUpdate, StepHooks
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.randomness import ReplicaStreams
@@ -73,9 +73,10 @@ class InProcessReplicas:
         self._components = Components(self.registry, self._torch_devices, home)
         self._gradients = InProcessGradients(self._components, self.registry, gradient_op, len(devices))
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
-        self._hook_key = new_hook_key()
-        self._entry = threading.Lock()
         self._differing = DifferingEdits(self.registry.describe)
+        update = InProcessUpdate(self._components, self._gradients, self._differing, self._is_current)
+        self._steps = StepHooks(update, self._gradients, gradient_op, new_hook_key())
+        self._entry = threading.Lock()
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
@@ -189,15 +190,6 @@ class InProcessReplicas:
         self, baton: Baton, weights: StepWeights, fn: Callable[..., Any], inputs: dict[int, Any]
     ) -> dict[int, Any]:
         state = ThreadState()
-        step = CentralStep(
-            self._components,
-            self._gradients,
-            self._differing,
-            baton,
-            self._is_current,
-            self._combine_losses,
-            self._hook_key,
-        )
         newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
 
         def body(replica: int) -> Any:
@@ -209,15 +201,15 @@ class InProcessReplicas:
             with self._losses.around(weights), self._renorms.around():
                 return baton.run(
                     body,
-                    begin=lambda: self._begin(baton, weights, newborn, step),
-                    end=lambda error: self._end(weights, newborn, step, failed=error is not None),
+                    begin=lambda: self._begin(baton, weights, newborn),
+                    end=lambda error: self._end(weights, newborn, failed=error is not None),
                 )
         except Exception as error:
             if baton.failed_replica is not None:
                 add_replica_note(error, baton.failed_replica, self.num_replicas, weights)
             raise
 
-    def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn, step: CentralStep) -> None:
+    def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn) -> None:
         replicas = weights.active
         with OwnSettings():
             members = self.registry.members()
@@ -225,10 +217,10 @@ class InProcessReplicas:
             self._gradients.begin(baton, weights, members)
         self.registry.on_copy = self._note_copy
         newborn.begin(members.modules if self._components.has_lazy else ())
-        step.begin(members.helpers)
+        self._steps.begin(baton, weights)
         self._components.streams.begin(replicas)  # last: what fails before leaves the user's generator as it was
 
-    def _end(self, weights: StepWeights, newborn: Newborn, step: CentralStep, *, failed: bool) -> None:
+    def _end(self, weights: StepWeights, newborn: Newborn, *, failed: bool) -> None:
         with OwnSettings():
             try:
                 self._components.activate(None)
@@ -238,7 +230,7 @@ class InProcessReplicas:
                 failed = True
                 raise
             finally:
-                step.end()
+                self._steps.end()
                 newborn.end()
                 self.registry.on_copy = None
                 try:
@@ -304,13 +296,6 @@ class InProcessReplicas:
 
     def _note_copy(self, module: nn.Module) -> None:
         self._components.note_copy(module)
-
-    def _combine_losses(self, losses: dict[int, Any]) -> Any:
-        assert self._weights is not None
-        if any(loss is None for loss in losses.values()):
-            return None
-        factors = shares(self.gradient_op, self._weights.values())
-        return sum(loss * factor for loss, factor in zip(losses.values(), factors, strict=True))
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 

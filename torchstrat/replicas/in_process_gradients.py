@@ -10,7 +10,6 @@ import torch
 
 from torchstrat.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.components import Components
@@ -36,8 +35,13 @@ class InProcessGradients:
         self._baton: Baton | None = None
         self._replicas: list[int] = []
         self._idle: list[int] = []
-        self._seen: dict[int, int] = {}  # replica → the generation of variables that it counts with
+        self._began = 0  # the generation of variables with which the run has begun
+        self._seen: dict[int, int] = {}  # replica → that with which it counts
         self.hooks = GradientHooks(self, lambda: None if self._baton is None else self._baton.holder)
+
+    @property
+    def of_replicas(self) -> Sequence[BucketedGradients]:
+        return self._of
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
@@ -54,7 +58,8 @@ class InProcessGradients:
         if len(self._replicas) < len(self._of):
             self._idle = [replica for replica in range(len(self._of)) if replica not in self._replicas]
             self._move_to_leader(roster)
-        self._seen = dict.fromkeys(self._replicas, self._components.generation)
+        self._began = self._components.generation
+        self._seen = dict.fromkeys(self._replicas, self._began)
         for replica in self._replicas:
             self._of[replica].begin(roster, communicator, len(self._of), partial(weights.of, replica))
         self.hooks.attach_to_run(roster.tensors, roster.layout, early=self.needs_early_hooks)
@@ -138,14 +143,16 @@ class InProcessGradients:
         replica = None if self._baton is None else self._baton.holder
         if replica is None:
             return None
+        gradients = self._of[replica]
+        if self._components.generation == self._began and (tensor is None or gradients.has(tensor)):
+            return gradients  # nothing has come up in this run: nearly always
         if tensor is not None:
             slot = self._components.slot_of(tensor)
             if slot is None:
                 with OwnSettings():
                     slot = self._components.new_slot_of(tensor)
-            if slot is not None and slot.made_by is not None:
+            if slot is not None:
                 self._components.note_use_of(slot, replica)
-        gradients = self._of[replica]
         if self._seen[replica] != self._components.generation and not gradients.is_in_pass:
             self._seen[replica] = self._components.generation
             gradients.use(self._roster_of(replica))
@@ -190,11 +197,6 @@ class InProcessGradients:
         with OwnSettings():
             own.catch_up(tensors)
 
-    def level(self, tensors: Sequence[torch.Tensor], call: str) -> None:
-        """The same where nobody knows yet whether there are any."""
-        if any(row[0] for row in agree(self.communicator, call, (float(self.has_left_over(tensors)),))):
-            self.catch_up(tensors)
-
     def combined_of(self, replica: int, tensor: torch.Tensor) -> CombinedGradient | None:
         """What is known of the gradient that the replica has been given last, until it adds to it."""
         return self._of[replica].records.of(tensor).combined
@@ -211,11 +213,10 @@ class InProcessGradients:
         return {key: (grad, 0 if grad is None else grad._version) for key, grad in found}
 
     def spread_central(self, before: Central) -> None:
-        """After `Components.spread_central` and such code: gradients that it zeroed, removed or replaced are so for
-        every replica."""
+        """After such code: gradients that it zeroed, removed or replaced are so for every replica."""
         home, changed = self._components.home, []
         for key, slot in self._components.keyed_slots():
-            grad = slot.grads.get(home)
+            grad = slot.tensor.grad
             earlier, version = before.get(key, (None, 0))
             if grad is not earlier or (grad is not None and grad._version != version):
                 changed.append((slot.tensor, grad))

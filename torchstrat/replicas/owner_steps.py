@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import after_step, before_step
-from torchstrat.replicas.process_step import ProcessStep
+from torchstrat.replicas.optimizer_step import OptimizerStep
 
 
 class OwnerSteps:
@@ -24,7 +24,7 @@ class OwnerSteps:
 
     def __init__(
         self,
-        step: ProcessStep,
+        step: OptimizerStep,
         begin: Callable[[], None],
         end: Callable[[], None],
         has_own_state: Callable[[Optimizer], bool],
@@ -86,13 +86,13 @@ class OwnerSteps:
             handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._paused:
+        if self._paused or self._step.is_part_of_another():
             return None
         self._begin()
-        return self._step.before_alone(optimizer, args, kwargs)
+        return self._step.before_last(optimizer, args, kwargs)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._paused:
+        if not self._paused and not self._step.is_part_of_another():
             self._step.after(optimizer, args, kwargs)
             self._end()
 

@@ -1,8 +1,8 @@
 """One replica in this process, the others in the other processes of the job.
 
 Parameters, optimizers and modules are the user's own objects on the process's device. Hooks combine gradients while
-backward runs (`bucketed_gradients`), the optimizer's step is made equal everywhere or made by the owner
-(`process_step`), and everything else that involves the others first agrees with them on what is done (`agreement`).
+backward runs (`bucketed_gradients`), the optimizer's step is made as an update policy says (`optimizer_step`,
+`update_policies`), and everything else that involves the others first agrees with them on what is done (`agreement`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from torchstrat.replicas.exchange import (
 from torchstrat.replicas.idle import IdleReplicas
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
+from torchstrat.replicas.optimizer_step import OptimizerStep, put_hooks, remove_hooks
 from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
-from torchstrat.replicas.process_step import OWNER, ProcessStep
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.renormed_rows import renormed_weights
@@ -64,6 +64,7 @@ from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.step_pages import StepPages
 from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.replicas.update_policies import OWNER, PrimaryUpdate, ReplicatedUpdate, ShardedUpdate
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.stand_ins import wrapped_among
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
@@ -131,8 +132,11 @@ class PerProcessReplica:
         self._known: dict[str, weakref.ref[Any]] = {}
         self._taken_over: tuple[Any, ...] = ()  # what stays equal as long as there is nothing new
         owns = not central or communicator.rank == OWNER
+        self._policy, self._outside_policy = self._make_policy(), self._make_policy()
+        self._step = OptimizerStep(self._policy, self._gradients, gradient_op)
+        self._outside_step = OptimizerStep(self._outside_policy, self._gradients, gradient_op)
         self._owner_steps = OwnerSteps(
-            self._make_step(communicator), self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
+            self._outside_step, self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
         )
 
     # -- facts ------------------------------------------------------------------------------------------------------
@@ -292,17 +296,12 @@ class PerProcessReplica:
             value.data = torch.empty(kind[0], dtype=kind[1], device=value.device)
         broadcast_tensors(self._communicator, [value], 0, call)
 
-    def _make_step(self, communicator: Communicator) -> ProcessStep:
-        return ProcessStep(
-            communicator,
-            self._gradients,
-            self._edits,
-            self._differing,
-            self._mean_loss,
-            self._hook_key,
-            central=self._central,
-            storage=self._storage,
-        )
+    def _make_policy(self) -> ReplicatedUpdate:
+        if not self._central:
+            return ReplicatedUpdate(self._gradients, self._edits, self._differing)
+        if self._storage is None:
+            return PrimaryUpdate(self._gradients, self._edits, self._differing)
+        return ShardedUpdate(self._gradients, self._edits, self._differing, self._storage)
 
     def _is_of_owner(self, optimizer: Optimizer) -> bool:
         """Whether the owner alone has the optimizer's state."""
@@ -333,6 +332,8 @@ class PerProcessReplica:
         self._find_owners()
         self._weights = StepWeights(range(self.num_replicas), None)
         self._gradients.begin(self._rosters.now(), self._world, self.num_replicas, lambda: 1.0)
+        self._outside_policy.begin(self._world)
+        self._outside_step.begin(self._world, self._weights, self._world.rank)
 
     # -- run --------------------------------------------------------------------------------------------------------
 
@@ -393,19 +394,20 @@ class PerProcessReplica:
         self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
         buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
-        step = self._make_step(self._communicator)
+        self._policy.begin(self._communicator)
+        self._step.begin(self._communicator, weights, me)
         newborn = Newborn(self.registry, self._take_over_newborn, on_buffer=partial(self._take_over_buffer, buffers))
         self._streams.begin([me])
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
         self._owner_steps.pause()
+        put_hooks(self._hook_key, self._step.before, self._step.after, self._gradients.before_clipping)
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
             with (
                 self._losses.around(weights),
                 self._renorms.around(),
-                step,
                 enter(self._strategy, self._context),
                 self._around_step(),
             ):
@@ -416,6 +418,9 @@ class PerProcessReplica:
                 add_replica_note(error, me, self.num_replicas, weights)
             raise
         finally:
+            remove_hooks(self._hook_key)
+            self._step.end()
+            self._policy.end()
             newborn.end()
             self._owner_steps.resume()
             self._gradients.end()
@@ -451,22 +456,6 @@ class PerProcessReplica:
             for name, slot in self.registry.named_buffer_slots().items():
                 if self.registry.buffer_rules.keeps_own(slot.module, slot.name):
                     self._known[f"buffer {name}"] = weakref.ref(slot.module)  # not to be overwritten as a new one
-
-    def _mean_loss(self, loss: Any, flag: bool) -> tuple[Any, bool]:
-        """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all ranks act alike. And
-        whether any of them has set the ``flag``."""
-        assert self._weights is not None
-        value = 0.0 if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        rows = agree(
-            self._communicator, "the loss of a closure", (value, self._weights.of(self._world.rank), float(flag))
-        )
-        is_flagged = any(row[2] for row in rows)
-        if loss is None:
-            return None, is_flagged
-        weights = [row[1] for row in rows]
-        factors = shares(self.gradient_op, weights if any(weights) else [1.0] * len(weights))
-        mean = sum(row[0] * factor for row, factor in zip(rows, factors, strict=True))
-        return (loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean), is_flagged
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 

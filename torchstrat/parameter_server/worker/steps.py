@@ -28,7 +28,7 @@ from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.row_gradients import ROWS
-from torchstrat.replicas.central_step import closure_of
+from torchstrat.replicas.optimizer_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
 
 

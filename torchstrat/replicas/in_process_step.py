@@ -1,0 +1,244 @@
+"""The optimizer's step when several replicas in one process call it: made once, by the first, on the central variables.
+
+Its values are written to the others' copies while these stand still. Every other replica's call gets a stand-in of the
+same class that has no parameters and a state of its own, so whatever its ``step`` does has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.baton import Baton
+from torchstrat.replicas.components import Components
+from torchstrat.replicas.differing_edits import DifferingEdits, edited_differently, gradients_edited_differently
+from torchstrat.replicas.in_process_gradients import InProcessGradients
+from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, put_hooks, remove_hooks, step_led
+from torchstrat.replicas.optimizer_views import real_state
+from torchstrat.replicas.tensor_slot import TensorSlot
+from torchstrat.replicas.thread_state import OwnSettings
+from torchstrat.replicas.weights import StepWeights
+from torchstrat.stand_ins import be_idle, make_stand_in, stepped_by
+
+
+class InProcessUpdate:
+    """The update policy of all replicas of one process. ``is_replica_thread()``: whether the calling thread runs a
+    replica; PyTorch's hooks see every optimizer of the process."""
+
+    steps_alone = True
+
+    def __init__(
+        self,
+        components: Components,
+        gradients: InProcessGradients,
+        differing: DifferingEdits,
+        is_replica_thread: Callable[[], bool],
+    ) -> None:
+        self._components = components
+        self._gradients = gradients
+        self._differing = differing
+        self._is_replica_thread = is_replica_thread
+        self._baton: Baton | None = None
+        self._own: dict[int, tuple[Optimizer, int]] = {}  # optimizers that one replica made for itself, and which
+
+    def begin(self, baton: Baton) -> None:
+        self._baton = baton
+
+    def end(self) -> None:
+        self._baton, self._own = None, {}
+
+    @property
+    def _replica(self) -> int:
+        assert self._baton is not None
+        assert self._baton.holder is not None
+        return self._baton.holder
+
+    @property
+    def _leads(self) -> bool:
+        assert self._baton is not None
+        return self._baton.holder == self._baton.first
+
+    def variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        tensors = stepped_by(optimizer)
+        known = self._slots_of(tensors)
+        is_ours = self._is_replica_thread()
+        if all(slot.is_copy and not slot.is_shared for slot in known):
+            if is_ours and tensors:
+                self._note_own(optimizer)
+            return []
+        if len(known) < len(tensors) and is_ours:
+            assert self._baton is not None
+            self._baton.shield()
+            with OwnSettings():
+                self._components.register_newborn(tensors)
+            self._baton.unshield()
+        return tensors
+
+    def _slots_of(self, tensors: list[torch.Tensor]) -> list[TensorSlot]:
+        return [slot for slot in map(self._components.slot_of, tensors) if slot is not None]
+
+    def comes_last(self, optimizer: Optimizer) -> bool:
+        return False
+
+    # -- before the step --------------------------------------------------------------------------------------------
+
+    def level(self, call: StepCall) -> bool:
+        """The first replica's step is everyone's, but where every replica has an optimizer of its own over variables of
+        its own, all made in this run."""
+
+        def combine(brought: dict[int, tuple[Optimizer, bool]]) -> dict[int, tuple[bool, bool]]:
+            optimizers = {replica: one for replica, (one, _) in brought.items()}
+            first, *others = optimizers.values()
+            if any(other is not first for other in others):
+                if all(self._is_over_own_variables(one, replica) for replica, one in optimizers.items()):
+                    return dict.fromkeys(optimizers, (False, False))
+                _let_be_one(optimizers)
+            with OwnSettings():
+                self._components.share(self._slots_of(call.tensors))
+                self._report_differing(call.tensors, list(optimizers))
+                self._components.merge_rows()
+            return dict.fromkeys(optimizers, (True, any(left for _, left in brought.values())))
+
+        assert self._baton is not None
+        brought = call.optimizer, self._gradients.has_left_over(call.tensors)
+        is_everyones, is_left_over = self._baton.meet(call.name, brought, combine)
+        if not is_everyones:
+            self._note_own(call.optimizer)
+            return False
+        if is_left_over:
+            self._gradients.catch_up(call.tensors)
+        return True
+
+    def _report_differing(self, tensors: list[torch.Tensor], replicas: list[int]) -> None:
+        if self._differing.is_told or len(replicas) < 2:
+            return
+        slots = self._slots_of(tensors)
+        edited = edited_differently(self._components.unmerged(slots), replicas) if self._components.has_edits else []
+        self._differing.report(edited, gradients_edited_differently(slots, replicas, self._gradients.combined_of))
+
+    def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
+        slots = [self._components.slot_of(tensor) for tensor in stepped_by(optimizer)]
+        return all(slot is not None and slot.made_by == replica and not slot.is_shared for slot in slots)
+
+    def _note_own(self, optimizer: Optimizer) -> None:
+        """An optimizer over tensors of this replica alone, made in the step: its own affair."""
+        known, first = self._own.setdefault(id(optimizer), (optimizer, self._replica))
+        if first != self._replica:
+            raise ReplicaDivergenceError(
+                f"replicas {first} and {self._replica} step one {type(known).__name__} over tensors that are no "
+                "variables of the strategy: made during this run in no module, or hidden from it. Make variables that "
+                "replicas share, and their optimizer, within `with strategy.scope():`."
+            )
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, call: StepCall) -> Optimizer | None:
+        if not self._leads:
+            return be_idle(make_stand_in(call.optimizer))
+        self._enter(call)
+        return None
+
+    def end_step(self, call: StepCall) -> None:
+        if not self._leads:
+            with OwnSettings():
+                self._components.undo_edits(call.optimizer, call.tensors)
+        elif call.closure is None:
+            self._leave(call)
+
+    def _enter(self, call: StepCall) -> None:
+        """Until `_leave` no Ctrl-C: an interrupted step would leave the variables half-stepped."""
+        assert self._baton is not None
+        self._baton.shield()
+        with OwnSettings():
+            self._components.enter_step(call.optimizer)
+
+    def _leave(self, call: StepCall) -> None:
+        assert self._baton is not None
+        with OwnSettings():
+            self._components.leave_step(call.optimizer, call.tensors)
+            self._components.forget_unedited()
+            self._gradients.after_step(call.tensors)
+        self._baton.unshield()
+
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
+        """The first replica leads: the others evaluate the closure whenever its step does."""
+        communicator = self._gradients.communicator
+        noted = self._gradients.central()
+
+        def enter() -> None:
+            nonlocal noted
+            self._enter(call)
+            noted = self._gradients.central()
+
+        def leave() -> None:
+            with OwnSettings():
+                self._gradients.spread_central(noted)
+            self._leave(call)
+
+        def pause() -> None:
+            leave()
+            communicator.broadcast_object(("evaluate", None), 0, call.name)
+
+        if self._leads:
+            enter()
+            value = step_led(call, pause, evaluate, enter)
+            leave()
+            communicator.broadcast_object(("done", value), 0, call.name)
+            return value
+        while True:
+            order, value = communicator.broadcast_object(None, 0, call.name)
+            if order == "done":
+                return value
+            evaluate()
+
+
+class StepHooks:
+    """PyTorch's hooks of one run under ``hook_key``: they go to the replica whose turn it is."""
+
+    def __init__(self, update: InProcessUpdate, gradients: InProcessGradients, op: ReduceOp, hook_key: int) -> None:
+        self._update = update
+        self._gradients = gradients
+        self._steps = [OptimizerStep(update, own, op) for own in gradients.of_replicas]
+        self._hook_key = hook_key
+        self._baton: Baton | None = None
+
+    def begin(self, baton: Baton, weights: StepWeights) -> None:
+        self._baton = baton
+        self._update.begin(baton)
+        for replica in weights.active:
+            self._steps[replica].begin(self._gradients.communicator, weights, replica)
+        put_hooks(self._hook_key, self._before, self._after, self._gradients.before_clipping)
+
+    def end(self) -> None:
+        remove_hooks(self._hook_key)
+        for step in self._steps:
+            step.end()
+        self._update.end()
+        self._baton = None
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        replica = None if self._baton is None else self._baton.holder
+        return None if replica is None else self._steps[replica].before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        replica = None if self._baton is None else self._baton.holder
+        if replica is not None:
+            self._steps[replica].after(optimizer, args, kwargs)
+
+
+def _let_be_one(optimizers: dict[int, Optimizer]) -> None:
+    """Each replica's code has made an optimizer anew, over the same variables; whichever the user keeps is the one."""
+    first_replica, first = next(iter(optimizers.items()))
+    for replica, other in optimizers.items():
+        if set(map(id, stepped_by(other))) != set(map(id, stepped_by(first))):
+            raise ReplicaDivergenceError(
+                f"replicas {first_replica} and {replica} step different optimizers: a {type(first).__name__} and a "
+                f"{type(other).__name__} over other variables. Every replica has to make the same steps in the same "
+                "order; look for a branch that depends on the replica's data or id."
+            )
+        other.state = real_state(first.state)

@@ -1,0 +1,249 @@
+"""An optimizer's step as one replica sees it: PyTorch's global step hooks, which see every optimizer, become calls of
+an update policy, which says who steps what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from torchstrat._torch_private import (
+    after_step,
+    before_step,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+    put_clipping_hook,
+    remove_clipping_hook,
+)
+from torchstrat.collectives.communicator import Communicator
+from torchstrat.gradients import shares
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.agreement import agree
+from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.last_hooks import LastHooks
+from torchstrat.replicas.nested_steps import StepInProgress
+from torchstrat.replicas.weights import StepWeights
+from torchstrat.stand_ins import be_idle, make_stand_in
+
+
+class StepCall(NamedTuple):
+    """A call of ``optimizer.step``."""
+
+    optimizer: Optimizer
+    tensors: list[torch.Tensor]
+    """The variables that it may change."""
+    name: str
+    """The same on every replica."""
+    closure: Callable[[], Any] | None
+    args: Any
+    """With the optimizer first."""
+    kwargs: Any
+
+
+class UpdatePolicy(Protocol):
+    """How a step on every replica becomes one step. All replicas make the same calls."""
+
+    steps_alone: bool
+    """Whether one replica makes steps for all."""
+
+    def variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """What a step of it may change that all replicas have; empty where it is nobody else's business."""
+
+    def comes_last(self, optimizer: Optimizer) -> bool:
+        """Whether `level` and `begin_step` wait until hooks of the user's own, before the step, have been called."""
+
+    def level(self, call: StepCall) -> bool:
+        """Gradients, parameters and settings become what one device would have. Whether the step is everyone's."""
+
+    def begin_step(self, call: StepCall) -> Optimizer | None:
+        """What this replica steps in the optimizer's place; None: the optimizer itself."""
+
+    def end_step(self, call: StepCall) -> None:
+        """It has been stepped."""
+
+    def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
+        """Make the step, where one replica does for all. ``evaluate``: the closure on all replicas; its value, and
+        gradients, are those of all."""
+
+
+class OptimizerStep:
+    """The steps of one replica in one run after the other. ``weights``: of the run."""
+
+    def __init__(self, policy: UpdatePolicy, gradients: BucketedGradients, op: ReduceOp) -> None:
+        self._policy = policy
+        self._gradients = gradients
+        self._op = op
+        self._last_hooks = LastHooks()
+        self._in_progress = StepInProgress()  # which this replica makes for all
+        self._is_led = False  # a step with a closure, which this replica makes for all
+        self._numbers: dict[int, int] = {}
+        self._begun: dict[int, list[StepCall]] = {}
+
+    def begin(self, communicator: Communicator, weights: StepWeights, replica: int) -> None:
+        """A run begins: that of ``communicator``, in which this is the ``replica``."""
+        self._communicator, self._weights, self._replica = communicator, weights, replica
+        self._numbers, self._begun, self._is_led = {}, {}, False
+
+    def end(self) -> None:
+        """The run has ended, or failed in the midst of a step."""
+        self._last_hooks.clear()
+        self._in_progress.end()
+
+    def is_part_of_another(self) -> bool:
+        """Whether the step that the calling hook is of is a part of one that this replica makes for all."""
+        return self._is_led or self._in_progress.is_around()
+
+    # -- the hooks --------------------------------------------------------------------------------------------------
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self.is_part_of_another():
+            return None
+        if self._policy.comes_last(optimizer):
+            if self._policy.variables_of(optimizer):
+                self._last_hooks.put(optimizer, self.before_last)
+            return None
+        changed = self.before_last(optimizer, args, kwargs)
+        if changed is None and id(optimizer) in self._begun and closure_of(args, kwargs) is None:
+            self._last_hooks.step_in_blocks(optimizer)
+        return changed
+
+    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The same as the hook of one optimizer, and the last one."""
+        if self.is_part_of_another():
+            return None
+        tensors = self._policy.variables_of(optimizer)
+        if not tensors:
+            return None
+        call = self._call_of(optimizer, tensors, args, kwargs)
+        if not self._policy.level(call):
+            return None
+        self._begun.setdefault(id(optimizer), []).append(call)
+        if call.closure is not None:
+            return self._step_with_closure(call)
+        stepped = self._policy.begin_step(call)
+        if stepped is not None:
+            return (stepped, *args[1:]), kwargs
+        if self._policy.steps_alone:
+            self._in_progress.begin()
+        return None
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.is_part_of_another():
+            return
+        self._in_progress.end()
+        self._last_hooks.remove(optimizer)
+        if begun := self._begun.get(id(optimizer)):
+            self._policy.end_step(begun.pop())
+
+    def _call_of(self, optimizer: Optimizer, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> StepCall:
+        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        closure = closure_of(args, kwargs)
+        name = f"{type(optimizer).__name__}.step() (optimizer {number})" + (" with a closure" if closure else "")
+        return StepCall(optimizer, tensors, name, closure, args, kwargs)
+
+    # -- step(closure) ----------------------------------------------------------------------------------------------
+
+    def _step_with_closure(self, call: StepCall) -> Any:
+        def evaluate() -> Any:
+            is_led, self._is_led = self._is_led, False
+            try:
+                with torch.enable_grad():
+                    return self._evaluate(call)
+            finally:
+                self._is_led = is_led
+
+        if not self._policy.steps_alone:  # all decide alike, by the loss of all
+            return with_closure(call.optimizer, evaluate, call.args, call.kwargs)
+        self._is_led = True
+        try:
+            value = self._policy.step_with_closure(call, evaluate)
+        finally:
+            self._is_led = False
+        return with_closure(be_idle(make_inert_stand_in(call.optimizer), value), lambda: value, call.args, call.kwargs)
+
+    def _evaluate(self, call: StepCall) -> Any:
+        """The loss over all replicas. Gradients that a closure assigns by hand are combined as those of a step are."""
+        assert call.closure is not None
+        records = self._gradients.records
+        records.after_step(call.tensors)  # what is assigned from now on is new, and not made of what is there
+        loss = call.closure()
+        has_left_over = not records.are_as_combined(call.tensors) and bool(records.left_over(call.tensors))
+        loss, is_left_over = self._mean_loss(loss, has_left_over)
+        if is_left_over:
+            self._gradients.catch_up(call.tensors)
+        return loss
+
+    def _mean_loss(self, loss: Any, flag: bool) -> tuple[Any, bool]:
+        """The weighted mean (or sum) of the replicas' losses: a closure's value, on which all act alike. And whether
+        any of them has set the ``flag``."""
+        value = 0.0 if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        own = (value, self._weights.of(self._replica), float(flag))
+        rows = agree(self._communicator, "the loss of a closure", own)
+        is_flagged = any(row[2] for row in rows)
+        if loss is None:
+            return None, is_flagged
+        weights = [row[1] for row in rows]
+        factors = shares(self._op, weights if any(weights) else [1.0] * len(weights))
+        mean = sum(row[0] * factor for row, factor in zip(rows, factors, strict=True))
+        return (loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean), is_flagged
+
+
+def put_hooks(
+    key: int,
+    before: Callable[[Optimizer, Any, Any], Any],
+    after: Callable[[Optimizer, Any, Any], None],
+    before_clipping: Callable[[list[torch.Tensor]], None],
+) -> None:
+    """Among PyTorch's hooks of all optimizers, and of the functions that clip, under this ``key``."""
+    optimizer_pre_hooks[key] = before_step(before)
+    optimizer_post_hooks[key] = after_step(after)
+    put_clipping_hook(key, before_clipping)
+
+
+def remove_hooks(key: int) -> None:
+    optimizer_pre_hooks.pop(key, None)
+    optimizer_post_hooks.pop(key, None)
+    remove_clipping_hook(key)
+
+
+def step_led(call: StepCall, pause: Callable[[], None], evaluate: Callable[[], Any], go_on: Callable[[], None]) -> Any:
+    """On the replica that steps for all: what ``step`` returns. ``pause`` and ``go_on`` come before and after each
+    evaluation of the closure."""
+
+    def lead() -> Any:
+        pause()
+        loss = evaluate()
+        go_on()
+        return loss
+
+    args, kwargs = with_closure(call.optimizer, lead, call.args, call.kwargs)
+    return type(call.optimizer).step(*args, **kwargs)
+
+
+def make_inert_stand_in(optimizer: Optimizer) -> Optimizer:
+    """A stand-in for ``step(closure)``: one parameter with a zero gradient in each group, because optimizers that
+    evaluate a closure (LBFGS) concatenate gradients, and stop at once where these are zero."""
+    stand_in = make_stand_in(optimizer)
+    for group in stand_in.param_groups:
+        still = torch.zeros(1)
+        still.grad = torch.zeros(1)
+        group["params"].append(still)
+    for name, value in vars(stand_in).items():
+        if isinstance(value, list) and value == [] and name.startswith("_params"):
+            vars(stand_in)[name] = stand_in.param_groups[0]["params"]
+    return stand_in
+
+
+def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure in a ``step`` call's arguments (``args[0]`` is the optimizer itself)."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
+
+
+def with_closure(optimizer: Optimizer, closure: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The same call on another optimizer with another closure."""
+    if "closure" in kwargs:
+        return (optimizer, *args[1:]), {**kwargs, "closure": closure}
+    return (optimizer, closure, *args[2:]), kwargs
