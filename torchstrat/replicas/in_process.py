@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchstrat import context, nest, reduction
 from torchstrat._torch_private import new_hook_key
@@ -38,9 +40,11 @@ from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.step_errors import add_replica_note
+from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.replicas.worker_threads import WorkerThreads
+from torchstrat.stand_ins import stepped_by
 from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
 from torchstrat.variables import VariableRegistry
 
@@ -76,6 +80,9 @@ class InProcessReplicas:
         self._differing = DifferingEdits(self.registry.describe)
         update = InProcessUpdate(self._components, self._gradients, self._differing, self._is_current)
         self._steps = StepHooks(update, self._gradients, gradient_op, new_hook_key())
+        self._steps_outside = StepsOutside(
+            _LeftOver(self), lambda: self._gradients.is_pending, lambda: None, lambda _: False, owns=True
+        )
         self._entry = threading.Lock()
         self._baton: Baton | None = None
         self._weights: StepWeights | None = None
@@ -143,6 +150,7 @@ class InProcessReplicas:
 
     def close(self) -> None:
         self._gradients.hooks.detach()
+        self._steps_outside.stop()
         self._threads.close()
 
     # -- run --------------------------------------------------------------------------------------------------------
@@ -165,6 +173,8 @@ class InProcessReplicas:
             if not weights.active:
                 return PerReplica(())
             results = self._run_replicas(baton, weights, fn, inputs)
+            if self._gradients.is_pending:
+                self._steps_outside.watch(self.registry.optimizers())
             return regroup(results, weights, is_all=len(results) == self.num_replicas)
         finally:
             if baton.is_over or not baton.is_begun:
@@ -209,6 +219,14 @@ class InProcessReplicas:
                 add_replica_note(error, baton.failed_replica, self.num_replicas, weights)
             raise
 
+    def combine_left_over(self, tensors: list[torch.Tensor]) -> None:
+        """Outside of a run, before a step: the gradients of ``tensors`` that runs have left uncombined."""
+        weights = StepWeights(range(self.num_replicas), None)
+        baton = Baton(weights.active, self._threads, self._switch)
+        self._enter_run(baton)
+        inputs: dict[int, Any] = {replica: ([], {}) for replica in weights.active}
+        self._run_replicas(baton, weights, partial(self._gradients.catch_up, tensors), inputs)
+
     def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn) -> None:
         replicas = weights.active
         with OwnSettings():
@@ -251,6 +269,14 @@ class InProcessReplicas:
         if self._components.has_edits:
             self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
         self._differing.report(data_edited_differently(slots, replicas, self._gradients.combined_of))
+
+    @property
+    def is_running(self) -> bool:
+        return self._baton is not None
+
+    def note_step_outside(self, tensors: list[torch.Tensor]) -> None:
+        """Their gradients have been used."""
+        self._gradients.after_step(tensors)
 
     def _is_current(self) -> bool:
         """Whether the calling thread is in this strategy's scope or runs one of its replicas."""
@@ -326,10 +352,12 @@ class InProcessReplicas:
             if self._baton is not None:
                 with OwnSettings():
                     self._components.install_central()
+                gradients = self._gradients.central()
             with enter(self._strategy, None):
                 result = fn(self._strategy, *merged_args, **merged_kwargs)
             if self._baton is not None:
                 with OwnSettings():
+                    self._gradients.spread_central(gradients)
                     self._components.spread_central()
             return {replica: select_replica(replica, result) for replica in payloads}
 
@@ -380,3 +408,24 @@ class InProcessReplicas:
         if isinstance(value, DistributedValues):
             return reduction.gather_components(value.values, axis)
         return reduction.gather_plain(value, axis)
+
+
+class _LeftOver:
+    """What an optimizer's step outside of a run begins with."""
+
+    def __init__(self, engine: InProcessReplicas) -> None:
+        self._engine = weakref.ref(engine)
+
+    def is_part_of_another(self) -> bool:
+        engine = self._engine()
+        return engine is None or engine.is_running
+
+    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.combine_left_over(stepped_by(optimizer))
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.note_step_outside(stepped_by(optimizer))

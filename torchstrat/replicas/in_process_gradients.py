@@ -99,6 +99,11 @@ class InProcessGradients:
             self._baton.unshield()
 
     @property
+    def is_pending(self) -> bool:
+        """Whether runs have left gradients uncombined."""
+        return self._of[0].pending
+
+    @property
     def needs_early_hooks(self) -> bool:
         return any(gradients.needs_early_hooks for gradients in self._of)
 
@@ -203,7 +208,7 @@ class InProcessGradients:
 
     def after_step(self, tensors: Sequence[torch.Tensor]) -> None:
         """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
-        for replica in self._replicas:
+        for replica in self._replicas or range(len(self._of)):
             self._of[replica].records.after_step(tensors)
 
     def central(self) -> Central:

@@ -54,7 +54,6 @@ from torchstrat.replicas.idle import IdleReplicas
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, put_hooks, remove_hooks
-from torchstrat.replicas.owner_steps import OwnerSteps
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renorm_check import RenormCheck
@@ -63,6 +62,7 @@ from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.step_pages import StepPages
+from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.update_policies import OWNER, PrimaryUpdate, ReplicatedUpdate, ShardedUpdate
 from torchstrat.replicas.weights import StepWeights
@@ -135,7 +135,7 @@ class PerProcessReplica:
         self._policy, self._outside_policy = self._make_policy(), self._make_policy()
         self._step = OptimizerStep(self._policy, self._gradients, gradient_op)
         self._outside_step = OptimizerStep(self._outside_policy, self._gradients, gradient_op)
-        self._owner_steps = OwnerSteps(
+        self._steps_outside = StepsOutside(
             self._outside_step, self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns
         )
 
@@ -217,7 +217,7 @@ class PerProcessReplica:
         if error is not None:  # the program is on its way out, by way of a finally
             self._report(error)
         self._hooks.detach()
-        self._owner_steps.stop()
+        self._steps_outside.stop()
         self._is_closed = True
         self._world.close()
 
@@ -324,16 +324,20 @@ class PerProcessReplica:
                 self._owned = (key, self._storage.owners(optimizers))
 
     def _watch_optimizers(self) -> None:
-        """Under central storage a step outside of a run, too, is the owner's."""
-        if self._central:
-            self._owner_steps.watch(self.registry.optimizers())
+        """Under central storage a step outside of a run, too, is the owner's; and wherever gradients have been left
+        uncombined it combines them."""
+        if self._central or self._gradients.pending:
+            self._steps_outside.watch(self.registry.optimizers())
 
-    def _begin_outside(self) -> None:
+    def _begin_outside(self) -> bool:
+        if not (self._central or self._gradients.pending):
+            return False
         self._find_owners()
         self._weights = StepWeights(range(self.num_replicas), None)
         self._gradients.begin(self._rosters.now(), self._world, self.num_replicas, lambda: 1.0)
         self._outside_policy.begin(self._world)
         self._outside_step.begin(self._world, self._weights, self._world.rank)
+        return True
 
     # -- run --------------------------------------------------------------------------------------------------------
 
@@ -367,7 +371,7 @@ class PerProcessReplica:
             self.registry,
             self._rosters,
             self._gradients,
-            self._owner_steps.keeping_state,
+            self._steps_outside.keeping_state,
             self._torch_device,
             self._is_of_owner,
             self._storage,
@@ -400,7 +404,7 @@ class PerProcessReplica:
         self._streams.begin([me])
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
-        self._owner_steps.pause()
+        self._steps_outside.pause()
         put_hooks(self._hook_key, self._step.before, self._step.after, self._gradients.before_clipping)
         try:
             own_args = [select_replica(me, value) for value in args]
@@ -422,7 +426,7 @@ class PerProcessReplica:
             self._step.end()
             self._policy.end()
             newborn.end()
-            self._owner_steps.resume()
+            self._steps_outside.resume()
             self._gradients.end()
             self._streams.end()
         self._bring_together(buffers)
@@ -460,8 +464,9 @@ class PerProcessReplica:
     # -- what replicas do together ----------------------------------------------------------------------------------
 
     def set_weight(self, weight: float) -> None:
-        assert self._weights is not None
-        self._weights.override(self._world.rank, check_weight(weight))
+        value = check_weight(weight)
+        if self._weights is not None:  # before the first run there is nothing to weigh
+            self._weights.override(self._world.rank, value)
 
     def relative_weight(self) -> float:
         return 1.0 if self._weights is None else self._weights.relative(self._world.rank)
@@ -478,7 +483,7 @@ class PerProcessReplica:
                 return leaf
             return PerReplica((leaf,), replica_ids=(me,), weights=self._weights)
 
-        with enter(self._strategy, None):
+        with enter(self._strategy, None), self._streams.of_the_user():
             result = fn(self._strategy, *nest.map_structure(wrap, list(args)), **nest.map_structure(wrap, kwargs))
         return select_replica(me, result)
 

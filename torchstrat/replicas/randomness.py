@@ -14,6 +14,7 @@ import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -88,6 +89,16 @@ class ReplicaStreams:
         else:
             self._states[self._current] = left
         self._put(replica, self._outside if replica is None else self._states[replica])
+
+    @contextmanager
+    def of_the_user(self) -> Iterator[None]:
+        """In this block, in the midst of a run, what is drawn is drawn outside of it."""
+        replica = self._current
+        self.activate(None)
+        try:
+            yield
+        finally:
+            self.activate(replica)
 
     def end(self) -> None:
         if self._current is None:

@@ -1,31 +1,40 @@
-"""Central storage with one replica per process, outside of a run: there, too, steps are the owner's or shared out, and
-what the owner steps alone it alone has state of."""
+"""Steps of optimizers outside of a run: of gradients that runs have left uncombined, and under central storage with one
+replica per process, where the owner steps or all do their parts, and what the owner steps alone it alone has state of.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import after_step, before_step
-from torchstrat.replicas.optimizer_step import OptimizerStep
 
 
-class OwnerSteps:
+class Step(Protocol):
+    """An `OptimizerStep`, or what stands for one."""
+
+    def is_part_of_another(self) -> bool: ...
+    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any: ...
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+
+
+class StepsOutside:
     """Watches optimizers until `stop`. ``begin`` and ``end`` surround a step: the variables are known only in between.
+    ``begin`` returns whether there is anything to do.
 
     An optimizer that a later strategy watches is that one's.
     """
 
-    _watchers: ClassVar[weakref.WeakKeyDictionary[Optimizer, weakref.ref[OwnerSteps]]] = weakref.WeakKeyDictionary()
+    _watchers: ClassVar[weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepsOutside]]] = weakref.WeakKeyDictionary()
 
     def __init__(
         self,
-        step: OptimizerStep,
-        begin: Callable[[], None],
+        step: Step,
+        begin: Callable[[], bool],
         end: Callable[[], None],
         has_own_state: Callable[[Optimizer], bool],
         *,
@@ -39,6 +48,7 @@ class OwnerSteps:
         self._watched = weakref.WeakSet[Optimizer]()
         self._handles: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
         self._paused = 0
+        self._is_begun = False
         self._keeps_state = owns
 
     def watch(self, optimizers: list[Optimizer]) -> None:
@@ -88,11 +98,12 @@ class OwnerSteps:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._paused or self._step.is_part_of_another():
             return None
-        self._begin()
-        return self._step.before_last(optimizer, args, kwargs)
+        self._is_begun = self._begin()
+        return self._step.before_last(optimizer, args, kwargs) if self._is_begun else None
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._paused and not self._step.is_part_of_another():
+        if self._is_begun and not self._paused and not self._step.is_part_of_another():
+            self._is_begun = False
             self._step.after(optimizer, args, kwargs)
             self._end()
 
