@@ -15,7 +15,6 @@ from torchstrat.testing import Workers, contract, divergence
 PROCESSES = 2
 DIVERGENCE_TIMEOUT = timedelta(seconds=3)
 KNOWN_WRONG = {
-    "lookahead": (("central_storage", "central_storage on sockets"), "B10: attributes of a wrapper that one steps"),
     "parameter_made_in_forward": (tuple(contract.TORCHRUN), "B18: a leaf tensor first made in the step"),
 }
 every_row = pytest.mark.parametrize("row", contract.TORCHRUN)

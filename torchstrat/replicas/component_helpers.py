@@ -102,7 +102,7 @@ class ComponentHelpers:
             changed = hyperparameters.changes(helper, before[id(helper)]) if id(helper) in before else []
             for own in attributes.values() if any(changed) else ():
                 if own is not vars(helper):
-                    hyperparameters.put(own.get("param_groups", ()), changed)
+                    hyperparameters.put(own, changed)
 
     def forget_state(self, optimizer: Optimizer) -> None:
         """For another replica, in its turn: what it has done to the state so far is undone by a step."""

@@ -38,26 +38,31 @@ class Difference(NamedTuple):
     other: Any
 
 
+def places(attributes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where an optimizer with these ``attributes`` keeps what its step may set: a count, the next rate."""
+    return [attributes, *attributes.get("param_groups", ())]
+
+
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What its groups have now."""
-    return [dict(group) for group in optimizer.param_groups]
+    """What it has there now."""
+    return [dict(place) for place in places(vars(optimizer))]
 
 
-def put(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str, Any]]) -> None:
-    """Make in these ``groups`` the `changes` that there were in another replica's."""
-    for group, values in zip(groups, changed, strict=False):
-        group.update(values)
+def put(attributes: dict[str, Any], changed: Sequence[Mapping[str, Any]]) -> None:
+    """Make in another replica's optimizer the `changes` that there were in one."""
+    for place, values in zip(places(attributes), changed, strict=False):
+        place.update(values)
 
 
 def changes(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The values in its groups that are not those of ``before``, but for parameters."""
+    """The values there that are not those of ``before``, but for parameters."""
     return [
         {
             name: value
-            for name, value in group.items()
+            for name, value in place.items()
             if name != "params" and earlier.get(name, _NOTHING) is not value and _is_value(value)
         }
-        for group, earlier in zip(optimizer.param_groups, before, strict=False)
+        for place, earlier in zip(places(vars(optimizer)), before, strict=False)
     ]
 
 

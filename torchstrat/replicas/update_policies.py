@@ -105,13 +105,13 @@ class PrimaryUpdate(ReplicatedUpdate):
         self._finish(call.tensors)
 
     def _settings_of(self, optimizer: Optimizer) -> list[list[dict[str, Any]]]:
-        """Of what the owner is about to step, where steps may set something in their groups."""
+        """Of what the owner is about to step, where steps may set something."""
         if is_listed(type(optimizer)):
             return []
         return [hyperparameters.settings(one) for one in (optimizer, *wrapped_by(optimizer))]
 
     def _tell_settings(self, call: StepCall) -> None:
-        """What the owner's step has set in its groups (a count, the next rate) is every rank's."""
+        """What the owner's step has set in its groups and attributes (a count, the next rate) is every rank's."""
         before, self._settings = self._settings, []
         if not before:
             return
@@ -120,7 +120,7 @@ class PrimaryUpdate(ReplicatedUpdate):
         told = self._communicator.broadcast_object(own, OWNER, f"{call.name}: what the owner's step has set")
         if not self._owns:
             for one, changed in zip(stepped, told, strict=False):
-                hyperparameters.put(one.param_groups, changed)
+                hyperparameters.put(vars(one), changed)
 
     def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
         """The owner leads: the others evaluate the closure whenever its step does."""

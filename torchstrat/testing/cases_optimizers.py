@@ -310,6 +310,7 @@ CASES = (
     *named(third_party_optimizer, sharpness_aware, rate_set_by_hand, group_added_later, group_added_in_step),
     *named(state_dict_round_trip, everything_made_in_first_run),
     *named(sparse_adam, batches=classification),
+    Case("lookahead", partial(lookahead, initialize=True)),
     Case("lookahead_without_hooks", partial(lookahead, initialize=False)),
     Case("lbfgs", partial(with_closure, _LBFGS), tolerance=1e-6),
     Case("lbfgs_strong_wolfe", partial(with_closure, partial(_LBFGS, line_search_fn="strong_wolfe")), tolerance=1e-6),
@@ -320,5 +321,3 @@ CASES = (
         for where in ("in_step", "outside")
     ),
 )
-KNOWN_WRONG = (Case("lookahead", partial(lookahead, initialize=True)),)
-"""See `torchstrat.testing.contract.KNOWN_WRONG`."""

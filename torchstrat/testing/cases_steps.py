@@ -186,6 +186,39 @@ def no_sync_within_the_step() -> Training:
     return Training(plain_step(model, sgd(model, momentum=0.0), loss=loss, edit=clip), {"model": model})
 
 
+def no_sync_up_to_the_next_run() -> Training:
+    """What a run leaves counts by that run's weights."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.1)
+    backward = plain_step(model)
+
+    def accumulate(batch: Batch) -> torch.Tensor:
+        with ts.get_strategy().no_sync() if ts.has_strategy() else torch.enable_grad():
+            return backward(batch)
+
+    def step(batch: Batch) -> torch.Tensor:
+        losses = backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return Training(step, {"model": model}, accumulate, frozenset({0, 2, 3}), no_sync=False)
+
+
+def stepped_outside_of_runs() -> Training:
+    """Runs under no_sync, then a step that is in none."""
+    model = Mlp()
+    optimizer = sgd(model, lr=0.1)
+    backward = plain_step(model)
+
+    def after(index: int, loss: torch.Tensor) -> None:
+        if index in (0, 3, 4):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return Training(backward, {"model": model}, backward, frozenset({0, 1, 2, 4}), after=after)
+
+
 def edited_before_the_others_have_finished_backward() -> Training:
     """Under no_sync no replica waits for the others, and this one edits its weights right away."""
     model = Mlp()
@@ -243,6 +276,11 @@ CASES = (
     Case("accumulation_idle_at_first", accumulation, _also_idle),
     Case("accumulated_sums_idle", _summed, _idle, gradient_reduce_op="sum"),
     Case("accumulated_sums_idle_clipped", partial(_summed, clip=0.5), _also_idle, gradient_reduce_op="sum"),
-    *named(no_sync_within_the_step, batches=partial(regression, (8, 12, 5, 7, 9))),
+    *named(
+        no_sync_within_the_step,
+        no_sync_up_to_the_next_run,
+        stepped_outside_of_runs,
+        batches=partial(regression, (8, 12, 5, 7, 9)),
+    ),
     *named(edited_before_the_others_have_finished_backward, gradient_reduce_op="sum"),
 )

@@ -48,9 +48,7 @@ _FILES = (cases_optimizers, cases_steps, cases_models, cases_autograd, cases_hel
 CASES: Mapping[str, Case] = {case.name: case for file in _FILES for case in file.CASES}
 """Every training case by name."""
 
-KNOWN_WRONG: Mapping[str, Case] = {
-    case.name: case for file in (cases_optimizers, cases_models) for case in file.KNOWN_WRONG
-}
+KNOWN_WRONG: Mapping[str, Case] = {case.name: case for case in cases_models.KNOWN_WRONG}
 """Further ones, which replicas of one process get right and not yet those of several."""
 
 
