@@ -22,7 +22,7 @@ from torchstrat.parameter_server.dispatcher import Dispatcher
 from torchstrat.replicas import worker_threads
 from torchstrat.replicas.central.state import CentralState
 from torchstrat.replicas.in_process import InProcessReplicas
-from torchstrat.replicas.owner_steps import OwnerSteps
+from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.variables import VariableRegistry, WeakOrdered
 
 Plant = Callable[[], AbstractContextManager[object]]
@@ -153,7 +153,7 @@ FAULTS = [
     ),
     PlantedFault(
         "optimizers keep the hooks of earlier strategies",
-        _off(OwnerSteps, "_let_go"),
+        _off(StepsOutside, "_let_go"),
         _at("strategies", "dropped", "torchrun central_storage"),
     ),
     PlantedFault(

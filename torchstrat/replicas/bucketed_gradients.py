@@ -22,7 +22,7 @@ from torchstrat.gradients import Owned, is_plain, is_watched, share_memory, shar
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
-from torchstrat.replicas.gradient_records import GradientRecords
+from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
 from torchstrat.replicas.gradients_with_graphs import combine_with_graphs, has_graph
 from torchstrat.replicas.hooked_gradients import HookTurns
 from torchstrat.replicas.roster import Roster
@@ -89,9 +89,11 @@ class BucketedGradients:
 
     # -- a run ------------------------------------------------------------------------------------------------------
 
-    def begin(self, roster: Roster, communicator: Communicator, everyone: int, weight: Callable[[], float]) -> None:
-        """``everyone`` counts the ranks of the job, of which those of ``communicator`` take part."""
-        self._everyone = everyone
+    def begin(
+        self, roster: Roster, communicator: Communicator, weight: Callable[[], float], *, is_all: bool = True
+    ) -> None:
+        """``communicator``: of the ranks that take part; ``is_all``: in the job there are no others."""
+        self._is_all, self._size = is_all, communicator.size
         if communicator is not self._communicator:
             self._communicator = communicator
             self._summing = communicator if isinstance(communicator, SumsInPlace) else None
@@ -142,7 +144,7 @@ class BucketedGradients:
         """Weight what `has_unweighted_parts` tells of by the weights of the run that has ended, as is done at once in a
         run that is all under `no_sync`: the next one has others. ``share``: of this rank. All ranks call it, if any has
         such parts."""
-        factor = share * self._everyone
+        factor = share * self._size
         for tensor in self.records.with_parts() if factor != 1.0 else ():
             if tensor.grad is not None:
                 tensor.grad = tensor.grad * factor if factor else torch.zeros_like(tensor.grad)
@@ -181,7 +183,7 @@ class BucketedGradients:
             return None
         if self._factors is None:
             self._factors = self._exchange_weights(WEIGHTS)
-        factor = self._factors[self._communicator.rank] * self._everyone
+        factor = self._factors[self._communicator.rank] * self._size
         if factor == 0.0:
             return torch.zeros_like(gradient)  # whatever it is, nan not excepted
         return None if factor == 1.0 else gradient * factor
@@ -251,7 +253,7 @@ class BucketedGradients:
         return found
 
     def _plan_of_pass(self) -> Plan:
-        if self._communicator.size < self._everyone:
+        if not self._is_all:
             return Plan((), self._tensors)  # not kept: the ranks that sit this run out would not have it
         signature = tuple(kind[1:] for kind in self._roster.signature)
         if self._plans[0] != signature:
@@ -288,7 +290,7 @@ class BucketedGradients:
         if self._op is ReduceOp.MEAN and shares.count(shares[0]) == len(shares):
             self._factor_after = self._shares[0]
         if self._scaled:
-            self._factor_after = 1.0 / self._everyone
+            self._factor_after = 1.0 / self._size
 
     def _factors_of(self, tensor: torch.Tensor) -> tuple[float, float]:
         """What this rank's contribution is multiplied by before the sum, and the sum afterwards.
@@ -445,7 +447,7 @@ class BucketedGradients:
 
     def _remake_plan(self, places: torch.Tensor, dense: set[int]) -> None:
         """The next plan of this pass: the first rank's order, then what only others had. Kept while it foresees all."""
-        if self._communicator.size < self._everyone or dense <= self._plan.bucket_of.keys():
+        if not self._is_all or dense <= self._plan.bucket_of.keys():
             return
         first = places[0]
         order = sorted(dense, key=lambda index: (first[index] == 0, int(first[index]), index))
@@ -610,7 +612,7 @@ class BucketedGradients:
         for index, source, _ in self._turns.end():
             tensor = self._tensors[index]
             (gradient,) = broadcast_gradients(self._communicator, [tensor.grad], [tensor], source, WATCHED)
-            self.records.take_over(tensor, gradient, used=False)
+            self.records.take_over(tensor, gradient, GradientStatus.COMBINED)
 
     def _combine_one(self, index: int) -> None:
         """Combine a gradient at once, on all ranks, with what each has accumulated of it by now."""
@@ -668,7 +670,7 @@ class BucketedGradients:
         rows = agree(self._communicator, call, (self._weight(),))
         share = self._shares_of([row[0] for row in rows])[self._communicator.rank]
         if self._scaled:
-            share = 1.0 / self._everyone  # each was weighted when it was accumulated
+            share = 1.0 / self._size  # each was weighted when it was accumulated
         totals = []
         with torch.no_grad():
             for tensor in tensors:
@@ -696,12 +698,28 @@ class BucketedGradients:
     def catch_up(self, candidates: Sequence[torch.Tensor]) -> None:
         """Combine what any rank has left over among ``candidates``, in a pass of its own. All ranks call it."""
         self._begin_pass(CATCH_UP)
+        self._forget_zeroed(())
         ready = {self._index[id(tensor)]: None for tensor in self.known(self.records.left_over(candidates))}
-        self._forget_zeroed(ready)
         dense, sparse, _ = _kinds(self._exchange_places(ready))
         self._combine_dense(sorted(dense), ready)
         self._combine_sparse(sorted(sparse - dense), ready)
         self.pending = False
+
+    # -- replicas that sit a run out --------------------------------------------------------------------------------
+
+    def combine_parts(self, roster: Roster, communicator: Communicator, weight: float, *, is_all: bool) -> None:
+        """Combine what runs have accumulated, before or after a run in which some ranks have no part: those could not
+        do to a part of theirs what the step does to it. All ranks of ``communicator`` call it, outside of a run."""
+        self.begin(roster, communicator, lambda: weight, is_all=is_all)
+        self.catch_up(self.records.with_parts())
+        self.end()
+
+    def for_idle(self, roster: Roster) -> dict[str, GradientStatus]:
+        """After it: what has become of the gradients that ranks without a part in the run are to have too. Of a sum,
+        what is new is each rank's own."""
+        found = {name: self.records.status_of(tensor) for name, tensor in roster.items()}
+        is_sum = self._op is ReduceOp.SUM
+        return {name: status for name, status in found.items() if not (is_sum and status is GradientStatus.NEW)}
 
 
 class _EndOfPass:

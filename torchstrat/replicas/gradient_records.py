@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Iterable
 
@@ -10,6 +11,14 @@ import torch
 from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.roster import Layout, Roster
+
+
+class GradientStatus(enum.Enum):
+    """What has become of a gradient."""
+
+    COMBINED = enum.auto()
+    USED = enum.auto()  # by an optimizer's step
+    NEW = enum.auto()  # assigned, or changed since it was used: an optimizer's step combines it
 
 
 class GradientRecord:
@@ -112,44 +121,21 @@ class GradientRecords:
 
     # -- replicas that sit a run out --------------------------------------------------------------------------------
 
-    def accumulated(self, roster: Roster) -> list[str]:
-        """The variables that hold something uncombined, by name."""
-        return [name for name, tensor in roster.items() if self.of(tensor).accumulated]
+    def status_of(self, tensor: torch.Tensor) -> GradientStatus:
+        """That of a gradient with no part that is accumulated and not combined: alike on all ranks of the run."""
+        combined = self.of(tensor).combined
+        if is_left_over(tensor.grad, combined, self._op):
+            return GradientStatus.NEW
+        return GradientStatus.USED if combined is not None and combined.used else GradientStatus.COMBINED
 
-    def take_part(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Remove and return what is uncombined in a gradient; what was there before stays."""
-        record = self.of(tensor)
-        part, base = tensor.grad, record.base
-        self.take_over(tensor, None if part is None else base, used=False)
-        return part if part is None or base is None else part - base
-
-    def add_part(self, tensor: torch.Tensor, part: torch.Tensor) -> None:
-        """Add to a gradient what another rank has accumulated, as if it had been accumulated here."""
-        self._records[id(tensor)] = record = self.of(tensor)
-        if not record.accumulated:
-            record.accumulated, record.combined = True, None
-            record.base = None if tensor.grad is None else tensor.grad.detach().clone()
-        tensor.grad = part.to(tensor.device) if tensor.grad is None else tensor.grad + part.to(tensor.device)
-
-    def combined_part(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool] | None:
-        """What is alike on all ranks in a gradient, and whether an optimizer has used it; None where nobody knows
-        (assigned by hand, or in a backward pass outside of any run)."""
-        record = self.of(tensor)
-        if tensor.grad is None:
-            return None, False
-        if record.accumulated:
-            return record.base, False
-        return None if record.combined is None else (tensor.grad.detach(), record.combined.used)
-
-    def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, used: bool) -> None:
-        """Make ``gradient`` the combined one of ``tensor``. See `combined_part`. One that is a part of a flat buffer
-        stays that."""
+    def take_over(self, tensor: torch.Tensor, gradient: torch.Tensor | None, status: GradientStatus) -> None:
+        """Make ``gradient`` the one of ``tensor``. One that is a part of a flat buffer stays that."""
         own = tensor.grad
         if gradient is not None and own is not None and own._is_view() and is_plain(own) and is_plain(gradient):
             gradient = own.copy_(gradient)
         tensor.grad = gradient
         self._records[id(tensor)] = record = self.of(tensor)
         record.accumulated, record.base, record.combined = False, None, None
-        if gradient is not None:
+        if gradient is not None and status is not GradientStatus.NEW:
             record.combined = CombinedGradient(gradient)
-            record.combined.used = used
+            record.combined.used = status is GradientStatus.USED

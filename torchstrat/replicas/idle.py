@@ -20,6 +20,7 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
+from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 from torchstrat.replicas.update_policies import OWNER
@@ -46,8 +47,8 @@ class _Manifest(NamedTuple):
     central: set[str]
     """Those of the parameters that need no handing over: all ranks see them."""
     buffers: dict[str, _Kind]
-    gradients: dict[str, bool]
-    """The parameters whose combined gradient is known (it may be that there is none), and whether it has been used."""
+    gradients: dict[str, GradientStatus]
+    """What has become of those that all ranks are to have."""
     pending: bool
     helpers: list[Any]
 
@@ -91,8 +92,6 @@ class IdleReplicas:
             self._storage.level(self._registry.optimizers(), OWNER, BEFORE)
         if self._first != OWNER:
             self._lend_state()
-        if self._gradients.pending or self._gradients.no_sync:
-            self._move_gradients_to_first()
 
     def _lend_state(self) -> None:
         """The owner of the optimizers' state is idle: the first rank that runs steps in its place."""
@@ -106,23 +105,6 @@ class IdleReplicas:
                 for optimizer, state in zip(optimizers, states, strict=True):
                     if state is not None:
                         optimizer.load_state_dict(state)
-
-    def _move_gradients_to_first(self) -> None:
-        """What idle ranks have accumulated waits with the first rank that runs: the sum is all that counts, and if the
-        step now zeroes gradients it must zero those too."""
-        roster = self._rosters.now()
-        parts = {}
-        if self._is_idle:
-            own = dict(roster.items())
-            parts = {name: self._records.take_part(own[name]) for name in self._records.accumulated(roster)}
-        everyone = self._world.all_gather_object(parts, BEFORE)
-        if self._world.rank != self._first:
-            return
-        for parts in everyone:
-            for name, tensor in roster.items():
-                part = parts.get(name)
-                if part is not None:
-                    self._records.add_part(tensor, part)
 
     # -- after ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +142,7 @@ class IdleReplicas:
                 if self._storage is not None and self._storage.parameters.are_seen(tensor)
             },
             {name: _kind(tensor) for name, tensor in buffers.items() if tensor is not None and not is_lazy(tensor)},
-            {name: part[1] for name, tensor in roster.items() if (part := self._records.combined_part(tensor))},
+            self._gradients.for_idle(roster),
             self._gradients.pending,
             [self._state_of(helper) for helper in self._registry.helpers()],
         )
@@ -255,21 +237,20 @@ class IdleReplicas:
             broadcast_tensors(self._world, values, self._first, AFTER)
 
     def _hand_over_gradients(self, manifest: _Manifest) -> None:
-        """The combined ones. What is accumulated and not combined stays with the first rank."""
+        """Of which nothing is accumulated and not combined."""
         own = self._registry.named_tensors()
         targets, gradients, like = [], [], []
         for name in manifest.gradients:
             kind, tensor = manifest.parameters[name], own.get(name)
             target = tensor if tensor is not None and self._takes(tensor, kind) else None
-            part = None if target is None else self._records.combined_part(target)
             targets.append(target)
-            gradients.append(None if part is None else part[0])
+            gradients.append(None if target is None or target.grad is None else target.grad.detach())
             like.append(self._room_for(kind) if target is None else target)
         received = broadcast_gradients(self._world, gradients, like, self._first, AFTER)
         if self._is_idle:
-            for target, gradient, used in zip(targets, received, manifest.gradients.values(), strict=True):
+            for target, gradient, status in zip(targets, received, manifest.gradients.values(), strict=True):
                 if target is not None:
-                    self._records.take_over(target, gradient, used=used)
+                    self._records.take_over(target, gradient, status)
 
 
 def _state_dict(helper: Any) -> Any:

@@ -161,6 +161,8 @@ class InProcessReplicas:
         if self._runs_plainly:
             self._weights = weights
             return self._run_plainly(fn, args, kwargs)
+        if self._gradients.is_pending and 0 < len(weights.active) < self.num_replicas:
+            self._combine_left(StepWeights(range(self.num_replicas), None), self._gradients.combine_parts)
         # Resolved before anything runs: a value without a component for some replica must change nothing.
         inputs = {r: _inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
         baton = Baton(weights.active, self._threads, self._switch)
@@ -174,6 +176,8 @@ class InProcessReplicas:
                 return PerReplica(())
             results = self._run_replicas(baton, weights, fn, inputs)
             if self._gradients.is_pending:
+                if len(weights.active) < self.num_replicas:
+                    self._combine_left(weights, self._gradients.combine_parts)
                 self._steps_outside.watch(self.registry.optimizers())
             return regroup(results, weights, is_all=len(results) == self.num_replicas)
         finally:
@@ -221,11 +225,14 @@ class InProcessReplicas:
 
     def combine_left_over(self, tensors: list[torch.Tensor]) -> None:
         """Outside of a run, before a step: the gradients of ``tensors`` that runs have left uncombined."""
-        weights = StepWeights(range(self.num_replicas), None)
+        self._combine_left(StepWeights(range(self.num_replicas), None), partial(self._gradients.catch_up, tensors))
+
+    def _combine_left(self, weights: StepWeights, combine: Callable[[], None]) -> None:
+        """Each replica of ``weights`` combines, between runs."""
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
         inputs: dict[int, Any] = {replica: ([], {}) for replica in weights.active}
-        self._run_replicas(baton, weights, partial(self._gradients.catch_up, tensors), inputs)
+        self._run_replicas(baton, weights, combine, inputs)
 
     def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn) -> None:
         replicas = weights.active

@@ -13,6 +13,7 @@ from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.components import Components
+from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.in_process_communicator import InProcessCommunicator
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
@@ -57,11 +58,10 @@ class InProcessGradients:
         self._idle = []
         if len(self._replicas) < len(self._of):
             self._idle = [replica for replica in range(len(self._of)) if replica not in self._replicas]
-            self._move_to_leader(roster)
         self._began = self._components.generation
         self._seen = dict.fromkeys(self._replicas, self._began)
         for replica in self._replicas:
-            self._of[replica].begin(roster, communicator, len(self._of), partial(weights.of, replica))
+            self._of[replica].begin(roster, communicator, partial(weights.of, replica), is_all=not self._idle)
         self.hooks.attach_to_run(roster.tensors, roster.layout, early=self.needs_early_hooks)
 
     def end(self, weights: Sequence[float] | None) -> None:
@@ -109,37 +109,20 @@ class InProcessGradients:
 
     # -- replicas without rows --------------------------------------------------------------------------------------
 
-    # What is not combined yet is kept so that its sum over all replicas (of a mean: divided by their number) is what
-    # counts, whoever has it.
-
-    def _move_to_leader(self, roster: Roster) -> None:
-        """What replicas that sit this run out have accumulated waits with the leader: if the step now zeroes gradients
-        it must zero those too."""
-        leader = self._of[self._replicas[0]]
-        if not (leader.pending or leader.no_sync):
-            return
-        parts = []
-        for replica in self._idle:
-            records = self._of[replica].records
-            with self._components.gradients_of(replica):
-                parts += [(t, records.take_part(t)) for t in roster.tensors if records.of(t).accumulated]
-        with self._components.gradients_of(self._replicas[0]):
-            for tensor, part in parts:
-                if part is not None:
-                    leader.records.add_part(tensor, part)
-
     def _give_to_idle(self) -> None:
-        """What is equal on all replicas that took part (combined, or zeroed) is so on the others too."""
-        tensors = [slot.tensor for slot in self._components.slots()]
-        with self._components.gradients_of(self._replicas[0]):
-            combined = [self._of[self._replicas[0]].records.combined_part(tensor) for tensor in tensors]
+        """What all replicas that took part have alike (combined, or zeroed) the others have too."""
+        roster, leader = self._rosters.now(), self._replicas[0]
+        tensors = dict(roster.items())
+        with self._components.gradients_of(leader):
+            statuses = self._of[leader].for_idle(roster)
+            found = {name: tensors[name].grad for name in statuses}
         for replica in self._idle:
             device = self._components.device_of(replica)
             with self._components.gradients_of(replica):
-                for tensor, part in zip(tensors, combined, strict=True):
-                    if part is not None:
-                        own = None if part[0] is None else part[0].clone().to(device)
-                        self._of[replica].records.take_over(tensor, own, used=part[1])
+                for name, status in statuses.items():
+                    grad = found[name]
+                    own = None if grad is None else grad.detach().clone().to(device)
+                    self._of[replica].records.take_over(tensors[name], own, status)
 
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
@@ -195,6 +178,13 @@ class InProcessGradients:
         assert own is not None
         return not own.records.are_as_combined(tensors) and bool(own.records.left_over(tensors))
 
+    def combine_parts(self) -> None:
+        """Those that runs have left uncombined. All replicas call it."""
+        own = self._now()
+        assert own is not None
+        with OwnSettings():
+            own.catch_up(own.records.with_parts())
+
     def catch_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Combine those that any replica has: assigned by hand, or left by ``no_sync``. All replicas call it."""
         own = self._now()
@@ -207,9 +197,11 @@ class InProcessGradients:
         return self._of[replica].records.of(tensor).combined
 
     def after_step(self, tensors: Sequence[torch.Tensor]) -> None:
-        """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
-        for replica in self._replicas or range(len(self._of)):
-            self._of[replica].records.after_step(tensors)
+        """An optimizer has used the gradients that the replica whose turn it is has of ``tensors``, or outside of a run
+        those of all; what is assigned to them from now on is new."""
+        holder = None if self._baton is None else self._baton.holder
+        for gradients in self._of if holder is None else [self._of[holder]]:
+            gradients.records.after_step(tensors)
 
     def central(self) -> Central:
         """While the central components are installed for code that runs once: what gradients there are, by ``id`` of
@@ -231,4 +223,4 @@ class InProcessGradients:
                     own = grad
                     if grad is not None and replica != home:
                         own = grad.detach().clone().to(self._components.device_of(replica))
-                    self._of[replica].records.take_over(tensor, own, used=False)
+                    self._of[replica].records.take_over(tensor, own, GradientStatus.COMBINED)

@@ -147,6 +147,7 @@ class InProcessUpdate:
         if not self._leads:
             with OwnSettings():
                 self._components.undo_edits(call.optimizer, call.tensors)
+                self._gradients.after_step(call.tensors)
         elif call.closure is None:
             self._leave(call)
 

@@ -334,7 +334,7 @@ class PerProcessReplica:
             return False
         self._find_owners()
         self._weights = StepWeights(range(self.num_replicas), None)
-        self._gradients.begin(self._rosters.now(), self._world, self.num_replicas, lambda: 1.0)
+        self._gradients.begin(self._rosters.now(), self._world, lambda: 1.0)
         self._outside_policy.begin(self._world)
         self._outside_step.begin(self._world, self._weights, self._world.rank)
         return True
@@ -377,12 +377,18 @@ class PerProcessReplica:
             self._storage,
         )
         idle.before_run()
+        if self._gradients.pending:
+            self._gradients.combine_parts(roster, self._world, 1.0, is_all=True)
         result = None
         group = self._world.subgroup(tuple(active))
         if self._world.rank in active:
             self._communicator = group
             try:
                 result = self._run_replica(roster, members, fn, args, kwargs)
+                if self._gradients.pending or self._gradients.no_sync:
+                    assert self._weights is not None
+                    own = self._weights.of(self._world.rank)
+                    self._gradients.combine_parts(self._rosters.now(), group, own, is_all=False)
             finally:
                 self._communicator = self._world
         result = idle.after_run(result)
@@ -394,7 +400,8 @@ class PerProcessReplica:
         me, weights = self._world.rank, self._weights
         assert weights is not None
         self._find_owners()
-        self._gradients.begin(roster, self._communicator, self.num_replicas, lambda: weights.of(me))
+        is_all = self._communicator is self._world
+        self._gradients.begin(roster, self._communicator, lambda: weights.of(me), is_all=is_all)
         self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
         buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)

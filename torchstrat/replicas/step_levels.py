@@ -15,6 +15,7 @@ from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
+from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.optimizer_step import StepCall
 from torchstrat.replicas.transfer import broadcast_gradients
 
@@ -85,7 +86,7 @@ class StepLevels:
             grads = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, 0, name)
             for tensor, grad in zip(tensors, grads, strict=True):
                 if tensor.grad is not grad:
-                    self._gradients.records.take_over(tensor, grad, used=False)
+                    self._gradients.records.take_over(tensor, grad, GradientStatus.COMBINED)
         if storage is not None and any(row[5] for row in everyone):
             has_rows = any(row[5] > 1 for row in everyone)
             if not has_rows and any(row[8] != everyone[0][8] for row in everyone):

@@ -17,7 +17,7 @@ from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
-from torchstrat.replicas.gradient_records import GradientRecords
+from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
 from torchstrat.replicas.optimizer_step import StepCall, step_led
 from torchstrat.replicas.step_levels import StepLevels
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -284,5 +284,5 @@ class _LeadersGradients:
         tensors = [self._tensors[place] for place in changed]
         received = broadcast_gradients(self._communicator, [t.grad for t in tensors], tensors, OWNER, self._what)
         for tensor, gradient in zip(tensors, received, strict=True):
-            self._records.take_over(tensor, gradient, used=False)
+            self._records.take_over(tensor, gradient, GradientStatus.COMBINED)
         self.note()
