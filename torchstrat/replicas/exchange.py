@@ -23,8 +23,21 @@ _LARGE_BYTES = 1 << 20  # above this, adding up on the way beats collecting all 
 def gather_components(communicator: Communicator, local: list[Any], axis: int) -> Any:
     """`Strategy.gather` over all ranks' components (a rank may bring none)."""
     call = f"gather(axis={axis})"
-    prepare(communicator, call, local, _require_picklable, lambda all_of: reduction.gather_components(all_of, axis))
-    return reduction.gather_components(gather_values(communicator, local, call), axis)
+    own = prepare(
+        communicator, call, local, _require_picklable, lambda all_of: reduction.gather_components(all_of, axis)
+    )
+    return reduction.gather_components(own.components or gather_values(communicator, local, call), axis)
+
+
+class Prepared(NamedTuple):
+    """What `prepare` has made ready."""
+
+    part: list[Any]
+    """This rank's."""
+    is_alike: bool
+    """Whether all ranks' parts are of the same kind, which is not empty."""
+    components: list[torch.Tensor] | None
+    """The parts of all, where each is one small tensor and all are of one shape and dtype: these have come along."""
 
 
 def prepare(
@@ -34,21 +47,41 @@ def prepare(
     make: Callable[[list[Any]], list[Any]],
     in_one_process: Callable[[list[Any]], Any],
     kind: Callable[[list[Any]], str] = lambda part: "",
-) -> tuple[list[Any], bool]:
+) -> Prepared:
     """Get this rank's part ready, ``make(local)``, and meet the others. Where that fails on some ranks, all of them
-    raise what ``in_one_process`` raises, given the components of all.
-
-    Returns the part, and whether all ranks' parts are of the same ``kind``, which must not be empty.
-    """
+    raise what ``in_one_process`` raises, given the components of all."""
     try:
         part, failure = make(local), None
     except Exception as error:
         part, failure = [], error
     own_kind = "" if failure is not None else kind(part)
-    rows = agree(communicator, call, (float(failure is not None), code(own_kind)))
+    small = _small_kind(part)
+    values = part[0].detach().double().flatten().tolist() if small else []
+    own = (float(failure is not None), code(own_kind), code(small) if small else 0.0)
+    rows = agree(communicator, call, (*own, *values, *[0.0] * (_SMALL_NUMEL - len(values))))
     if any(row[0] for row in rows):
         _raise_everywhere(communicator, call, local, in_one_process, failure)
-    return part, bool(own_kind) and all_equal(rows)
+    components = None
+    if small and all_equal([row[2:3] for row in rows]):
+        rest = [torch.tensor(row[3 : 3 + len(values)], dtype=torch.float64, device="cpu") for row in rows]
+        components = [one.to(part[0].dtype).view(part[0].shape) for one in rest]
+    return Prepared(part, bool(own_kind) and all_equal([row[1:2] for row in rows]), components)
+
+
+_SMALL_NUMEL = 8
+_EXACT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8})
+_EXACT |= {torch.int8, torch.int16, torch.int32}
+
+
+def _small_kind(part: list[Any]) -> str:
+    """Of a part that is one tensor of so few elements that it goes into the numbers of a meeting; "" for others."""
+    if len(part) != 1 or not isinstance(part[0], torch.Tensor):
+        return ""
+    tensor: torch.Tensor = part[0]
+    if tensor.layout != torch.strided or not 0 < tensor.numel() <= _SMALL_NUMEL or tensor.is_meta:
+        return ""
+    is_exact = tensor.dtype in _EXACT or (tensor.dtype == torch.int64 and bool((tensor.abs() < 1 << 53).all()))
+    return f"{tuple(tensor.shape)} {tensor.dtype}" if is_exact else ""
 
 
 def _raise_everywhere(
@@ -155,7 +188,7 @@ def reduce_values(communicator: Communicator, op: ReduceOp, local: list[Any], ax
     def share(values: list[Any]) -> list[Any]:
         return [reduction.sum_and_count(reduction.as_tensor(value, "reduce"), axis, op) for value in values]
 
-    pairs, _ = prepare(communicator, call, local, share, lambda all_of: reduction.reduce_components(op, all_of, axis))
+    pairs = prepare(communicator, call, local, share, lambda all_of: reduction.reduce_components(op, all_of, axis)).part
     shares = gather_values(communicator, [share for share, _ in pairs], call)
     counts = gather_values(communicator, [torch.tensor(count) for _, count in pairs], call)
     total = reduction.combine(ReduceOp.SUM, shares)
@@ -169,9 +202,9 @@ def _reduce_elementwise(communicator: Communicator, op: ReduceOp, local: list[An
     def in_one_process(components: list[Any]) -> Any:
         return reduction.reduce_components(op, components, None)
 
-    tensors, alike = prepare(communicator, call, local, convert, in_one_process, _kind_if_large)
-    if not alike:
-        return reduction.combine(op, gather_values(communicator, tensors, call))
+    tensors, is_alike, components = prepare(communicator, call, local, convert, in_one_process, _kind_if_large)
+    if not is_alike:
+        return reduction.combine(op, components or gather_values(communicator, tensors, call))
     mean = op is ReduceOp.MEAN
     total = tensors[0].detach().to(reduction.mean_dtype(tensors[0].dtype) if mean else tensors[0].dtype, copy=True)
     total = total.contiguous()
@@ -197,8 +230,8 @@ def weighted_mean(communicator: Communicator, local: list[Any], weights: list[fl
     def in_one_process(components: list[Any]) -> Any:
         return reduction.reduce_components(ReduceOp.MEAN, components, None)
 
-    tensors, _ = prepare(communicator, call, local, convert, in_one_process)
-    values = gather_values(communicator, tensors, call)
+    own = prepare(communicator, call, local, convert, in_one_process)
+    values = own.components or gather_values(communicator, own.part, call)
     shares = gather_values(communicator, [torch.tensor(weight, dtype=torch.float64) for weight in weights], call)
     return reduction.weighted_mean(values, [float(share) for share in shares])
 
