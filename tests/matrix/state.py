@@ -561,19 +561,7 @@ CAUSES: Mapping[str, str] = {
     "B16": "between processes nothing is undone after a run that raised: edits since the last step, buffers",
     "B51": "state that ranks edit differently is compared with the others' by nobody: process_step.py compares "
     "parameters, gradients and hyperparameters, central/storage.py takes the first rank's edits at the next step",
-    "B52": "modes of modules and attributes of schedulers are Python objects of each process, and what ranks set "
-    "differently stays so; in one process the first replica's last",
-    "B53": "idle.py hands variables, buffers and helpers over to ranks without rows, and not what the step has set of "
-    "plain attributes and requires_grad",
 }
-ATTRIBUTES = (
-    "attribute",
-    "attribute, plain tensor",
-    "attribute, list",
-    "attribute, data class",
-    "attribute, list of an own class",
-)
-"""That a step changes, and does not leave for itself."""
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 
 
@@ -589,7 +577,7 @@ def _expected(row_name: str, column: str, place: str) -> Expected:
         became = "their mean" if row_name == "buffer, floating" else "the first replica's"
         return documented(f"is {became}", "differs between replicas, and is .*set_aggregation")
     in_process = place not in places.TORCHRUN
-    if column == "edited differently" and (row_name == "hyperparameter" or (row_name == "scheduler" and in_process)):
+    if column == "edited differently" and row_name in ("hyperparameter", "scheduler"):
         return documented("is the first replica's", "have set lr of group 0 of SGD differently")
     if in_process:
         return RIGHT
@@ -597,10 +585,6 @@ def _expected(row_name: str, column: str, place: str) -> Expected:
         return known_wrong("B16")
     if column == "edited differently" and kind == "optimizer state" and place != places.CENTRAL_ON_SOCKETS:
         return known_wrong("B51", ReplicaDriftError)
-    if column == "edited differently" and kind in ("training mode", "scheduler and scaler"):
-        return known_wrong("B52", ReplicaDriftError)
-    if column == "no rows" and (row_name == "requires_grad" or row_name in ATTRIBUTES):
-        return known_wrong("B53")
     return RIGHT
 
 

@@ -81,7 +81,7 @@ def digest(optimizer: Optimizer) -> float:
 
 
 def _digest_of(values: list[Any]) -> _Digest:
-    number = float(zlib.crc32(repr([value for value in values if _is_plain(value)]).encode()))
+    number = float(zlib.crc32(repr([value for value in values if is_plain(value)]).encode()))
     return _Digest(values, number, [one for one in values if isinstance(one, torch.Tensor) and one.is_cpu])
 
 
@@ -91,11 +91,12 @@ def _may_change(value: Any) -> bool:
 
 
 def _is_value(value: Any) -> bool:
-    return _is_plain(value) or isinstance(value, torch.Tensor)
+    return is_plain(value) or isinstance(value, torch.Tensor)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(map(_is_plain, value)))
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text or the like, or a list or tuple of these."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(map(is_plain, value)))
 
 
 def differing(first: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Difference | None:
@@ -103,7 +104,7 @@ def differing(first: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, 
     for number, (group, other) in enumerate(zip(first, others, strict=False)):
         for name, value in group.items():
             theirs = other.get(name)
-            if value is not theirs and name != "params" and _is_plain(value) and _is_plain(theirs) and value != theirs:
+            if value is not theirs and name != "params" and is_plain(value) and is_plain(theirs) and value != theirs:
                 return Difference(number, name, value, theirs)
     return None
 

@@ -32,7 +32,7 @@ from torchstrat.errors import CommunicationError
 from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies, copies_in_processes
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas import hyperparameters
+from torchstrat.replicas import hyperparameters, plain_state
 from torchstrat.replicas.agreement import INPUT, agree, all_equal
 from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.state import tensors_of
@@ -446,11 +446,14 @@ class PerProcessReplica:
         roster = self._rosters.now(members)
         optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
         settings = sum(map(hyperparameters.digest, optimizers))
-        numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots))
+        plain = plain_state.digest(members)
+        numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain)
         own = (self._weights.of(self._world.rank), float(self._gradients.has_unweighted_parts))
         rows = agree(self._communicator, END_OF_RUN, (*own, *numbers))
         weights, parts = [row[0] for row in rows], [row[1] for row in rows]
-        rows = [row[1:] for row in rows]
+        if not all_equal([row[-1:] for row in rows]):
+            plain_state.level(self._communicator, self.registry, 0, END_OF_RUN)
+        rows = [row[1:-1] for row in rows]
         if any(parts):
             self._gradients.weigh_parts(shares(self.gradient_op, weights)[self._communicator.rank])
         differ = not all_equal([row[1:] for row in rows])

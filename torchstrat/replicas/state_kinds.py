@@ -102,14 +102,11 @@ KINDS = (
     StateKind("hyperparameter", "of a group, also of tensors: the first replica's before each step", _hyperparameters),
     StateKind(
         "scheduler and scaler",
-        "each replica's code steps or updates its own, and the first one's is what lasts in one process; between "
-        "processes what they set in the optimizer is",
+        "each replica's code steps or updates its own, and the first one's is what lasts",
         _helpers,
     ),
     StateKind("training mode", "each replica's own within a run; the first one's is what lasts", _modes),
-    StateKind(
-        "requires_grad", "each replica's own within a run; the first one's is what lasts in one process", _requires_grad
-    ),
+    StateKind("requires_grad", "each replica's own within a run; the first one's is what lasts", _requires_grad),
     StateKind(
         "attribute",
         "plain attributes of modules, containers and plain tensors among them: each replica's own, from run to run; "
