@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ class Fault(NamedTuple):
     act: str
     """"kill" (SIGKILL), "stop" (SIGSTOP), "raise"."""
     place: str
-    """Of `PLACES`, or ``operation n``: PyTorch's n-th after the loss, which is in the exchange of gradients."""
+    """Of `PLACES`, or ``operation n``: the n-th call in C of the exchange of gradients."""
     victim: int
     """Or `ALL`."""
     strategy: str = "mirrored"
@@ -79,6 +81,26 @@ class AtOperation(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class AtExchange:
+    """``act()`` at the n-th call of a function in C that the exchange of gradients makes in this block."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        self._left, self._act = number, act
+
+    def __enter__(self) -> None:
+        if self._left:
+            sys.setprofile(self._look)
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "c_call" and frame.f_globals["__name__"].startswith("torchstrat.collectives.shared_memory"):
+            self._left -= 1
+            if self._left == 0:
+                self._act()
+
+
 def play(fault: Fault, timeout_seconds: float, limit_seconds: float, evidence: str, port: int) -> Outcome | None:
     """Train in a fork. Called in every process of a group; those that the fault has no place for do nothing."""
     me = int(os.environ["RANK"])
@@ -120,7 +142,7 @@ def _train(fault: Fault, timeout: timedelta, evidence: Path, port: int) -> str:
             loss = model[2](hidden).square().mean()
             optimizer.zero_grad()
             meet_fate("before backward")
-            with AtOperation(number, lambda: meet_fate(fault.place)):
+            with AtExchange(number, lambda: meet_fate(fault.place)):
                 loss.backward()
             meet_fate("before the step")
             optimizer.step()

@@ -18,8 +18,8 @@ STOP_TIMEOUT_SECONDS = 4.0
 PATIENT_TIMEOUT_SECONDS = 60.0
 """Not waited for: the connection to a process that has died breaks at once."""
 LIMIT_SECONDS = 25.0
-EXCHANGE = (5, 20, 35, 50)
-"""Operations of a backward pass, most of which make the sum of gradients, piece by piece."""
+EXCHANGE = (5, 40, 80, 120)
+"""Calls in C of at least 140 that make the sum of gradients, piece by piece."""
 
 
 IN_EVERY_RUN = ((0, ALL), (1, 0), (2, 2), (3, ALL))

@@ -282,7 +282,8 @@ ALWAYS = (
     "gan",
     "exponential_scheduler_in_step",
 )
-NAMES = [name for name, case in contract.CASES.items() if not case.needs_compiler]
+REFUSED = ("lookahead",)  # as is every unknown one over parameters that are cut: tests.dtensor.jobs has the error
+NAMES = [name for name, case in contract.CASES.items() if not case.needs_compiler and name not in REFUSED]
 PARTS = [[*dict.fromkeys((*ALWAYS, *NAMES[::8]))], *(NAMES[start::8] for start in range(1, 8))]
 """The first one always, the others in soak."""
 
