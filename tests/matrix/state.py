@@ -559,7 +559,7 @@ def _check(row_name: str, column: str, place: str) -> None:
 
 CAUSES: Mapping[str, str] = {
     "B16": "between processes nothing is undone after a run that raised: edits since the last step, buffers",
-    "B51": "state that ranks edit differently is compared with the others' by nobody: process_step.py compares "
+    "B51": "state that ranks edit differently is compared with the others' by nobody: step_levels.py compares "
     "parameters, gradients and hyperparameters, central/storage.py takes the first rank's edits at the next step",
 }
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
