@@ -558,7 +558,6 @@ def _check(row_name: str, column: str, place: str) -> None:
 
 
 CAUSES: Mapping[str, str] = {
-    "B16": "between processes nothing is undone after a run that raised: edits since the last step, buffers",
     "B51": "state that ranks edit differently is compared with the others' by nobody: step_levels.py compares "
     "parameters, gradients and hyperparameters, central/storage.py takes the first rank's edits at the next step",
 }
@@ -581,8 +580,6 @@ def _expected(row_name: str, column: str, place: str) -> Expected:
         return documented("is the first replica's", "have set lr of group 0 of SGD differently")
     if in_process:
         return RIGHT
-    if column == "after a run that raised":
-        return known_wrong("B16")
     if column == "edited differently" and kind == "optimizer state" and place != places.CENTRAL_ON_SOCKETS:
         return known_wrong("B51", ReplicaDriftError)
     return RIGHT

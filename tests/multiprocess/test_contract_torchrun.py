@@ -9,30 +9,25 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.replicas import ALL_CASES, COMPILER, EVERY_LINE, check_processes, replica, run_case
+from tests.support.replicas import COMPILER, EVERY_LINE, check_processes, replica, run_case
 from torchstrat.testing import Workers, contract, divergence
 
 PROCESSES = 2
 DIVERGENCE_TIMEOUT = timedelta(seconds=3)
-KNOWN_WRONG = {
-    "parameter_made_in_forward": (tuple(contract.TORCHRUN), "B18: a leaf tensor first made in the step"),
-}
 every_row = pytest.mark.parametrize("row", contract.TORCHRUN)
 
 
-def _marks(case: contract.Case, row: str, is_its_turn: bool) -> list[pytest.MarkDecorator]:
-    rows, cause = KNOWN_WRONG.get(case.name, ((), ""))
-    wrong = [pytest.mark.xfail(reason=cause, strict=True, raises=AssertionError)] if row in rows else []
+def _marks(case: contract.Case, is_its_turn: bool) -> list[pytest.MarkDecorator]:
     if case.needs_compiler:  # "compiled" compiles as well, without inductor; and replicas of one process with it
-        return [*wrong, pytest.mark.soak, *COMPILER]
+        return [pytest.mark.soak, *COMPILER]
     # Always: under each launch what goes through all lines, and the others under one of them.
-    return wrong if is_its_turn or case.name in EVERY_LINE else [*wrong, pytest.mark.soak]
+    return [] if is_its_turn or case.name in EVERY_LINE else [pytest.mark.soak]
 
 
 CELLS = [
-    pytest.param(case.name, row, id=f"{case.name}-{row}", marks=_marks(case, row, number % 4 == turn))
+    pytest.param(case.name, row, id=f"{case.name}-{row}", marks=_marks(case, number % 4 == turn))
     for turn, row in enumerate(contract.TORCHRUN)
-    for number, case in enumerate(ALL_CASES.values())
+    for number, case in enumerate(contract.CASES.values())
 ]
 SOCKETS = ("multi_worker_mirrored", "central_storage on sockets")
 SLOW = {(case, row) for case in divergence.CASES if case.raises and case.call != "backward" for row in SOCKETS}

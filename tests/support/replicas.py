@@ -46,8 +46,6 @@ def replica() -> int:
     return context.replica_id_in_sync_group
 
 
-ALL_CASES: Mapping[str, contract.Case] = {**contract.CASES, **contract.KNOWN_WRONG}
-
 EVERY_LINE = {
     *("sgd_momentum", "adam_foreach", "third_party_optimizer", "sharpness_aware", "group_added_in_step"),
     *("state_dict_round_trip", "everything_made_in_first_run", "sparse_adam", "lookahead_without_hooks", "lbfgs"),
@@ -78,25 +76,23 @@ def reference(case: contract.Case, replicas: int) -> contract.Snapshot | None:
 
 @cache
 def _reference(name: str, replicas: int | None) -> contract.Snapshot | None:
-    case = ALL_CASES[name]
+    case = contract.CASES[name]
     return one_device(case, 1) if replicas is None else contract.reference(case, replicas)
 
 
 def run_case(name: str, row_name: str) -> contract.Snapshot:
     """In a process of the row's launch. A warning is an error."""
-    case = ALL_CASES[name]
+    case = contract.CASES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if case.needs_compiler:
             warnings.simplefilter("ignore", DeprecationWarning)  # of torch's modules that inductor imports late
-        if name in contract.KNOWN_WRONG:
-            warnings.filterwarnings("ignore", message="the replicas have changed")  # which is noticed, at least
         return contract.run_row(case, contract.TORCHRUN[row_name])
 
 
 def check_processes(name: str, snapshots: list[contract.Snapshot]) -> None:
     """One replica per process: they agree, and have the numbers of one device."""
-    case = ALL_CASES[name]
+    case = contract.CASES[name]
     contract.check_agreement(case, snapshots)
     expected = reference(case, len(snapshots))
     for snapshot in snapshots:

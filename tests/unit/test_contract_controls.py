@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.replicas import ALL_CASES, reference
+from tests.support.replicas import reference
 from torchstrat.testing import contract
 from torchstrat.testing.references import equal_chunks, one_device, replicas_by_hand
 
-NO_COMPILER = [case for case in ALL_CASES.values() if not case.needs_compiler]
+NO_COMPILER = [case for case in contract.CASES.values() if not case.needs_compiler]
 every_case = pytest.mark.parametrize("case", NO_COMPILER, ids=lambda case: case.name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.replicas import ALL_CASES, COMPILER, reference
+from tests.support.replicas import COMPILER, reference
 from torchstrat.testing import contract, divergence
 
 ROWS = [*contract.IN_PROCESS.values(), *contract.APART.values()]
@@ -33,7 +33,7 @@ CELLS = [
         marks=[*MARKS.get(case.name, []), *([] if row.name in IN_EVERY_RUN else [pytest.mark.soak])],
     )
     for row in ROWS
-    for case in ALL_CASES.values()
+    for case in contract.CASES.values()
     # The numbers of one device are drawn otherwise than those of one replica that is apart.
     if row in contract.IN_PROCESS.values() or not (case.needs_compiler or case.name == "dropout")
 ]

@@ -25,7 +25,7 @@ from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_bucket
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
 from torchstrat.replicas.gradients_with_graphs import combine_with_graphs, has_graph
 from torchstrat.replicas.hooked_gradients import HookTurns
-from torchstrat.replicas.roster import Roster
+from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.sparse_gradients import sum_of_sparse
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.transfer import broadcast_gradients
@@ -63,12 +63,15 @@ class BucketedGradients:
         op: ReduceOp,
         owners: Owners | None = None,
         uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext,
+        rosters: Rosters | None = None,
     ) -> None:
         """``owners``: leave each gradient with those that own it, if there are any. ``uninterrupted``: what the end of
-        a pass is called in."""
+        a pass is called in. ``rosters``: where `expect` is called."""
         self._op = op
         self._owners = owners
         self._uninterrupted = uninterrupted
+        self._rosters = rosters
+        self._expected: set[int] = set()
         self._no_sync = 0  # open blocks
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
@@ -106,6 +109,7 @@ class BucketedGradients:
         self._factors: list[float] | None = None
         self._turns: HookTurns[int] = HookTurns()
         self._came_combined: set[int] = set()  # whose incoming gradient is combined
+        self._expected.clear()
         self._accumulates = False  # under a `no_sync` that this run began
         self.use(roster)
         self._active = True
@@ -128,8 +132,19 @@ class BucketedGradients:
         """Whether it is a variable of the current run."""
         return id(tensor) in self._index
 
-    def known(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def expect(self, tensor: torch.Tensor) -> None:
+        """It becomes a variable in the midst of the run, on all ranks."""
+        self._expected.add(id(tensor))
+
+    def _use_expected(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._expected and self._ready is None and self._rosters is not None:
+            self._expected.clear()
+            self.use(self._rosters.now())
+
+    def known(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those that are variables of the current run."""
+        for tensor in tensors if self._expected else ():
+            self._use_expected(tensor)
         return [tensor for tensor in tensors if id(tensor) in self._index]
 
     @property
@@ -168,6 +183,8 @@ class BucketedGradients:
     def before_accumulation(
         self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool
     ) -> torch.Tensor | None:
+        if self._expected:
+            self._use_expected(tensor)
         if not self._active or id(tensor) not in self._index:
             return None
         if is_watched:
@@ -189,6 +206,8 @@ class BucketedGradients:
         return None if factor == 1.0 else gradient * factor
 
     def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
+        if self._expected:
+            self._use_expected(tensor)
         index = self._index.get(id(tensor))
         if index is None or not self._active:
             return

@@ -34,24 +34,43 @@ class ParameterEdits:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]] = tuple) -> None:
         self._modules = modules
+        self._edited: set[int] = set()  # ids of those that the program has edited in some step
+        self._copies: dict[int, torch.Tensor] = {}
         self._noted: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are now equal on all ranks."""
+        tensors = list(tensors)
+        for tensor in tensors if self._edited else ():
+            if id(tensor) in self._edited:
+                self._copies[id(tensor)] = tensor.detach().clone()
         self._noted.update({id(tensor): (weakref.ref(tensor), tensor._version) for tensor in tensors})
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """A run over ``tensors`` begins. What the program did to them in between it did on all ranks."""
-        self._noted = {}
+        self._noted, self._copies = {}, {}
+        self._edited -= renormed_weights(self._modules()) if self._edited else set()
         self.note(tensors)
 
     def since_noted(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in self._since_noted(tensors)]
+
+    def _since_noted(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         known = [(tensor, self._noted[id(tensor)]) for tensor in tensors if id(tensor) in self._noted]
-        return [
-            tensor.detach()
-            for tensor, (reference, version) in known
-            if tensor._version != version and reference() is tensor
-        ]
+        found = [t for t, (reference, version) in known if t._version != version and reference() is t]
+        self._edited.update(map(id, found))
+        return found
+
+    def undo(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """After a failure: make them what they were when they were noted. Returns those of which there is no copy, as
+        the program has edited them for the first time: copies of all would cost every run."""
+        edited = self._since_noted(tensors)
+        for tensor in edited:
+            if id(tensor) in self._copies:
+                tensor.data.copy_(self._copies[id(tensor)])
+        lost = [tensor for tensor in edited if id(tensor) not in self._copies]
+        self.note(edited)
+        return lost
 
     def summary(self, roster: Roster) -> tuple[float, float, float]:
         """Numbers that are equal on ranks whose parameters are."""

@@ -19,7 +19,7 @@ class Newborn:
     ``ready(module)`` is called right before the first forward pass that uses the values of its variables; on a lazy
     module this comes after its own hook, which makes the values. ``used(module)`` is called before this and every other
     forward pass, ``named(module, name, member)`` before a parameter or buffer is registered in any module;
-    ``on_buffer`` likewise, before a tensor that is no parameter is.
+    ``on_new`` likewise, of tensors under a name that the module does not have yet.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class Newborn:
         ready: Callable[[nn.Module], None],
         used: Callable[[nn.Module], None] | None = None,
         named: Callable[[nn.Module, str, Any], None] | None = None,
-        on_buffer: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
+        on_new: Callable[[nn.Module, str, torch.Tensor], None] | None = None,
     ) -> None:
         self._registry = registry
         self._ready = ready
         self._used = used
         self._named = named
-        self._on_buffer = on_buffer
+        self._on_new = on_new
         self._watched: set[int] = set()
         self._handles: list[Any] = []
 
@@ -57,8 +57,8 @@ class Newborn:
         if isinstance(member, torch.Tensor):
             if self._named is not None:
                 self._named(module, name, member)
-            if self._on_buffer is not None and not isinstance(member, nn.Parameter):
-                self._on_buffer(module, name, member)
+            if self._on_new is not None and name not in module._buffers and name not in module._parameters:
+                self._on_new(module, name, member)
             if member.requires_grad or self._named is not None:
                 self.watch(module)
 

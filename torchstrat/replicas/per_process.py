@@ -60,7 +60,7 @@ from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state_kinds import Belongings
-from torchstrat.replicas.step_errors import add_replica_note
+from torchstrat.replicas.step_errors import add_note, add_replica_note
 from torchstrat.replicas.step_pages import StepPages
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
@@ -116,9 +116,9 @@ class PerProcessReplica:
         self._is_staged = copies is not None
         self._owned: tuple[Any, dict[int, Owned]] = ((), {})
         self._wrapped: tuple[int, frozenset[int]] = (-1, frozenset())
-        self._gradients = BucketedGradients(
-            gradient_op, self._owners_of if keeps_gradients and self._storage is not None else None
-        )
+        self._rosters = Rosters(self.registry)
+        owners = self._owners_of if keeps_gradients and self._storage is not None else None
+        self._gradients = BucketedGradients(gradient_op, owners, rosters=self._rosters)
         self._edits = ParameterEdits(self.registry.modules)
         self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
@@ -127,7 +127,6 @@ class PerProcessReplica:
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, communicator.size, self.registry.modules)
         self._renorms = RenormCheck(strategy, communicator.size, self.registry)
-        self._rosters = Rosters(self.registry)
         self._hook_key = new_hook_key()
         self._known: dict[str, weakref.ref[Any]] = {}
         self._taken_over: tuple[Any, ...] = ()  # what stays equal as long as there is nothing new
@@ -284,17 +283,21 @@ class PerProcessReplica:
             self._gradients.use(self._rosters.now())
         self._edits.note(parameters)
 
-    def _take_over_buffer(self, buffers: ProcessBuffers, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """A step is about to give a module that was there a new buffer: it gets the first rank's value, as the replicas
-        of one process find the one that the first of them has made."""
-        if name in module._buffers or not buffers.was_there(module) or value.is_inference() or value.is_meta:
+    def _take_over_member(self, buffers: ProcessBuffers, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """A step is about to give a module that was there a new buffer or parameter: it gets the first rank's value, as
+        the replicas of one process find the one that the first of them has made."""
+        if not buffers.was_there(module) or value.is_inference() or value.is_meta or is_lazy(value):
             return
-        call = f"the first value of buffer {name!r} of module {self.registry.number_of(module)}"
+        kind_of = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        call = f"the first value of {kind_of} {name!r} of module {self.registry.number_of(module)}"
         agree(self._communicator, call)
         kind = self._communicator.broadcast_object((value.shape, value.dtype), 0, call)
         if kind != (value.shape, value.dtype):
             value.data = torch.empty(kind[0], dtype=kind[1], device=value.device)
-        broadcast_tensors(self._communicator, [value], 0, call)
+        broadcast_tensors(self._communicator, [value.data], 0, call)
+        if isinstance(value, nn.Parameter):
+            self._hooks.attach([value], early=self._gradients.needs_early_hooks)
+            self._gradients.expect(value)
 
     def _make_policy(self) -> ReplicatedUpdate:
         if not self._central:
@@ -407,7 +410,7 @@ class PerProcessReplica:
         buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
         self._policy.begin(self._communicator)
         self._step.begin(self._communicator, weights, me)
-        newborn = Newborn(self.registry, self._take_over_newborn, on_buffer=partial(self._take_over_buffer, buffers))
+        newborn = Newborn(self.registry, self._take_over_newborn, on_new=partial(self._take_over_member, buffers))
         self._streams.begin([me])
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
@@ -425,6 +428,7 @@ class PerProcessReplica:
                 result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)
+            self._undo(error, roster, buffers)
             if isinstance(error, Exception):
                 add_replica_note(error, me, self.num_replicas, weights)
             raise
@@ -436,8 +440,30 @@ class PerProcessReplica:
             self._steps_outside.resume()
             self._gradients.end()
             self._streams.end()
-        self._bring_together(buffers)
+        try:
+            self._bring_together(buffers)
+        except BaseException as error:  # another rank has failed after its last exchange with this one
+            self._undo(error, roster, buffers)
+            raise
         return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)
+
+    def _undo(self, error: BaseException, roster: Roster, buffers: ProcessBuffers) -> None:
+        """Variables become what they were after the last optimizer step, buffers what they were before the run."""
+        buffers.restore()
+        own = roster.tensors
+        if self._storage is not None:
+            self._storage.follow()
+            self._storage.drop_edits()
+            own = [tensor for tensor in own if tensor not in self._storage.parameters]
+        with torch.no_grad():
+            lost = self._edits.undo(own)
+        if lost:
+            names = ", ".join(map(self.registry.describe, lost[:3]))
+            add_note(
+                error,
+                f"The step had changed {names} in place before, for the first time, and that could not be undone on "
+                f"replica {self._world.rank}.",
+            )
 
     def _bring_together(self, buffers: ProcessBuffers) -> None:
         """The end of a run: what replicas have changed differently becomes the same."""

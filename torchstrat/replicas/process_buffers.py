@@ -32,17 +32,27 @@ class ProcessBuffers:
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
         self._counts: dict[tuple[int, str], float] = {}
         self._before: dict[tuple[int, str], torch.Tensor] = {}
+        self._kept: list[tuple[BufferSlot, torch.Tensor, torch.Tensor]] = []
         for slot in members.buffer_slots:
             self._note(slot)
 
     def _note(self, slot: BufferSlot) -> None:
         module, name, tensor = slot.module, slot.name, slot.tensor
+        if module.training and tensor is not None and not _is_nothing(tensor):
+            self._kept.append((slot, tensor, tensor.detach().clone()))
         if not module.training:
             self._noted[id(module), name] = (tensor, 0 if tensor is None else tensor._version)
         if counts_rows(module, name, tensor):
             self._counts[id(module), name] = float(tensor)  # type: ignore[arg-type]
         if self._rules and tensor is not None and self._rules.needs_before(module, name):
             self._before[id(module), name] = tensor.detach().clone()
+
+    def restore(self) -> None:
+        """After a failure: those of modules that trained when the run began are what they were."""
+        with torch.no_grad():
+            for slot, tensor, copy in self._kept:
+                slot.module._buffers[slot.name] = tensor
+                tensor.data.copy_(copy)
 
     def was_there(self, module: nn.Module) -> bool:
         """Whether ``module`` was known when the run began."""

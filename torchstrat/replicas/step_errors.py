@@ -19,6 +19,10 @@ def add_replica_note(error: Exception, replica: int, num_replicas: int, weights:
             " If replicas run in one process, they share Python objects: a graph that one has left in a list or object "
             "of the program's is used up by another. Keep it in an attribute of a module, or return it from the step."
         )
+    add_note(error, note)
+
+
+def add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):  # Python 3.10 has no notes

@@ -310,9 +310,7 @@ CASES = (
     Case("built_in_run", partial(built_in_run, True)),
     Case("built_in_run_drawn", partial(built_in_run, False), expected=no_numbers),
     Case("mixed_dtypes", partial(trained, _MixedPrecision), tolerance=1e-5),
-    *named(bare_parameters, gan, rank_dependent_values, buffers_of_every_kind),
+    *named(parameter_made_in_forward, bare_parameters, gan, rank_dependent_values, buffers_of_every_kind),
     Case("own_buffer", partial(trained, _Centred, momentum=0.0)),
     Case("dropout", partial(trained, _dropout), expected=in_process_replicas),
 )
-KNOWN_WRONG = (*named(parameter_made_in_forward),)
-"""See `torchstrat.testing.contract.KNOWN_WRONG`."""

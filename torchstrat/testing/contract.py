@@ -34,7 +34,6 @@ __all__ = [
     "APART",
     "CASES",
     "IN_PROCESS",
-    "KNOWN_WRONG",
     "TORCHRUN",
     "Row",
     "check",
@@ -47,9 +46,6 @@ __all__ = [
 _FILES = (cases_optimizers, cases_steps, cases_models, cases_autograd, cases_helpers, cases_batches)
 CASES: Mapping[str, Case] = {case.name: case for file in _FILES for case in file.CASES}
 """Every training case by name."""
-
-KNOWN_WRONG: Mapping[str, Case] = {case.name: case for case in cases_models.KNOWN_WRONG}
-"""Further ones, which replicas of one process get right and not yet those of several."""
 
 
 @dataclass(frozen=True)
