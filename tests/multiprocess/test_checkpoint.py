@@ -20,10 +20,9 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.support.checkpoint_writes import WAIT, disk_full, held_writes
+from tests.support.checkpoint_writes import WAIT, held_writes
 from tests.support.checkpoints import flip, same
 from torchstrat import Checkpoint
-from torchstrat.checkpoint import writing
 from torchstrat.errors import TorchstratError
 from torchstrat.testing import Workers
 
@@ -177,13 +176,6 @@ def test_strategies_that_are_over_take_no_part(tmp_path: Path, two_processes: Wo
 # -- what fails on one ------------------------------------------------------------------------------------------------
 
 
-class Elsewhere(type(Path())):  # type: ignore[misc]
-    """A path on another machine: nothing is there."""
-
-    def is_dir(self, **_: Any) -> bool:
-        return False
-
-
 def fail(path: str, asynchronous: bool) -> list[str]:
     """Rank 1 cannot see what is restored; nobody can make a folder; rank 1 has no space; and it does not see it."""
     strategy = ts.MirroredStrategy()
@@ -192,14 +184,15 @@ def fail(path: str, asynchronous: bool) -> list[str]:
     job.train()
     moved = job.values()
     lost = Checkpoint(model=job.model, **({} if is_first else {"own": nn.Linear(2, 2)}))
-    with held_writes(write=None if is_first else disk_full) as held:
+    with held_writes(full=not is_first) as held:
         held.go_on.set()
         messages = told(lambda: job.checkpoint.save(path, asynchronous=asynchronous).result(WAIT))
     messages += told(
         lambda: job.checkpoint.restore(path if is_first else path + "-nowhere"),
         lambda: job.checkpoint.save(os.path.join(path, ".metadata", "below")),
     )
-    with mock.patch.object(writing, "Folder", writing.Folder if is_first else Elsewhere):
+    is_dir = Path.is_dir
+    with mock.patch.object(Path, "is_dir", lambda path: (is_first or ".writing-" not in path.name) and is_dir(path)):
         messages += told(lambda: lost.save(path + "-lost"), lambda: job.checkpoint.save(path + "-next"))
     assert same(job.values(), moved)
     strategy.close()
@@ -236,7 +229,7 @@ def fail_and_ask_differently(path: str) -> list[str]:
     """Rank 0 asks the handle, rank 1 does not: the next save fails on both, and nobody waits for the other."""
     strategy = ts.MirroredStrategy()
     job, ended = Job(strategy), threading.Event()
-    with held_writes(write=disk_full) as held:
+    with held_writes(full=True) as held:
         held.go_on.set()
         handle = job.checkpoint.save(path, asynchronous=True)
         handle.add_done_callback(lambda _: ended.set())

@@ -43,7 +43,7 @@ class Progress:
 
 
 class Program:
-    """One coordinator's program. ``saves_progress``: False for one that forgets to."""
+    """One coordinator's program."""
 
     def __init__(
         self,
@@ -51,7 +51,6 @@ class Program:
         folder: Path,
         *,
         on_server_loss: Any = "restore",
-        saves_progress: bool = True,
         timeout_seconds: float = WAIT,
         **options: Any,
     ) -> None:
@@ -64,8 +63,7 @@ class Program:
             self.total = total = ts.Variable(0.0, name="total")
         self.coordinator = ts.ClusterCoordinator(strategy)
         self.progress, self.manager = Progress(), CheckpointManager(folder)
-        objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "total": total}
-        self.checkpoint = ts.Checkpoint(**objects, **({"progress": self.progress} if saves_progress else {}))
+        self.checkpoint = ts.Checkpoint(model=model, optimizer=optimizer, total=total, progress=self.progress)
         self.restored: list[int] = []
         options.setdefault("on_restored", self.restored.append)
         if on_server_loss == "restore":

@@ -46,28 +46,6 @@ def keys_of(path: Path) -> set[str]:
     return {key for key in dcp.FileSystemReader(path).read_metadata().state_dict_metadata if "torchstrat" not in key}
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.LBFGS, torch.optim.AdamW])
-def test_optimizers_without_a_module(optimizer: Any, tmp_path: Path) -> None:
-    def step(parameter: nn.Parameter, own: Any) -> None:
-        def loss() -> torch.Tensor:
-            own.zero_grad()
-            value = (parameter * torch.arange(3)).square().sum()
-            value.backward()
-            return value
-
-        own.step(loss)
-
-    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    one, two = (optimizer([weight], lr=0.1) for weight in weights)
-    step(weights[0], one)
-    Checkpoint(weight=weights[0], optimizer=one).save(tmp_path / "saved")
-    Checkpoint(weight=weights[1], optimizer=two).restore(tmp_path / "saved")
-    assert same(one.state_dict()["state"], two.state_dict()["state"])
-    step(weights[0], one)
-    step(weights[1], two)
-    assert torch.equal(*weights)
-
-
 @torch_alone
 def test_torch_reads_it_alone(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, objects = saved
@@ -136,16 +114,6 @@ def test_a_shard_that_no_step_has_touched(tmp_path: Path) -> None:
     Checkpoint(table=table, optimizer=optimizer).save(tmp_path / "table")
     Checkpoint(table=whole, optimizer=other).restore(tmp_path / "table")
     assert other.state[whole]["exp_avg"][:, 0].tolist() == pytest.approx([0, 0, 0.1, 0.1, 0, 0])
-
-
-def test_shards_within_a_module_are_one_tensor(tmp_path: Path) -> None:
-    one, two = nn.Module(), nn.Module()
-    one.inner, two.inner = nn.Module(), nn.Module()
-    one.inner.table, two.inner.table = sharded(5, 2), sharded(5, 3, start=9.0)
-    Checkpoint(model=one).save(tmp_path / "module")
-    assert keys_of(tmp_path / "module") == {"model.inner.table"}
-    Checkpoint(model=two).restore(tmp_path / "module")
-    assert torch.equal(torch.as_tensor(one.inner.table), torch.as_tensor(two.inner.table))
 
 
 def test_all_that_does_not_fit_is_listed_and_nothing_changes(saved: tuple[Path, dict[str, Any]]) -> None:

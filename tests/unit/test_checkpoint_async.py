@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import re
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,58 +15,45 @@ import pytest
 import torch
 
 import torchstrat as ts
-from tests.support.checkpoint_writes import WAIT, disk_full, held_writes
+from tests.support.checkpoint_writes import WAIT, full_disk, held_writes
 from tests.support.checkpoints import contents, job, restored, same, train
 from tests.support.gates import await_arrivals, close_gate, pass_gate
-from torchstrat import Checkpoint, SaveHandle
-from torchstrat.checkpoint import saving, writing
+from torchstrat import Checkpoint
 from torchstrat.errors import (
     CommunicationTimeoutError,
     InvalidArgumentError,
     ParameterServerUnavailable,
     TorchstratError,
 )
-from torchstrat.parameter_server.dispatcher import Dispatcher
-from torchstrat.parameter_server.server import checkpoint_shards, cut
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
-def save_and_train_on(path: Path) -> bool:
-    """Whether the checkpoint is of the moment of `save`, though training went on before it was written."""
-    objects = job()
+def test_training_goes_on_while_the_state_of_before_is_written(tmp_path: Path) -> None:
+    objects, path = job(), tmp_path / "saved"
     train(objects, range(1))
-    Checkpoint(**objects).save(path.with_name("before"))
+    before = copy.deepcopy(contents(objects))
     with held_writes() as held:
         handle = Checkpoint(**objects).save(path, asynchronous=True)
+        train(objects, range(1, 2))
         held.wait_until_reached()
         assert not handle.done()
         assert not path.exists()
-        train(objects, range(1, 2))
         for timeout in (0.01, timedelta(milliseconds=10)):
             with pytest.raises(CommunicationTimeoutError, match=r"was not written after 0.01 s; it is still"):
                 handle.result(timeout)
         held.go_on.set()
         assert handle.result(WAIT) == handle.path == path
     assert handle.done()
-    before = restored(path.with_name("before"))
+    assert same(before, restored(path))
     assert not same(before, contents(objects))
-    return same(before, restored(path))
-
-
-def test_training_goes_on_while_the_state_of_before_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert save_and_train_on(tmp_path / "saved")
-    # The control: without copies it would be the state of later.
-    monkeypatch.setattr(writing, "_copied", lambda writes: writes)
-    assert not save_and_train_on(tmp_path / "torn")
 
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_error_in_the_background_is_told_once_to_whoever_did_not_ask(asks: bool, tmp_path: Path) -> None:
     checkpoint, told = Checkpoint(**job()), threading.Event()
     checkpoint.save(tmp_path / "saved")
-    with held_writes(write=disk_full) as held:
+    with full_disk():
         handle = checkpoint.save(tmp_path / "saved", asynchronous=True)
-        held.go_on.set()
         handle.add_done_callback(lambda _: told.set())
         assert told.wait(WAIT)
     assert handle.done()
@@ -75,52 +64,6 @@ def test_an_error_in_the_background_is_told_once_to_whoever_did_not_ask(asks: bo
     assert not (tmp_path / "next").exists()
     assert restored(tmp_path / "saved"), "the earlier one"
     checkpoint.save(tmp_path / "next")
-
-
-@pytest.mark.parametrize("call", ["save", "save in the background", "restore"])
-def test_what_comes_after_a_save_waits_for_it(call: str, tmp_path: Path) -> None:
-    checkpoint, other = Checkpoint(**job()), Checkpoint(**job(1))
-    other.save(tmp_path / "other")
-    order: list[str] = []
-    handles: list[SaveHandle] = []
-
-    def later() -> None:
-        if call == "restore":
-            other.restore(tmp_path / "other")
-        else:
-            handles.append(other.save(tmp_path / "later", asynchronous=call != "save"))
-        order.append("later")
-
-    with held_writes() as held:
-        handles.append(checkpoint.save(tmp_path / "saved", asynchronous=True))
-        handles[0].add_done_callback(lambda _: order.append("saved"))
-        held.wait_until_reached()
-        second = threading.Thread(target=later)
-        second.start()
-        second.join(timeout=0.05)
-        assert order == []
-        held.go_on.set()
-        second.join(timeout=WAIT)
-        for one in handles:
-            one.result(WAIT)
-    assert sorted(order) == ["later", "saved"]
-    assert restored(tmp_path / "saved")
-
-
-def test_a_save_whose_thread_has_not_begun_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for the thread that has asked for it."""
-    checkpoint = Checkpoint(**job())
-    late: list[threading.Thread] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(saving, "TURN_TIMEOUT", timedelta(milliseconds=50))
-        patched.setattr(threading.Thread, "start", lambda thread: late.append(thread))
-        handle = checkpoint.save(tmp_path / "first", asynchronous=True)
-        for call in (checkpoint.save, checkpoint.restore):
-            with pytest.raises(CommunicationTimeoutError, match=r"second waited 0.05 s for saving .*first, which is"):
-                call(tmp_path / "second")
-    late[0].start()
-    handle.result(WAIT)
-    checkpoint.save(tmp_path / "second")
 
 
 def test_where_no_thread_can_be_started_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,30 +83,31 @@ def test_where_no_thread_can_be_started_it_is_written_at_once(tmp_path: Path, mo
 class Pair:
     """Two variables on two servers, and a function that adds 1 to both; it may wait at the gate in between."""
 
-    def __init__(self, cluster: FakeCluster, **options: Any) -> None:
+    def __init__(self, cluster: FakeCluster, size: int = 2, **options: Any) -> None:
         self.strategy = cluster.strategy(**options)
         with self.strategy.scope():
-            first, second = ts.Variable(torch.zeros(2), name="first"), ts.Variable(torch.zeros(2), name="second")
+            first, second = (ts.Variable(torch.zeros(size), name=name) for name in ("first", "second"))
         self.coordinator = ts.ClusterCoordinator(self.strategy)
         self.first, self.second = first, second
         self.checkpoint = Checkpoint(first=first, second=second)
         self.gate = close_gate("half-way")
 
         def add(waits: bool) -> None:
-            first.assign_add(torch.ones(2))
+            first.assign_add(torch.ones(size))
             if waits:
                 pass_gate("half-way")
-            second.assign_add(torch.ones(2))
+            second.assign_add(torch.ones(size))
 
         self._add = add
 
-    def add(self, times: int = 1, *, waits: bool = False, join: bool = False) -> None:
+    def add(self, times: int = 1, *, waits: bool = False, join: bool = False) -> ts.RemoteValue:
         for _ in range(times):
-            self.coordinator.schedule(self._add, args=(waits,))
+            last = self.coordinator.schedule(self._add, args=(waits,))
         if waits:
             await_arrivals("half-way", 1)
         if join:
             self.coordinator.join(timeout=WAIT)
+        return last
 
     @contextlib.contextmanager
     def saving(self, path: Path) -> Iterator[list[BaseException]]:
@@ -200,12 +144,7 @@ def cluster() -> Iterator[FakeCluster]:
         yield made
 
 
-@pytest.mark.parametrize("pauses", [True, False], ids=["as it is", "control: no pause"])
-def test_no_function_is_half_in_a_checkpoint(
-    pauses: bool, cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not pauses:  # then the servers' moments are on two sides of the function's second change
-        monkeypatch.setattr(Dispatcher, "paused", lambda *_: contextlib.nullcontext())
+def test_no_function_is_half_in_a_checkpoint(cluster: FakeCluster, tmp_path: Path) -> None:
     pair = Pair(cluster)
     pair.add(waits=True)
     pair.add(3)
@@ -213,16 +152,17 @@ def test_no_function_is_half_in_a_checkpoint(
         pair.add()  # the queue takes more meanwhile
     pair.coordinator.join(timeout=WAIT)
     assert pair.first.read_value().tolist() == pair.second.read_value().tolist() == [5.0, 5.0]
-    assert Pair.of(tmp_path / "saved") == ((1.0, 1.0) if pauses else (1.0, 0.0))
+    assert Pair.of(tmp_path / "saved") == (1.0, 1.0)
 
 
 def test_a_function_that_was_lost_with_its_worker_ends_first(tmp_path: Path) -> None:
     """One server has what it changed, the other has not; so it runs again before the servers mark anything."""
     with FakeCluster(workers=2, ps=2) as cluster:
         pair = Pair(cluster)
-        pair.add(waits=True)
+        runs_on = re.search(r"runs on worker (\d)", repr(pair.add(waits=True)))
+        assert runs_on is not None
         with pair.saving(tmp_path / "saved"):
-            cluster.kill_worker(pair.coordinator._dispatcher._scheduler.worker_of(0))
+            cluster.kill_worker(int(runs_on[1]))
             await_arrivals("half-way", 1)  # on the other worker
         pair.coordinator.join(timeout=WAIT)
     assert Pair.of(tmp_path / "saved") == (1.0, 1.0)
@@ -242,23 +182,30 @@ def test_a_function_that_does_not_end(cluster: FakeCluster, tmp_path: Path) -> N
     assert Pair.of(tmp_path / "saved") == (2.0, 2.0)
 
 
-def has_marks(cluster: FakeCluster, ps: int) -> bool:
-    return any(one.cut is not None for one in cluster.service("ps", ps).store._variables.values())
+@contextlib.contextmanager
+def held_servers(cluster: FakeCluster) -> Iterator[Any]:
+    """They have marked the moment, and begin to write after the block."""
+    first, second = (cluster.network.hold(cluster.peer("ps", index), "ps.write_checkpoint") for index in (0, 1))
+    with first, second:
+        yield first
+
+
+def let_go(ended: list[Any]) -> set[int]:
+    """Servers that have no copies of that moment any more, by the recorded answers."""
+    return {one.peer.task.index for one in ended if one.kind == "result"}
 
 
 def test_functions_run_while_servers_write(cluster: FakeCluster, tmp_path: Path) -> None:
-    pair = Pair(cluster)
+    pair, ended = Pair(cluster), cluster.network.record("ps.end_checkpoint")
     pair.add()
-    with held_writes(checkpoint_shards) as held:
+    with held_servers(cluster) as held:
         handle = pair.checkpoint.save(tmp_path / "saved", asynchronous=True)
         held.wait_until_reached()
         pair.add(4, join=True)
         assert pair.first.read_value().tolist() == [5.0, 5.0]
         assert not handle.done()
-        held.go_on.set()
-        handle.result(WAIT)
-    assert not has_marks(cluster, 0)
-    assert not has_marks(cluster, 1)
+    handle.result(WAIT)
+    assert let_go(ended) == {0, 1}
     first, second = Pair.of(tmp_path / "saved")
     assert first == second <= 1.0
 
@@ -268,6 +215,7 @@ def test_a_server_that_dies_in_between(method: str, cluster: FakeCluster, tmp_pa
     pair = Pair(cluster)
     pair.checkpoint.save(tmp_path / "saved")
     pair.add(join=True)
+    ended = cluster.network.record("ps.end_checkpoint")
     with (
         cluster.network.hold(cluster.peer("ps", 1), method, "before") as held,
         pair.saving(tmp_path / "saved") as errors,
@@ -279,27 +227,21 @@ def test_a_server_that_dies_in_between(method: str, cluster: FakeCluster, tmp_pa
     assert Pair.of(tmp_path / "saved") == (0.0, 0.0)
     cluster.start_server(1)
     pair.checkpoint.restore(tmp_path / "saved")
+    assert 0 in let_go(ended)
     pair.add(join=True)
     pair.checkpoint.save(tmp_path / "saved")
-    assert not has_marks(cluster, 0)
     assert Pair.of(tmp_path / "saved") == (1.0, 1.0)
 
 
-def test_a_server_that_has_no_memory_left_gives_the_checkpoint_up(
-    cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(needed: int, what: str, advice: str) -> None:
-        raise InvalidArgumentError(f"{what} needs {needed} bytes")
-
-    pair = Pair(cluster)
-    monkeypatch.setattr(cut, "_CHECKED_BYTES", 0)
-    monkeypatch.setattr(cut, "check_fits", full)
-    with held_writes(checkpoint_shards) as held:
+def test_a_server_that_has_no_memory_left_gives_the_checkpoint_up(cluster, tmp_path, monkeypatch) -> None:
+    pair, read = Pair(cluster, size=1 << 22), Path.read_text
+    with held_servers(cluster) as held:
         handle = pair.checkpoint.save(tmp_path / "saved", asynchronous=True)
         held.wait_until_reached()
+        none_left = lambda file, **how: "MemAvailable: 1 kB" if file.name == "meminfo" else read(file, **how)  # noqa: E731
+        monkeypatch.setattr(Path, "read_text", none_left)
         pair.add(join=True)
-        assert pair.first.read_value().tolist() == [1.0, 1.0]
-        held.go_on.set()
-        with pytest.raises(TorchstratError, match=r"gave up a checkpoint .*copy of '(first|second)' .* needs 8 bytes"):
-            handle.result(WAIT)
+        assert pair.first.read_value().unique().tolist() == [1.0]
+    with pytest.raises(TorchstratError, match=r"gave up a checkpoint .*copy of '(first|second)' .* needs 16,777,216"):
+        handle.result(WAIT)
     assert not list(tmp_path.iterdir())

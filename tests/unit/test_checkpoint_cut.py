@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from tests.support.checkpoints import same
 from tests.support.server_stores import add_edit, add_optimizer, make_spec, make_store, new_shards, push_of
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardEdit, Snapshot
+from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
 from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.variables.checkpoint_orders import AdoptOrder, ReadOrder, WriteOrder
 
 ROWS = 9
 SHAPES = {0: (ROWS, 3), 1: (7,), 2: (), 3: (ROWS, 2)}
@@ -318,3 +321,12 @@ def test_readers_and_pushers_at_once() -> None:
     assert torch.equal(table, expected.values[0, 0])
     assert torch.equal(state, expected.states[0][0, 0]["sum"])
     assert not torch.equal(store.read([(0, 0)])[0], table)
+
+
+def test_a_path_that_a_server_cannot_see(tmp_path: Path) -> None:
+    shards, path = CheckpointShards(VariableStore("ps 3 on another machine")), str(tmp_path / "elsewhere")
+    for call in (lambda: shards.write(WriteOrder(path, 1)), lambda: shards.read(ReadOrder(path, "token"))):
+        with pytest.raises(InvalidArgumentError, match=r"ps 3 on another machine does not see .*elsewhere"):
+            call()
+    with pytest.raises(InvalidArgumentError, match="ps 3 on another machine has not read the checkpoint"):
+        shards.adopt(AdoptOrder("token", 0))

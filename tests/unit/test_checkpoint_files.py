@@ -12,7 +12,9 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,19 @@ from hypothesis import strategies as st
 
 from tests.faults.forked import in_fork
 from tests.support.checkpoints import data_file, same, torch_alone
-from torchstrat import Checkpoint
-from torchstrat.checkpoint import disk, entries, files, manifest
+from torchstrat import Checkpoint, CheckpointManager, consolidate
+from torchstrat.checkpoint import disk, entries, files, finished, manifest, reading, saving
 from torchstrat.checkpoint.disk import NewFile
 from torchstrat.checkpoint.entries import BlockSource, memory_of
 from torchstrat.checkpoint.files import read, write_metadata, write_part
 from torchstrat.checkpoint.folder import written_whole
+from torchstrat.checkpoint.items import Writes
 from torchstrat.checkpoint.manifest import NAME, check_file, checked, read_manifest, write_manifest
 from torchstrat.checkpoint.pieces import Piece
 from torchstrat.checkpoint.reading import INDEX, prepare
+from torchstrat.checkpoint.sharing import Offer, offers_of, selected, share
 from torchstrat.checkpoint.stored import open_checkpoint
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool),
@@ -111,9 +115,7 @@ def test_views_that_are_conjugated_or_negated(tmp_path: Path) -> None:
     cuts=st.lists(st.integers(0, 60), max_size=4),
     wanted=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=5),
 )
-def test_any_rows_of_any_cut(
-    rows: int, cuts: list[int], wanted: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_rows_of_any_cut(rows, cuts, wanted, tmp_path_factory) -> None:
     """Also the same rows twice, and none."""
     table = numbers((rows, 3))
     places = sorted({0, rows, *(cut % rows for cut in cuts)})
@@ -264,6 +266,21 @@ def test_memory_and_bytes_that_are_read(tmp_path: Path) -> None:
     assert 1.0 <= costs["read"][1] < 1.1, costs
 
 
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_plain_file_is_made_of_one_tensor_at_a_time(suffix, tmp_path, monkeypatch) -> None:
+    tensors = {f"t{number}": torch.randn(50, 3) for number in range(4)}
+    Checkpoint(**tensors).save(tmp_path / "saved")
+    read, asked = reading.StoredFolder.read, []
+
+    def counted(self: Any, wanted: Any) -> Any:
+        asked.append([piece.key for piece, _ in wanted])
+        return read(self, wanted)
+
+    monkeypatch.setattr(reading.StoredFolder, "read", counted)
+    consolidate(tmp_path / "saved", tmp_path / f"out.{suffix}")
+    assert sorted(keys for keys in asked if keys) == [[name] for name in tensors]
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -290,9 +307,7 @@ def everything(path: Path) -> list[Any]:
     ],
     ids=["a changed byte", "cut off"],
 )
-def test_damage_anywhere_is_refused_and_the_file_named(
-    damaged: Callable[[bytes, int], bytes], places: int, message: str, saved: Path
-) -> None:
+def test_damage_anywhere_is_refused_and_the_file_named(damaged, places, message, saved) -> None:
     for name in sorted(os.listdir(saved)):
         content = (saved / name).read_bytes()
         for place in range(0, len(content), max(1, len(content) // places)):
@@ -417,9 +432,7 @@ STEPS: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_error_of_the_disk_at_any_step_leaves_the_old_one(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_disk_at_any_step_leaves_the_old_one(step, tmp_path, monkeypatch) -> None:
     Checkpoint(table=torch.ones(3)).save(tmp_path / "saved")
     with monkeypatch.context() as patched:
         patched.setattr(*STEPS[step])
@@ -429,6 +442,25 @@ def test_an_error_of_the_disk_at_any_step_leaves_the_old_one(
             Checkpoint(table=torch.zeros(3)).save(tmp_path / "saved")
     assert is_intact(tmp_path / "saved", 3)
     assert os.listdir(tmp_path) == ["saved"]
+
+
+# -- saves that wait for each other ----------------------------------------------------------------------------------
+
+
+def test_a_save_whose_thread_has_not_begun_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the thread that has asked for it."""
+    checkpoint = Checkpoint(table=torch.ones(3))
+    late: list[threading.Thread] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "TURN_TIMEOUT", timedelta(milliseconds=50))
+        patched.setattr(threading.Thread, "start", lambda thread: late.append(thread))
+        handle = checkpoint.save(tmp_path / "first", asynchronous=True)
+        for call in (checkpoint.save, checkpoint.restore):
+            with pytest.raises(CommunicationTimeoutError, match=r"second waited 0.05 s for saving .*first, which is"):
+                call(tmp_path / "second")
+    late[0].start()
+    handle.result(60)
+    checkpoint.save(tmp_path / "second")
 
 
 # -- what is left over ------------------------------------------------------------------------------------------------
@@ -444,6 +476,25 @@ def test_what_a_killed_save_has_left_is_swept_away_and_one_under_way_is_not(tmp_
             assert first.exists()
             raise KeyboardInterrupt
         assert sorted(os.listdir(tmp_path)) == [f".saved-too.writing-{'a' * 32}", first.name]
+
+
+def test_a_launcher_that_was_told_marks_what_has_ended(tmp_path: Path) -> None:
+    def job(name: str, *steps: int, is_finished: bool = True) -> None:
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.claim()
+            for step in steps:
+                manager.save(Checkpoint(weight=torch.zeros(3)), step)
+            manager.close(finished=is_finished)
+
+    with finished.told_directories() as mark:
+        job("a", 3, is_finished=False)
+        job("b", 4)
+        assert finished.last_step(tmp_path / "a") is None
+        job("empty", is_finished=False)
+        mark()
+    assert [finished.last_step(tmp_path / name) for name in ("a", "b", "empty")] == [3, 4, None]
+    job("a", 5, is_finished=False)  # nobody wants to know
+    assert finished.last_step(tmp_path / "a") is None
 
 
 # -- what it takes to import ------------------------------------------------------------------------------------------
@@ -471,3 +522,61 @@ def test_parameter_servers_do_without_torchs_checkpoints(tmp_path: Path) -> None
         [sys.executable, "-c", PROGRAM, str(tmp_path / "saved")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+# -- who writes what: every value once, the bytes spread evenly, and only by those that hold it and see the folder -----
+
+
+MIB = 1 << 20
+
+
+def offer(name: str, size: int = 0, start: int = 0) -> Offer:
+    return Offer((("model", name), start), ("torch.float32", (2,), (2,)), size, shared=size > 0)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, MIB, 3 * MIB, 10 * MIB]), max_size=12),
+    held=st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=1, max_size=4),
+    sees=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_each_is_written_once_by_one_that_can(sizes: list[int], held: list[list[bool]], sees: list[bool]) -> None:
+    ranks = len(held)
+    offers = [[offer(str(n), size) for n, size in enumerate(sizes) if held[rank][n]] for rank in range(ranks)]
+    able = [{one.place for one in of_rank} if sees[rank] else set() for rank, of_rank in enumerate(offers)]
+    places = {one.place for of_rank in offers for one in of_rank}
+    if places - set().union(*able):
+        with pytest.raises(InvalidArgumentError, match=r"is held by rank \d alone, which does not see /shared"):
+            share(offers, sees[:ranks], "/shared")
+        return
+    written = share(offers, sees[:ranks], "/shared")
+    assert sum(map(len, written)) == len(places)
+    assert set().union(*written) == places
+    assert all(mine <= can for mine, can in zip(written, able, strict=True))
+    for place in places:  # what is not to be shared: by the first
+        if not next(one for of_rank in offers for one in of_rank if one.place == place).shared:
+            assert place in written[next(rank for rank in range(ranks) if place in able[rank])]
+
+
+def test_what_may_differ_stays_together() -> None:
+    """Large buffers, too: two ranks' running statistics are not to be mixed."""
+    piece, buffer, small = (Piece(("model", name), (MIB,)) for name in ("weight", "buffer", "bias"))
+    tensors = [(piece, torch.zeros(MIB)), (buffer, torch.zeros(MIB)), (small, torch.zeros(2))]
+    writes = Writes(tensors, [(("model", "note"), "x")], frozenset({piece.path, small.path}))
+    offers = offers_of(writes)
+    assert [one.shared for one in offers] == [True, False, False, False]
+    first, second = (selected(writes, mine) for mine in share([offers, offers], [True, True], ""))
+    assert [one.path for one, _ in first.tensors] == [buffer.path, small.path]
+    assert len(first.values) == 1
+    assert [one.path for one, _ in second.tensors] == [piece.path]
+    assert not second.values
+
+
+def test_shards_of_one_tensor_are_different_things() -> None:
+    offers = [[offer("table", MIB, start=0)], [offer("table", MIB, start=2)]]
+    assert share(offers, [True, True], "") == [{(("model", "table"), 0)}, {(("model", "table"), 2)}]
+
+
+def test_one_name_of_different_things() -> None:
+    other = Offer((("model", "a"), 0), ("torch.float64", (2,), (2,)), 0, shared=False)
+    with pytest.raises(InvalidArgumentError, match=r"model\.a is torch\.float32.* rank 0 and torch\.float64.* rank 1"):
+        share([[offer("a")], [other]], [True, True], "")

@@ -15,9 +15,6 @@ from torch import nn
 
 import torchstrat as ts
 from tests.support.checkpoints import torch_alone
-from torchstrat.checkpoint import job_state
-from torchstrat.replicas.randomness import seedings
-from torchstrat.testing.fake_cluster import FakeCluster
 
 
 def mirrored(replicas: int = 2) -> ts.Strategy:
@@ -84,11 +81,9 @@ class Training:
 
 @pytest.fixture
 def begin() -> Iterator[Callable[..., Training]]:
-    """A training in what is as good as a new process: nothing is known of seeds and runs before."""
     begun: list[Training] = []
 
     def new(strategy: ts.Strategy, number: int = 7) -> Training:
-        seedings.__init__()  # type: ignore[misc]
         begun.append(Training(strategy, number))
         return begun[-1]
 
@@ -104,21 +99,16 @@ def begin() -> Iterator[Callable[..., Training]]:
 Begin = Callable[..., Training]
 
 
-@pytest.mark.parametrize("is_restored", [True, False], ids=["as it is", "control: not restored"])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_the_curve_goes_on(
-    kind: str, is_restored: bool, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_curve_goes_on(kind: str, begin: Begin, tmp_path: Path) -> None:
     before = begin(STRATEGIES[kind]())
     before.steps(2)
     before.checkpoint.save(tmp_path / "saved")
     expected = before.steps(3)
-    if not is_restored:
-        monkeypatch.setattr(job_state, "reads", lambda *_: job_state.Reads())
     after = begin(STRATEGIES[kind](), 99)
     after.steps(1)
     after.checkpoint.restore(tmp_path / "saved")
-    assert (after.steps(3) == expected) is is_restored
+    assert after.steps(3) == expected
 
 
 def test_other_numbers_of_replicas(begin: Begin, tmp_path: Path) -> None:
@@ -168,44 +158,6 @@ def test_a_seed_that_was_put_aside_goes_on_too(begin: Begin, tmp_path: Path) -> 
     assert after.draws() == eight
     torch.set_rng_state(seven)
     assert after.draws() == expected
-
-
-def test_functions_on_parameter_servers(tmp_path: Path) -> None:
-    """Each function's random state goes by its place in the training, not by its number in this job."""
-
-    class Job:
-        def __init__(self, cluster: FakeCluster, number: int) -> None:
-            torch.manual_seed(number)
-            strategy = cluster.strategy()
-            objects = make(strategy)
-            self.coordinator, self.checkpoint = ts.ClusterCoordinator(strategy), ts.Checkpoint(**objects)
-            inputs = torch.ones(6, 4, dtype=torch.float64)
-            self.step = lambda: strategy.run(lambda: step_on(objects, inputs)).item()
-
-        def steps(self, count: int) -> list[float]:
-            results = []
-            for _ in range(count):
-                results.append(self.coordinator.schedule(self.step))
-                self.coordinator.join(timeout=60)
-            return [result.fetch() for result in results]
-
-    with FakeCluster(workers=1, ps=2) as cluster:
-        job = Job(cluster, 7)
-        job.steps(2)
-        job.checkpoint.save(tmp_path / "saved")
-        expected = job.steps(3)
-        job.checkpoint.restore(tmp_path / "saved")
-        assert job.steps(3) == expected
-        assert job.steps(1) != expected[:1]
-    with FakeCluster(workers=1, ps=1) as cluster:
-        job = Job(cluster, 99)
-        job.steps(1)
-        job.checkpoint.restore(tmp_path / "saved")
-        assert job.steps(2) == expected[:2]
-        job.checkpoint.save(tmp_path / "again")
-        job.steps(1)
-        job.checkpoint.restore(tmp_path / "again")
-        assert job.steps(1) == expected[2:]
 
 
 @torch_alone

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +18,8 @@ import pytest
 import torch
 
 import torchstrat as ts
-from tests.support.checkpoint_writes import disk_full, held_writes
+from tests.support.checkpoint_writes import full_disk, held_writes
 from tests.support.checkpoints import data_file, flip
-from torchstrat.checkpoint import disk, finished, writer_lock
-from torchstrat.checkpoint import writing as writing_module
 from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 
 MANIFEST, INDEX = "torchstrat.json", ".metadata"
@@ -51,7 +50,7 @@ class Job:
 
 
 def visible(directory: Path) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if name != writer_lock.NAME)
+    return sorted(name for name in os.listdir(directory) if name != ".writer.lock")
 
 
 def names(*steps: int) -> list[str]:
@@ -81,9 +80,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     ],
     ids=["multiples stay", "all", "another number applies to what is there"],
 )
-def test_how_many_are_kept(
-    first: dict[str, Any], then: dict[str, Any], more: tuple[int, ...], kept: list[int], tmp_path: Path
-) -> None:
+def test_how_many_are_kept(first, then, more, kept, tmp_path) -> None:
     with ts.CheckpointManager(tmp_path, **first) as manager:
         Job(manager, *range(11))
     with ts.CheckpointManager(tmp_path, **then) as manager:
@@ -98,15 +95,6 @@ def test_a_manager_made_with_its_checkpoint(tmp_path: Path) -> None:
             weight.fill_(step)
             manager.save(step=step)
         assert (manager.restore(step=1), weight[0].item()) == (1, 1.0)
-
-
-def test_the_same_step_again_replaces(tmp_path: Path) -> None:
-    with ts.CheckpointManager(tmp_path, max_to_keep=2) as manager:
-        job = Job(manager, 1, 2)
-        job.weight.fill_(7)
-        manager.save(job.checkpoint, 2)
-        assert job.steps == [1, 2]
-        assert job.restored() == (2, 7.0)
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -257,17 +245,6 @@ def test_a_step_that_is_not_there_or_damaged(tmp_path: Path) -> None:
 # -- one writer -------------------------------------------------------------------------------------------------------
 
 
-def test_two_managers_of_one_process(tmp_path: Path) -> None:
-    first, second = Job(ts.CheckpointManager(tmp_path), 1), Job(ts.CheckpointManager(tmp_path))
-    with pytest.raises(InvalidArgumentError, match=rf"is being written to by process {os.getpid()} on .* two jobs"):
-        second.save(2)
-    assert second.manager.latest == first.manager.latest
-    assert second.restored() == (1, 1.0)  # who reads needs no lock
-    first.manager.close()
-    second.save(2)
-    second.manager.close()
-
-
 _HOLDS = """
 import os, sys
 import torch
@@ -318,21 +295,26 @@ class KilledError(BaseException):
     pass
 
 
-def deletion_fails(happens: Callable[[Path], None], remove: Callable[[Path], None] = disk.remove_tree) -> Any:
-    """``happens`` in place of the deletion of what is not kept."""
-    instead = lambda folder: happens(folder) if ".deleted-" in folder.name else remove(folder)  # noqa: E731
-    return mock.patch.object(disk, "remove_tree", instead)
+@contextlib.contextmanager
+def deletion_fails(error: BaseException, removed: int = 0) -> Iterator[None]:
+    """Of what is not kept, after so many of its files."""
+    unlink, gone = Path.unlink, []
+
+    def fails(file: Path, **options: Any) -> None:
+        if ".deleted-" in file.parent.name:
+            if len(gone) == removed:
+                raise error
+            gone.append(file)
+        unlink(file, **options)
+
+    with mock.patch.object(Path, "unlink", fails):
+        yield
 
 
-@pytest.mark.parametrize("moment", ["before", "half-way"])
-def test_killed_while_it_deletes(moment: str, tmp_path: Path) -> None:
-    def killed(folder: Path) -> None:
-        if moment == "half-way":
-            (folder / INDEX).unlink()
-        raise KilledError
-
+@pytest.mark.parametrize("removed", [0, 1], ids=["before", "half-way"])
+def test_killed_while_it_deletes(removed: int, tmp_path: Path) -> None:
     job = Job(ts.CheckpointManager(tmp_path, max_to_keep=1), 1)
-    with deletion_fails(killed), pytest.raises(KilledError):
+    with deletion_fails(KilledError(), removed), pytest.raises(KilledError):
         job.save(2)
     job.manager.close()
     assert job.steps == [2]
@@ -346,12 +328,10 @@ def test_killed_while_it_deletes(moment: str, tmp_path: Path) -> None:
 
 
 def test_an_old_one_that_cannot_be_deleted(tmp_path: Path) -> None:
-    def refuse(folder: Path) -> None:
-        raise PermissionError(1, "Operation not permitted", str(folder))
-
+    refuse = deletion_fails(PermissionError(1, "Operation not permitted"))
     with ts.CheckpointManager(tmp_path, max_to_keep=1) as manager:
         job = Job(manager, 1)
-        with deletion_fails(refuse), pytest.warns(UserWarning, match="cannot be deleted: .*not permitted"):
+        with refuse, pytest.warns(UserWarning, match="cannot be deleted: .*not permitted"):
             job.save(2)
         assert job.steps == [2]
 
@@ -409,9 +389,7 @@ AT_LEAST_1, GIVE_IT, CLOSED = (
         (lambda at: closed(at).claim(), ContextError, f"claim was {CLOSED}"),
     ],
 )
-def test_calls_that_mean_nothing(
-    call: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_calls_that_mean_nothing(call, error, message, tmp_path) -> None:
     with pytest.raises(error, match=message):
         call(tmp_path)
     assert os.listdir(tmp_path) == []
@@ -446,13 +424,10 @@ def test_an_old_one_goes_when_the_new_one_is_there(tmp_path: Path) -> None:
     assert visible(tmp_path) == names(3)  # close waits, for the deletion too
 
 
-def test_what_fails_in_the_background_is_raised_by_the_next_call(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    full = mock.patch.object(writing_module, "write_manifest", disk_full)
+def test_what_fails_in_the_background_is_raised_by_the_next_call(tmp_path, caplog) -> None:
     with ts.CheckpointManager(tmp_path, max_to_keep=1) as manager:
         job = Job(manager, 1)
-        with full:
+        with full_disk(f"*/{MANIFEST}"):
             job.save(2, asynchronous=True)
             with pytest.raises(InvalidArgumentError, match=r"cannot be written to .*step-00000002: .*No space left"):
                 job.save(3)
@@ -462,25 +437,9 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(
                 assert job.restored() == (1, 1.0)
         job.save(3)
         assert job.steps == [3]
-        with full:
+        with full_disk(f"*/{MANIFEST}"):
             job.save(4, asynchronous=True)
             with pytest.raises(InvalidArgumentError, match="No space left"):
                 manager.close()
     assert visible(tmp_path) == names(3)
     assert "step-00000004 was not saved" in caplog.text
-
-
-def test_a_launcher_that_was_told_marks_what_has_ended(tmp_path: Path) -> None:
-    with finished.told_directories() as mark:
-        for name, step, is_finished in (("a", 3, False), ("b", 4, True)):
-            with ts.CheckpointManager(tmp_path / name) as manager:
-                Job(manager, step)
-                manager.close(finished=is_finished)
-        assert finished.last_step(tmp_path / "a") is None
-        with ts.CheckpointManager(tmp_path / "empty") as manager:
-            manager.claim()
-        mark()
-    assert [finished.last_step(tmp_path / name) for name in ("a", "b", "empty")] == [3, 4, None]
-    with ts.CheckpointManager(tmp_path / "a") as manager:
-        Job(manager, 5)  # nobody wants to know
-    assert finished.last_step(tmp_path / "a") is None

@@ -6,6 +6,7 @@ import copy
 import enum
 import json
 import os
+import runpy
 import struct
 import sys
 from collections import defaultdict
@@ -19,10 +20,8 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.support.checkpoint_writes import disk_full
+from tests.support.checkpoint_writes import full_disk
 from tests.support.checkpoints import Held, Net, contents, data_file, job, restored, same, saved_job, sharded, train
-from torchstrat import cli
-from torchstrat.checkpoint import disk, reading, safetensors_file
 from torchstrat.errors import InvalidArgumentError
 
 
@@ -104,21 +103,6 @@ def test_what_others_cannot_load_is_left_out_or_made_plain(tmp_path: Path) -> No
         assert expected in said
 
 
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_one_tensor_at_a_time(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {f"t{number}": torch.randn(50, 3) for number in range(4)}
-    ts.Checkpoint(**tensors).save(tmp_path / "saved")
-    read, asked = reading.StoredFolder.read, []
-
-    def counted(self: Any, wanted: Any) -> Any:
-        asked.append([piece.key for piece, _ in wanted])
-        return read(self, wanted)
-
-    monkeypatch.setattr(reading.StoredFolder, "read", counted)
-    ts.consolidate(tmp_path / "saved", tmp_path / f"out.{suffix}")
-    assert sorted(keys for keys in asked if keys) == [[name] for name in tensors]
-
-
 def test_what_cannot_be_consolidated(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path, plain = saved[0], tmp_path / "model"
     (tmp_path / "folder.pt").mkdir()
@@ -142,37 +126,30 @@ def test_what_cannot_be_consolidated(saved: tuple[Path, dict[str, Any]], tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["damaged", "folder.pt", "model", "saved", "wide"]
 
 
-def test_the_command(
-    saved: tuple[Path, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command(saved, tmp_path, monkeypatch, capsys) -> None:
     def run(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["torchstrat", "consolidate", *words])
-        return cli.main()
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("torchstrat", run_name="__main__")
+        return ended.value.code  # type: ignore[return-value]
 
     assert run(str(saved[0]), str(tmp_path / "model.pt")) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'model.pt'}\n"
     assert "model" in torch.load(tmp_path / "model.pt", weights_only=True)
     assert run(str(tmp_path / "nothing"), str(tmp_path / "other.pt")) == 1
     assert "torchstrat consolidate: there is no checkpoint at" in capsys.readouterr().err
-    for words, status in (([str(saved[0])], 2), (["--help"], 0)):
-        with pytest.raises(SystemExit) as ended:
-            run(*words)
-        assert ended.value.code == status
+    assert [run(str(saved[0])), run("--help")] == [2, 0]
     assert "torchstrat consolidate CHECKPOINT FILE" in capsys.readouterr().out
 
 
-def test_a_full_disk_leaves_what_was_there(
-    saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_what_was_there(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     ts.consolidate(saved[0], file)
     before = file.read_bytes()
-    monkeypatch.setattr(disk, "sync_folder", disk_full)
-    monkeypatch.setattr(safetensors_file, "write", disk_full)
-    with pytest.raises(InvalidArgumentError, match=r"model\.safetensors cannot be written: .*No space left"):
+    with (
+        full_disk("*.writing-*"),
+        pytest.raises(InvalidArgumentError, match=r"model\.safetensors cannot be written: .*No space left"),
+    ):
         ts.consolidate(saved[0], file)
     assert file.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
@@ -296,9 +273,7 @@ def cut_off(file: Path, objects: dict[str, Any]) -> None:
     ],
     ids=["a module alone", "names of others", "other groups", "a list", "text", "half a file"],
 )
-def test_files_that_are_no_state_of_these_objects(
-    write: Callable[[Path, dict[str, Any]], None], keeps: str, message: str, tmp_path: Path
-) -> None:
+def test_files_that_are_no_state_of_these_objects(write, keeps, message, tmp_path) -> None:
     objects = job()
     write(tmp_path / "bad", objects)
     with pytest.raises(InvalidArgumentError, match=message):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import (
-    CancelledError,
     ClosureInputError,
     CommunicationTimeoutError,
     ContextError,
@@ -62,14 +63,6 @@ def counter_of(coordinator: ts.ClusterCoordinator) -> tuple[ts.Variable, Callabl
 
 def bad() -> None:
     raise KeyError("bad")
-
-
-def error_of(value: Any) -> Exception | None:
-    try:
-        value.get()
-    except Exception as error:
-        return error
-    return None
 
 
 def returning(value: Any) -> Callable[[], Any]:
@@ -128,53 +121,6 @@ def test_a_closed_coordinator_says_so(coordinator: ts.ClusterCoordinator) -> Non
 # -- what it takes and gives back --------------------------------------------------------------------------------------
 
 
-class Callable4:
-    def __call__(self) -> int:
-        return 4
-
-    def times(self, number: int) -> int:
-        return 4 * number
-
-
-@pytest.mark.parametrize(
-    ("fn", "args", "kwargs", "result"),
-    [
-        (add, [1], {}, 11),
-        (add, (), {"a": 1, "b": 2}, 3),
-        (add, (1,), {"b": np.float64(2.5)}, 3.5),
-        (add, (np.array(1),), None, 11),
-        (functools.partial(add, 1), (), None, 11),
-        (Callable4(), (), None, 4),
-        (Callable4().times, (3,), None, 12),
-        (len, ([1, 2],), None, 2),
-        (torch.add, (torch.tensor(1), 2), None, 3),
-        (dict, (), {"a": 1}, {"a": 1}),
-        (lambda text: text, ("abc",), None, "abc"),
-        (lambda nothing: nothing is None, (None,), None, True),
-    ],
-)
-def test_any_callable_and_any_arguments(
-    coordinator: ts.ClusterCoordinator, fn: Any, args: Any, kwargs: Any, result: Any
-) -> None:
-    assert coordinator.schedule(fn, args=args, kwargs=kwargs).get() == result
-
-
-def test_a_frozen_model_of_no_scope_is_sent(coordinator: ts.ClusterCoordinator) -> None:
-    model = nn.Linear(2, 2).requires_grad_(False)
-    assert torch.equal(coordinator.schedule(lambda: model.bias).get(), model.bias)
-
-
-def test_a_variable_as_an_argument_is_the_one_on_the_servers(coordinator: ts.ClusterCoordinator) -> None:
-    counter, _ = counter_of(coordinator)
-
-    def work(by_position: ts.Variable, nested: dict[str, ts.Variable]) -> torch.Tensor:
-        by_position.assign_add(1.0)
-        return nested["counter"].read_value()
-
-    assert coordinator.schedule(work, (counter,), {"nested": {"counter": counter}}).fetch() == 1.0
-    assert counter.read_value() == 1.0
-
-
 def test_fetch_gives_arrays_and_get_gives_tensors(coordinator: ts.ClusterCoordinator) -> None:
     value = coordinator.schedule(lambda: {"a": torch.ones(2), "b": (torch.tensor(3), b"s", "s", 5, None, [None])})
     fetched, got = value.fetch(), value.get()
@@ -198,28 +144,6 @@ def test_dtypes_of_results(coordinator: ts.ClusterCoordinator, dtype: torch.dtyp
     value = coordinator.schedule(lambda: torch.ones(2, dtype=dtype))
     assert value.get().dtype == dtype
     assert value.fetch().tolist() == [1, 1]
-
-
-def test_results_without_a_numpy_form_stay_tensors(coordinator: ts.ClusterCoordinator) -> None:
-    fetched = coordinator.schedule(lambda: torch.eye(2).to_sparse()).fetch()
-    assert fetched.layout is torch.sparse_coo
-    assert torch.equal(fetched.to_dense(), torch.eye(2))
-
-
-def test_results_are_values_without_history(coordinator: ts.ClusterCoordinator) -> None:
-    counter, _ = counter_of(coordinator)
-    assert not coordinator.schedule(lambda: torch.ones(2, requires_grad=True) * 2).get().requires_grad
-    assigned = coordinator.schedule(lambda: counter.assign_add(5.0)).get()
-    assert type(assigned) is torch.Tensor
-    assert assigned == 5.0
-
-
-def test_results_that_cannot_travel(coordinator: ts.ClusterCoordinator) -> None:
-    value = coordinator.schedule(lambda: (number for number in range(3)))
-    with pytest.raises(NotSendableError, match="result"):
-        coordinator.join()
-    with pytest.raises(NotSendableError, match="result"):
-        value.fetch()
 
 
 def test_waiting_has_limits_that_name_what_is_awaited(coordinator: ts.ClusterCoordinator) -> None:
@@ -262,20 +186,6 @@ def test_the_context_of_a_function(coordinator: ts.ClusterCoordinator) -> None:
     assert coordinator.schedule(facts).get() == (True, True, True, True, 1, 2.0, [1.0, 3.0], (5,))
 
 
-def test_every_worker_has_an_index_and_a_copy_of_a_dataset_of_its_own(coordinator: ts.ClusterCoordinator) -> None:
-    iterator = iter(coordinator.create_per_worker_dataset(batches))
-    gate = close_gate("copies")
-
-    def read(given: Iterator[torch.Tensor]) -> Any:
-        pass_gate("copies")
-        return coordinator.get_current_worker_index(), next(given).tolist()
-
-    values = [coordinator.schedule(read, (iterator,)) for _ in range(2)]
-    await_arrivals("copies", 2)  # one on each worker
-    gate.set()
-    assert sorted(coordinator.fetch(values)) == [(0, [0, 1]), (1, [0, 1])]
-
-
 def test_one_function_at_a_time_per_worker_in_the_order_of_the_queue(of_one: ts.ClusterCoordinator) -> None:
     with of_one.strategy.scope():
         last = ts.Variable(-1)
@@ -307,6 +217,7 @@ ERRORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], type[Exception], st
     "of a class that pickle cannot make": (raise_unpicklable, (), UnpicklableError, "1 and 2"),
     "an exit": (lambda: exec("raise SystemExit(3)"), (), FunctionError, "SystemExit: 3"),
     "the end of an iterator": (lambda: next(iter(())), (), OutOfRangeError, "no more batches"),
+    "a result that cannot travel": (lambda: (number for number in ()), (), NotSendableError, "result"),
     "no argument": (add, (), TypeError, r"add\(\)"),
     "an argument too many": (add, (1, 2, 3), TypeError, r"add\(\)"),
 }
@@ -365,27 +276,6 @@ def test_what_only_the_coordinator_can_do(coordinator: ts.ClusterCoordinator) ->
             coordinator.join()
 
 
-def test_what_is_queued_behind_an_error_is_cancelled_and_what_runs_finishes(coordinator: ts.ClusterCoordinator) -> None:
-    counter, increment = counter_of(coordinator)
-    gate = close_gate("behind")
-    running = [coordinator.schedule(pass_gate, ("behind",)) for _ in range(2)]
-    await_arrivals("behind", 2)
-    failing = [coordinator.schedule(bad) for _ in range(3)]
-    later = [coordinator.schedule(increment) for _ in range(20)]
-    gate.set()
-    with pytest.raises(KeyError):
-        coordinator.join()
-    coordinator.join()  # of several errors the first alone is reported
-    assert coordinator.fetch(running) == ["through", "through"]
-    assert all(isinstance(error_of(value), KeyError | CancelledError) for value in failing)
-    errors = [error_of(value) for value in later]
-    cancelled = sum(error is not None for error in errors)
-    assert all(isinstance(error, CancelledError) and isinstance(error.__cause__, KeyError) for error in errors if error)
-    assert counter.read_value() == len(later) - cancelled
-    assert cancelled > 0
-    assert coordinator.done()
-
-
 # -- per-worker values ------------------------------------------------------------------------------------------------
 
 
@@ -435,14 +325,6 @@ def test_a_function_that_returns_no_dataset(coordinator: ts.ClusterCoordinator, 
         coordinator.join()
     with pytest.raises(ClosureInputError):
         value.fetch()
-
-
-def test_a_builder_that_fails_is_tried_again_by_the_next_function(coordinator: ts.ClusterCoordinator) -> None:
-    resource = coordinator.create_per_worker_resource(bad)
-    for _ in range(2):
-        coordinator.schedule(lambda value: value, (resource,))
-        with pytest.raises(ClosureInputError, match=r"resource bad .*KeyError\('bad'\)"):
-            coordinator.join()
 
 
 def test_a_dataset_function_may_use_variables_and_make_none(coordinator: ts.ClusterCoordinator) -> None:
@@ -504,3 +386,108 @@ def test_iterators_in_functions(of_one: ts.ClusterCoordinator) -> None:
             of_one.join()
     for source in (iter(dataset), dataset):
         assert of_one.schedule(lambda given: [int(b.sum()) for b in given], (source,)).fetch() == [1, 5, 9]
+
+
+# -- exceptions of functions on their way to the coordinator -----------------------------------------------------------
+
+
+_SCRIPT = """
+class BadShard(Exception):
+    def __init__(self, shard, reason="no rows"):
+        super().__init__(f"shard {shard}: {reason}")
+        self.shard, self.reason = shard, reason
+
+class SaysHow(Exception):
+    def __init__(self, shard):
+        super().__init__(f"shard {shard}")
+        self.shard = shard
+
+    def __reduce__(self):
+        return SaysHow, (self.shard,)
+
+class BadFile(OSError):
+    def __init__(self, shard):
+        super().__init__(2, "no such shard", f"shard-{shard}")
+        self.shard = shard
+"""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that only this process has."""
+    module = types.ModuleType("only_here")
+    exec(_SCRIPT, vars(module))
+    for kind in (module.BadShard, module.SaysHow, module.BadFile):
+        kind.__module__ = "__main__"
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    return module
+
+
+class Doubled(Exception):  # noqa: N818  # a name as scripts have them
+    """Can be imported everywhere; made again by its arguments it says something else."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"bad {name}")
+
+
+def come_home(make: Callable[[], BaseException]) -> Any:
+    """What a function's error is on the coordinator."""
+
+    def fails() -> None:
+        raise make()
+
+    with FakeCluster(workers=1, ps=1) as cluster:
+        value = ts.ClusterCoordinator(cluster.strategy()).schedule(fails)
+        try:
+            return value.get(timeout=60)
+        except Exception as error:
+            return error
+
+
+COME_HOME: dict[str, tuple[Callable[[Any], Exception], dict[str, Any]]] = {
+    "a class of the script": (
+        lambda script: script.BadShard(7),
+        {"args": ("shard 7: no rows",), "shard": 7, "reason": "no rows"},
+    ),
+    "what a builtin keeps in C": (
+        lambda script: script.BadFile(3),
+        {"errno": 2, "filename": "shard-3", "shard": 3},
+    ),
+    "a class that is made by other arguments": (lambda script: Doubled("row"), {"args": ("bad row",)}),
+    "a class that says itself how it is pickled": (
+        lambda script: script.SaysHow(7),
+        {"args": ("shard 7",), "shard": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COME_HOME)
+def test_what_a_function_raises_comes_back_as_itself(script: Any, name: str) -> None:
+    make, wanted = COME_HOME[name]
+    sent, error = make(script), come_home(lambda: make(script))
+    assert type(error) is type(sent)
+    assert str(error) == str(sent)
+    assert {key: getattr(error, key) for key in wanted} == wanted
+    assert "on the worker" in error.__notes__[0]
+
+
+def test_tensors_come_along(script: Any) -> None:
+    error = come_home(lambda: script.BadShard(torch.arange(3)))
+    assert isinstance(error, script.BadShard)
+    assert error.shard.tolist() == [0, 1, 2]
+
+
+def test_attributes_that_cannot_travel_stay_behind(script: Any) -> None:
+    error = come_home(lambda: script.BadShard(sys.stdout))
+    assert isinstance(error, script.BadShard)
+    assert (error.reason, hasattr(error, "shard")) == ("no rows", False)
+    assert error.__notes__[0].endswith("attributes that could not travel: shard")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ValueError(sys.stdout), lambda: SystemExit(3)], ids=["ValueError: <", "SystemExit"]
+)
+def test_what_cannot_travel_or_would_end_the_coordinator_arrives_as_text(make: Any, request: Any) -> None:
+    found = come_home(make)
+    assert isinstance(found, FunctionError)
+    assert request.node.callspec.id in str(found)

@@ -188,29 +188,6 @@ def test_persistent_workers_start_over_when_a_loop_was_left() -> None:
     assert next(first, None) is None
 
 
-def test_the_order_is_that_of_a_plain_loop_with_the_same_seed() -> None:
-    def orders(wrap: Any) -> list[list[int]]:
-        torch.manual_seed(3)
-        loader = DataLoader(Numbers(9), batch_size=4, shuffle=True)
-        found = []
-        for _ in range(2):
-            for batch in wrap(loader):
-                parts = batch.values if isinstance(batch, ts.PerReplica) else (batch,)
-                found.append(torch.cat(parts).tolist())
-                torch.rand(3)  # the training step draws too
-        return found
-
-    assert orders(distribute) == orders(lambda loader: loader)
-
-
-def test_a_loader_is_iterated_as_it_says_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its class says: `tests.matrix.batches`."""
-    loader = DataLoader(Numbers(4), 4)
-    plain = vars(DataLoader)["_get_iterator"]
-    monkeypatch.setattr(loader, "_get_iterator", lambda: (x * 10 for x in plain(loader)))
-    assert [components(batch) for batch in distribute(loader)] == [[[0, 10], [20, 30]]]
-
-
 # -- functions that make a dataset, of which more is recorded in tests/conformance ---
 
 

@@ -312,22 +312,6 @@ def test_workers_that_read_ahead(name: str, cut: tuple[int, int], replicas: int,
     require_undisturbed(of(lambda: OF_WORKERS[name](persistent_workers=persistent)), (1, replicas), cut)
 
 
-@settings(max_examples=60)
-@given(
-    length=st.integers(1, 40),
-    global_batch=st.integers(1, 9),
-    replicas=st.integers(1, 4),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-    cut=st.tuples(st.integers(0, 1), st.integers(0, 12)),
-)
-def test_any_cut_at_equal_settings(
-    length: int, global_batch: int, replicas: int, shuffle: bool, drop_last: bool, cut: tuple[int, int]
-) -> None:
-    loader = functools.partial(DataLoader, batch_size=global_batch, shuffle=shuffle, drop_last=drop_last)
-    require_undisturbed(of(lambda: loader(Rows(length))), (1, replicas), cut)
-
-
 def test_what_was_handed_out_is_not_read_again() -> None:
     length, taken = 10_000, 150
     _, kept = until(of(lambda: DataLoader(Rows(length), 64, shuffle=True)), (1, 2), (0, taken))
@@ -430,16 +414,6 @@ def test_batches_that_are_copied_ahead(sampler: Callable[[int], Any], cut: tuple
     require_undisturbed(copied_ahead(sampler), (1, 2), cut)
 
 
-def test_several_cuts_of_batches_that_are_copied_ahead() -> None:
-    """The second without having handed out all that had been drawn before the first."""
-    [seen], kept = until(copied_ahead(Lazily), (1, 2), (0, 2))
-    for steps in (0, 1, None):
-        seed(98)
-        [more], kept = run(copied_ahead(Lazily), (1, 2), kept, last=steps)
-        seen += more
-    assert [seen] == undisturbed(copied_ahead(Lazily), (1, 2), 1)
-
-
 # -- other settings, and several processes ----------------------------------------------------------------------------
 
 
@@ -486,9 +460,7 @@ def cut_often(make: Callable[[int], MakeOnRank], worlds: list[tuple[int, int, in
 @pytest.mark.parametrize("kind", IN_BATCHES)
 @settings(max_examples=25)
 @given(length=st.integers(1, 40), worlds=WORLDS, steps=STEPS, off=st.booleans())
-def test_other_batches_replicas_and_processes_within_a_pass(
-    kind: str, length: int, worlds: list[tuple[int, int, int]], steps: list[int], off: bool
-) -> None:
+def test_other_batches_replicas_and_processes_within_a_pass(kind, length, worlds, steps, off) -> None:
     if off or kind in DRAWN_FROM_THE_PROCESS:
         worlds = [(1, local, size) for _, local, size in worlds]
 
@@ -504,9 +476,7 @@ def test_other_batches_replicas_and_processes_within_a_pass(
 @pytest.mark.parametrize("in_loader", [False, True])
 @settings(max_examples=40)
 @given(worlds=WORLDS, steps=STEPS)
-def test_files_go_on_in_any_number_of_processes(
-    files: list[Path], in_loader: bool, worlds: list[tuple[int, int, int]], steps: list[int]
-) -> None:
+def test_files_go_on_in_any_number_of_processes(files, in_loader, worlds, steps) -> None:
     def make(size: int) -> MakeOnRank:
         lines = data.TextLineDataset(files)
         return of(lambda: DataLoader(lines, size) if in_loader else lines.batch(size))

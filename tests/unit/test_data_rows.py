@@ -29,11 +29,6 @@ def test_parts_of_a_dense_tensor_share_its_memory() -> None:
     assert whole.tolist() == [0, 0, 1, 1]
 
 
-def test_rows_are_those_of_the_first_tensor() -> None:
-    columns = {"x": torch.zeros(2, 3), "y": torch.zeros(2, 5)}
-    assert [batch["x"].batch_info.rows for batch in distribute(columns)] == [(2, 1)] * 2
-
-
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [

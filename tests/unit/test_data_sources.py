@@ -3,19 +3,31 @@ tests/conformance, and what batches hold is asked by `tests.matrix.batches`."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
-from pathlib import Path
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from tests.support.input_ranks import components, distribute, layout_in_process, plain
+from tests.support.input_ranks import components, distribute, joined, layout_in_process, on_ranks
 from torchstrat import PerReplica, data
-from torchstrat.data import ArrayDataset, AutoShardPolicy, TextLineDataset
+from torchstrat.data import (
+    ArrayDataset,
+    AutoShardPolicy,
+    InputContext,
+    InputLayout,
+    InputOptions,
+    InputReplicationMode,
+    Pipeline,
+    TextLineDataset,
+)
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 
@@ -117,24 +129,6 @@ def test_batch_info_is_one_object_per_step() -> None:
     assert batch.batch_info.run_empty
 
 
-def test_lines_of_text_in_a_loader(tmp_path: Path) -> None:
-    path = tmp_path / "lines.txt"
-    path.write_text("a\nb\nc\nd\ne\n", encoding="utf-8")
-    lines = TextLineDataset(path)
-    loader: Any = DataLoader(lines, batch_size=4)
-    assert read(loader, 3) == [[["a", "b"], ["c"], ["d"]], [["e"], [], []]]
-    assert read(loader, 3, auto_shard_policy="DATA") == [[["a", "b"], ["c", "d"], []], [["e"], [], []]]
-    assert list(distribute(lines, 1)) == ["a", "b", "c", "d", "e"]
-    strings = ArrayDataset(np.array(["a", "b", "c"])).batch(3)
-    for batch in (*distribute(loader), *distribute(lines.batch(4)), *distribute(strings)):
-        assert [component.dtype for component in batch.values] == [np.dtype(object)] * 2
-
-
-def test_data_loading_workers_share_a_pipeline() -> None:
-    loader = DataLoader(ArrayDataset(torch.arange(6)).take(4), batch_size=None, num_workers=2)
-    assert sorted(int(row) for row in loader) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
@@ -148,11 +142,6 @@ def test_data_loading_workers_share_a_pipeline() -> None:
 def test_what_is_no_dataset_is_refused_at_once(dataset: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         distribute(dataset)
-
-
-def test_a_loader_that_is_sharded_already_is_taken_under_off() -> None:
-    sampler: DistributedSampler[int] = DistributedSampler(range(5), num_replicas=2, rank=0)  # type: ignore[arg-type]
-    assert len(list(distribute(DataLoader(range(5), 2, sampler=sampler), auto_shard_policy="OFF"))) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -273,8 +262,182 @@ def test_only_a_pipeline_over_files_looks_like_a_file_source() -> None:
     assert callable(lines.open)
 
 
-def test_infinite_data() -> None:
-    dataset = distribute(ArrayDataset(torch.arange(3)).batch(2).repeat())
-    assert dataset.cardinality == data.INFINITE_CARDINALITY
-    iterator = iter(dataset)
-    assert [[plain(part) for part in next(iterator).values] for _ in range(4)] == [[[0], [1]], [[2], []]] * 2
+# -- `InputOptions`, the enumerations in it, and `InputContext` --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fetch_to_device", False),
+        ("replication_mode", InputReplicationMode.PER_REPLICA),
+        ("place_dataset_on_device", True),
+        ("per_replica_buffer_size", 3),
+    ],
+)
+def test_every_field_has_two_names(name: str, value: Any) -> None:
+    short, long = InputOptions(**{name: value}), InputOptions(**{f"experimental_{name}": value})
+    assert short == long
+    assert getattr(short, name) == getattr(short, f"experimental_{name}") == value
+    with pytest.raises(WrongTypeError, match=f"both {name} and experimental_{name}"):
+        InputOptions(**{name: value, f"experimental_{name}": value})
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, "DATA", "data", 2])
+def test_a_policy_may_be_named(policy: Any) -> None:
+    assert InputOptions(auto_shard_policy=policy).auto_shard_policy is AutoShardPolicy.DATA
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("auto_shard_policy", "ROWS"),
+        ("replication_mode", "PER_HOST"),
+        ("per_replica_buffer_size", 0),
+        ("empty_replicas", "drop"),
+        ("collate", "replica"),
+    ],
+)
+def test_a_value_that_a_field_cannot_have(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{field}={value!r}"):
+        InputOptions(**{field: value})
+
+
+def test_options_do_not_change_and_can_be_copied() -> None:
+    options = InputOptions(auto_shard_policy="OFF", empty_replicas="run", fetch_to_device=False)
+    with pytest.raises(AttributeError):
+        options.experimental_fetch_to_device = True  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(options)) == copy.deepcopy(options) == options
+    changed = methodcaller("_replace", empty_replicas="skip")(options)  # public, of a named tuple
+    assert (changed.auto_shard_policy, changed.empty_replicas) == (AutoShardPolicy.OFF, "skip")
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [(30, "=30 .* over 4 replicas; .* such as 28 or 32"), (3, "such as 4 or 8")]
+)
+def test_a_batch_that_does_not_divide_names_ones_that_do(size: int, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"global_batch_size.*{message}"):
+        InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(size)
+
+
+# -- `Pipeline.shuffle` and `Pipeline.prefetch`: orders that every process shares, and reading ahead that ends ---------
+
+
+ROWS = 24
+ALL = list(range(ROWS))
+
+
+def numbers() -> Pipeline:
+    return ArrayDataset(torch.arange(ROWS))
+
+
+def orders(dataset: Any, passes: int = 2) -> list[list[int]]:
+    return [[int(row) for row in dataset] for _ in range(passes)]
+
+
+def distributed_rows(dataset: Pipeline, layout: InputLayout, policy: str = "DATA", passes: int = 1) -> list[list[int]]:
+    found = distribute(dataset, layout, auto_shard_policy=policy)
+    return [joined(part.tolist() for batch in found for part in batch.values) for _ in range(passes)]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_every_pass_is_another_order_of_the_same_rows(seed: int | None) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, second = orders(numbers().shuffle(ROWS, seed=seed))
+    assert torch.get_rng_state().equal(before) == (seed is not None)
+    assert sorted(first) == sorted(second) == ALL
+    assert len({tuple(ALL), tuple(first), tuple(second)}) == 3
+    torch.manual_seed(0)
+    assert orders(numbers().shuffle(ROWS, seed=seed)) == [first, second]
+    assert orders(numbers().shuffle(ROWS, seed=4)) != [first, second]
+
+
+def test_repetitions_are_shuffled_anew() -> None:
+    [order] = orders(numbers().shuffle(ROWS, seed=3).repeat(3), passes=1)
+    rounds = [order[start : start + ROWS] for start in range(0, 3 * ROWS, ROWS)]
+    assert all(sorted(one) == ALL for one in rounds)
+    assert len({tuple(one) for one in rounds}) == 3
+
+
+def test_rows_come_from_the_next_of_the_buffer() -> None:
+    [order] = orders(numbers().shuffle(4), passes=1)
+    assert sorted(order) == ALL
+    assert all(row < position + 4 for position, row in enumerate(order))
+
+
+def test_what_does_not_shuffle_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    orders(numbers().batch(2).unbatch())
+    distributed_rows(numbers().batch(4), layout_in_process(2))
+    assert torch.get_rng_state().equal(before)
+
+
+def test_shuffled_rows_over_the_workers_of_a_loader() -> None:
+    first, second = orders(DataLoader(numbers().shuffle(ROWS), batch_size=None, num_workers=2))
+    assert sorted(first) == sorted(second) == ALL
+    assert first != second
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(
+    ("policy", "prepare"),
+    [
+        ("DATA", lambda dataset: dataset.batch(4)),
+        ("HINT", lambda dataset: dataset.shard(data.SHARD_HINT, data.SHARD_HINT).batch(4)),
+    ],
+)
+def test_all_processes_shuffle_as_rank_zero(policy: str, prepare: Callable[[Pipeline], Pipeline], seed: Any) -> None:
+    # The ranks are threads, which draw different numbers from one generator.
+    results, _ = on_ranks(
+        2, lambda layout: distributed_rows(prepare(numbers().shuffle(ROWS, seed)), layout, policy, passes=2)
+    )
+    epochs = [[passes[epoch] for passes in results] for epoch in range(2)]
+    for shares in epochs:
+        assert sorted(joined(shares)) == ALL
+        assert [len(share) for share in shares] == [ROWS // 2] * 2
+        assert joined(shares) != ALL
+    assert epochs[0] != epochs[1]
+
+
+# -- prefetch ---------------------------------------------------------------------------------------------------------
+
+
+def test_prefetch_changes_nothing_but_the_time_of_reading() -> None:
+    plain, ahead = numbers().batch(4), numbers().batch(4).prefetch(3)
+    assert [batch.tolist() for batch in ahead] == [batch.tolist() for batch in plain]
+    assert (ahead.cardinality, ahead.batch_size, ahead.element_spec) == (6, 4, plain.element_spec)
+    assert distributed_rows(ahead, layout_in_process(2)) == [ALL]
+
+
+def test_prefetch_reads_in_another_thread_and_that_many_ahead() -> None:
+    threads: list[threading.Thread] = []
+    third_read = threading.Event()
+
+    def note(row: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        if len(threads) == 3:
+            third_read.set()
+        return row
+
+    iterator = iter(numbers().map(note).prefetch(data.AUTOTUNE))
+    assert int(next(iterator)) == 0
+    assert third_read.wait(30)
+    assert threading.current_thread() not in threads
+    del iterator
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+    assert len(threads) == 3
+
+
+def test_prefetch_hands_on_what_reading_raised() -> None:
+    iterator = iter(numbers().map(lambda row: row // (1 - row)).prefetch(2))
+    assert int(next(iterator)) == 0
+    with pytest.raises(RuntimeError, match="ZeroDivision"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5, True])
+def test_sizes(size: Any) -> None:
+    for method in (numbers().shuffle, numbers().prefetch):
+        with pytest.raises(InvalidArgumentError, match="buffer_size"):
+            method(size)

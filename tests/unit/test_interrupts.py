@@ -91,9 +91,7 @@ def from_another_thread(note: Note) -> None:
         (from_another_thread, ["joined"]),
     ],
 )
-def test_it_is_raised_at_the_end_of_the_outermost_block_a_second_one_and_in_waits_at_once(
-    call: Callable[[Note], None], done: list[str]
-) -> None:
+def test_it_is_raised_at_the_end_of_the_outermost_block_a_second_one_and_in_waits_at_once(call, done) -> None:
     noted: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         call(noted.append)

@@ -182,20 +182,16 @@ class TestEpoch:
             ledger_of(epoch).check()
 
 
-def test_leases_are_small_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
+def test_leases_are_small_on_their_way() -> None:
     with FakeCluster(workers=2, ps=1) as cluster:
         coordinator = ts.ClusterCoordinator(cluster.strategy())
-        submit = coordinator._dispatcher.submit
-        monkeypatch.setattr(
-            coordinator._dispatcher,
-            "submit",
-            lambda make: submit(lambda number: sent.append((work := make(number)).arguments.nbytes) or work),
-        )
         leased = coordinator.create_leased_dataset(lambda: range(10**9), 64, shuffle=True, collate_fn=len)
+        messages = cluster.network.record("worker.run")
         values = [coordinator.schedule(lambda batch: batch, args=(lease,)) for lease in itertools.islice(leased, 20)]
         assert coordinator.fetch(values) == [64] * 20
-    assert max(sent) < 64 * 8 + 500
+    sent = [arguments for one in messages if one.kind == "call" for _, _, arguments, *_ in one.value.functions]
+    assert len(sent) == 20
+    assert max(len(pickle.dumps(arguments)) for arguments in sent) < 64 * 8 + 500
 
 
 class TestLedger:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import torchstrat as ts
-from tests.support.gates import DEADLINE_SECONDS, await_arrivals, close_gate, note_run, pass_gate, take_runs
+from tests.support.gates import DEADLINE_SECONDS, await_arrivals, close_gate, pass_gate
 from torchstrat import Lease, LeasedDataset
 from torchstrat.errors import (
     CancelledByServerLossError,
@@ -201,9 +201,7 @@ def test_a_lease_may_be_anywhere_among_the_arguments(coordinator: ts.ClusterCoor
         (7, {}, [ALL] * 3),
     ],
 )
-def test_an_epoch_has_every_row_once_and_a_shuffled_one_another_order(
-    cluster: FakeCluster, batch_size: int, options: Any, orders: Any
-) -> None:
+def test_an_epoch_has_every_row_once_and_a_shuffled_one_another_order(cluster, batch_size, options, orders) -> None:
     program = CountedRows(cluster, batch_size, **options)
     leased, found = program.leased, []
     for epoch in range(3):
@@ -215,13 +213,6 @@ def test_an_epoch_has_every_row_once_and_a_shuffled_one_another_order(
         program.check(epoch + 1)
     assert all(sorted(order) == ALL for order in found)
     assert found == orders or (orders is None and found[0] != found[1] != found[2])
-
-
-def test_the_order_is_that_of_the_seed(coordinator: ts.ClusterCoordinator) -> None:
-    def order(seed: int) -> list[int]:
-        return rows_of(coordinator.create_leased_dataset(Rows, 7, shuffle=True, seed=seed))
-
-    assert order(1) == order(1) != order(2)
 
 
 def test_drop_last_leaves_out_another_rest_each_time(cluster: FakeCluster) -> None:
@@ -263,26 +254,6 @@ def test_rows_of_a_lost_worker_are_finished_by_another_and_counted_once(cluster:
     assert (ledger.repeated, ledger.returned, ledger.lost) == (16, 0, 0), "what it ran, and what waited there"
 
 
-def test_rows_of_a_function_that_raised_come_again(cluster: FakeCluster) -> None:
-    program = CountedRows(cluster)
-    leased = program.leased
-    leases = iter(leased)
-    first = next(leases)
-    program.schedule(first, work=fail)
-    with pytest.raises(KeyError, match="nobody understands"):
-        program.join()
-    assert leased.ledger.returned == 8
-    with pytest.raises(LedgerError, match="100 rows were not finished: 0 with functions"):
-        leased.ledger.check()
-    again = next(leases)
-    assert again.rows.tolist() == first.rows.tolist()
-    assert again.number != first.number
-    program.schedule(again)
-    program.train()
-    program.check()
-    assert (leased.ledger.handed_out, leased.ledger.returned) == (ROWS + 8, 8)
-
-
 def test_rows_of_cancelled_functions_come_again_in_the_next_for(cluster: FakeCluster) -> None:
     program = CountedRows(cluster)
     gate, _, rest = program.queue("cancelled", fail)
@@ -318,16 +289,6 @@ def test_a_lease_that_is_not_scheduled_is_lost_until_the_next_for(cluster: FakeC
     program.check()
     with pytest.raises(ContextError, match=r"Lease 3: 8 rows of epoch 0> is void: .* another `for`"):
         program.schedule(leases[3])
-
-
-def test_a_loop_that_is_left_goes_on_with_the_lease_that_it_had_drawn(cluster: FakeCluster) -> None:
-    program = CountedRows(cluster)
-    for lease in program.leased:
-        if lease.number == 4:
-            break
-        program.schedule(lease)
-    assert program.train() == list(range(32, ROWS))
-    program.check()
 
 
 def test_the_next_epoch_waits_for_the_functions_of_the_last(cluster: FakeCluster) -> None:
@@ -480,50 +441,11 @@ class Broken(Rows):
     ],
     ids=["other rows", "no numbers", "a row that cannot be read"],
 )
-def test_what_a_worker_cannot_read_is_the_functions_error(
-    coordinator: ts.ClusterCoordinator, make: Any, rows: int | None, error: type[Exception], message: str
-) -> None:
+def test_what_a_worker_cannot_read_is_the_functions_error(coordinator, make, rows, error, message) -> None:
     leased = coordinator.create_leased_dataset(lambda: make(coordinator.get_current_worker_index), 8, rows=rows)
     with pytest.raises(error, match=message):
         coordinator.schedule(numbers, args=(next(iter(leased)),)).get()
     assert leased.ledger.returned == 8
-
-
-def test_with_its_length_given_the_dataset_is_made_once_by_each_worker_only(coordinator: ts.ClusterCoordinator) -> None:
-    def make() -> Rows:
-        note_run(coordinator.get_current_worker_index())  # fails here
-        return Rows()
-
-    take_runs()
-    with pytest.raises(ContextError):
-        coordinator.create_leased_dataset(make, 8)
-    leased = coordinator.create_leased_dataset(make, 8, rows=ROWS)
-    gate = close_gate("both")
-    leases = iter(leased)
-
-    def wait(batch: torch.Tensor) -> list[int]:
-        pass_gate("both")
-        return numbers(batch)
-
-    values = [coordinator.schedule(wait, args=(lease,)) for lease in itertools.islice(leases, 2)]
-    await_arrivals("both", 2)
-    gate.set()
-    values += [coordinator.schedule(numbers, args=(lease,)) for lease in leases]
-    assert rows_of_values(values) == ALL
-    assert sorted(take_runs()) == [0, 1]  # type: ignore[type-var]
-
-
-def test_asking_for_the_length_disturbs_no_randomness(coordinator: ts.ClusterCoordinator) -> None:
-    before = torch.get_rng_state()
-    coordinator.create_leased_dataset(lambda: TensorDataset(torch.rand(10)), 8)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("options", [{"batch_size": 8, "rows": 0}, {"batch_size": 101, "drop_last": True}])
-def test_an_epoch_without_rows(coordinator: ts.ClusterCoordinator, options: dict[str, Any]) -> None:
-    leased = coordinator.create_leased_dataset(Rows, **options)
-    assert list(leased) == []
-    leased.ledger.check()
 
 
 # -- positions --------------------------------------------------------------------------------------------------------
@@ -583,9 +505,7 @@ def test_a_position_is_plain_data(coordinator: ts.ClusterCoordinator) -> None:
         ({"epoch": None}, "it has no epoch, only seed"),
     ],
 )
-def test_a_position_that_does_not_fit(
-    coordinator: ts.ClusterCoordinator, changes: dict[str, Any], message: str
-) -> None:
+def test_a_position_that_does_not_fit(coordinator, changes, message) -> None:
     leased = coordinator.create_leased_dataset(Rows, 8)
     lease = next(iter(leased))
     state = {**leased.state_dict(), **changes}
@@ -618,9 +538,7 @@ def test_leases_from_before_a_restore_are_void(cluster: FakeCluster, tmp_path: P
     program.check()
 
 
-def test_an_iterator_goes_on_from_a_restored_position_to_the_end_of_its_epoch(
-    cluster: FakeCluster, tmp_path: Path
-) -> None:
+def test_an_iterator_goes_on_from_a_restored_position_to_the_end_of_its_epoch(cluster, tmp_path) -> None:
     program = CountedRows(cluster, batch_size=20)
     program.half(leases=2, skip=1)
     program.checkpoint.save(tmp_path / "checkpoint")
@@ -637,26 +555,7 @@ def test_an_iterator_goes_on_from_a_restored_position_to_the_end_of_its_epoch(
     assert program.leased.epoch == 2
 
 
-def test_what_a_failed_job_had_queued_does_not_count_in_the_restored_one(cluster: FakeCluster, tmp_path: Path) -> None:
-    """Functions that an error will cancel still have leases when the position is restored."""
-    program = CountedRows(cluster)
-    program.checkpoint.save(tmp_path / "checkpoint")
-    gate, failing, queued = program.queue("failed", fail)
-    gate.set()
-    assert all(isinstance(error_of(value), KeyError) for value in failing)
-    program.checkpoint.restore(tmp_path / "checkpoint")
-    before = program.leased.ledger
-    with pytest.raises(KeyError):
-        program.join()
-    assert all(isinstance(error_of(value), CancelledError) for value in queued)
-    assert program.leased.ledger == before
-    assert program.train() == ALL
-    program.check()
-
-
-def test_a_loop_over_leases_lives_through_restores_that_it_does_not_ask_for(
-    cluster: FakeCluster, tmp_path: Path
-) -> None:
+def test_a_loop_over_leases_lives_through_restores_that_it_does_not_ask_for(cluster, tmp_path) -> None:
     """The lease that the loop has in its hands when the servers go back is cancelled with everything else."""
     program = CountedRows(cluster, on_server_loss="restore")
     with ts.CheckpointManager(tmp_path) as manager:

@@ -1,6 +1,6 @@
 """What holds for batches of any nest, on any number of replicas.
 
-Of their own kind are `test_partitioners`, `test_tpu_device_assignment` and `test_sharded_variable`.
+Of their own kind are `test_tpu_device_assignment` and `test_sharded_variable`.
 """
 
 from __future__ import annotations

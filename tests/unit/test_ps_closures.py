@@ -1,4 +1,4 @@
-"""Functions, arguments and results on their way between two worlds of objects."""
+"""Functions, arguments and results on their way between two worlds of objects, and the captured objects there."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import gc
 import io
-import pickle
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import torchstrat as ts
 from tests.support.ps_library import is_by_value, library_modules, without_library
 from tests.support.ps_worlds import Job, make_tensor
-from torchstrat.errors import FunctionError, NotSendableError
-from torchstrat.parameter_server.travel import closures
-from torchstrat.parameter_server.travel.closures import Packed, pack, pack_result, unpack, unpack_result
+from torchstrat.errors import ContextError, FunctionError, InvalidArgumentError, NotSendableError
+from torchstrat.parameter_server.travel import closures, pickling
+from torchstrat.parameter_server.travel.closures import pack, pack_result, unpack, unpack_result
 from torchstrat.parameter_server.travel.world import World
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -108,43 +107,7 @@ def test_functions_of_any_shape_find_the_workers_model(job, shape):
     assert job.send(fn, world)() == (own_model(job, world), None)
 
 
-def test_python_state_is_a_copy_per_worker_that_functions_share_there(job):
-    count = 0
-
-    def step() -> int:
-        nonlocal count
-        count += 1
-        return count
-
-    def seen() -> int:
-        return count
-
-    (first, seen_there), (second, _) = (job.send((step, seen), job.world()) for _ in range(2))
-    assert [first(), first(), second(), seen_there()] == [1, 2, 1, 2]
-    assert count == 0
-
-
 # -- the same function again ------------------------------------------------------------------------------------------
-
-
-def test_the_digest_tells_functions_apart(job):
-    model, state = job.model, {"scale": 1.0, "data": torch.zeros(3)}
-
-    def step() -> Any:
-        return model, state["scale"], state["data"]
-
-    first = pack(step, job.catalog).digest
-    assert pack(step, job.catalog).digest == first
-    state["scale"] = 2.0  # in a cell, which no cache may remember
-    second = pack(step, job.catalog).digest
-    state["data"][1] = 1.0
-    third = pack(step, job.catalog).digest
-    state["data"] = state["data"].reshape(3, 1)
-    assert len({first, second, third, pack(step, job.catalog).digest}) == 4
-    with torch.no_grad():
-        job.model.weight += 1
-    state["data"] = state["data"].reshape(3)
-    assert pack(step, job.catalog).digest == third  # the model's values are no part of the function
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -209,32 +172,9 @@ def test_a_tensor_of_inference_mode_is_ordinary_there(job):
     assert not packed.tensors[0].is_inference()
 
 
-def test_packed_travels_without_what_it_keeps_alive(job):
-    packed = pack(Trainer(job.model).step, job.catalog)
-    assert any(value is job.model for value in packed.alive)
-    sent = pickle.loads(pickle.dumps(packed))
-    assert isinstance(sent, Packed)
-    assert (sent.alive, sent.blob, sent.tokens, sent.digest) == ((), packed.blob, packed.tokens, packed.digest)
-    assert job.catalog.token_of(job.model) in packed.tokens
-
-
 # -- functions of importable modules ----------------------------------------------------------------------------------
 
 library = pytest.fixture(library_modules)
-
-
-def test_functions_that_reach_nothing_captured_go_by_name(job, library):
-    """Those that do go by value: see test_ps_remembered.py."""
-    for fn in (library.imports.doubled, library.names_model, lambda: library.Stepper):
-        assert not is_by_value(pack(fn, job.catalog))
-
-
-def test_a_property_of_a_class_that_reaches_what_is_captured(job, library):
-    library.model = job.model
-    packed = pack(functools.partial(lambda stepper: stepper.alias(), library.Stepper()), job.catalog)
-    assert is_by_value(packed)
-    world = job.world()
-    assert unpack(packed, world)() is own_model(job, world)
 
 
 def test_nothing_else_of_a_module_goes_by_name(job, library):
@@ -286,86 +226,6 @@ def test_a_module_that_the_worker_lacks_is_named(job, library):
     needed = r"doubled needs? the module 'psx_other', which this worker cannot import"
     with without_library(), pytest.raises(FunctionError, match=needed):
         unpack(packed, job.world())
-
-
-def test_a_second_process_runs_what_a_script_defines(tmp_path):
-    """A script builds a model, an optimizer and a function; this process, which knows neither the script nor its
-    helper module, runs the function over its own copies."""
-    (tmp_path / "psx_helper.py").write_text(
-        "model = None\n\ndef forward(x):\n    return model(x)\n\nraise_if_imported_again = True\n"
-    )
-    script = tmp_path / "user_script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import dataclasses, pickle, sys
-            import torch
-            from torch import nn
-            import psx_helper
-            from tests.support.ps_worlds import Job
-            from torchstrat.parameter_server.travel.closures import pack, unpack_result
-
-            class Net(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.weight = nn.Parameter(torch.ones(2))
-                def forward(self, x):
-                    return (self.weight * x).sum()
-
-            @dataclasses.dataclass
-            class Metrics:
-                loss: torch.Tensor
-                who: str
-
-            job = Job()
-            with job.scope():
-                model = psx_helper.model = Net()
-                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-            def step(x):
-                loss = psx_helper.forward(x)
-                loss.backward()
-                optimizer.step()
-                return Metrics(loss, __name__), model.weight
-
-            packed = pack(step, job.catalog), pack((torch.ones(2),), job.catalog, "args")
-            with open(sys.argv[1], "wb") as file:
-                pickle.dump((packed, job.catalog.increments(0)), file)
-            print("sent", flush=True)
-            describe = Metrics.__repr__
-            sys.stdin.readline()
-            with open(sys.argv[2], "rb") as file:
-                metrics, weight = unpack_result(pickle.load(file))
-            assert type(metrics) is Metrics and Metrics.__repr__ is describe
-            assert type(weight) is torch.Tensor and not metrics.loss.requires_grad
-            print(metrics.loss.item(), weight.tolist(), model.weight.tolist(), metrics.who)
-            """
-        )
-    )
-    sent, returned = tmp_path / "sent", tmp_path / "returned"
-
-    with subprocess.Popen(
-        [sys.executable, str(script), str(sent), str(returned)],
-        env={"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as coordinator:
-        assert coordinator.stdout is not None
-        if coordinator.stdout.readline() != "sent\n":
-            pytest.fail(coordinator.communicate(timeout=30)[1])
-        (fn, args), increments = pickle.loads(sent.read_bytes())
-        world = World(make_tensor)
-        for increment in increments:
-            world.load(increment)
-        result = unpack(fn, world)(*unpack(args, world))
-        assert not {"user_script", "psx_helper"} & set(sys.modules)
-        returned.write_bytes(pickle.dumps(pack_result(result, world)))
-        output, errors = coordinator.communicate("\n", timeout=30)
-    assert coordinator.returncode == 0, errors
-    assert output.split("\n")[0] == "200.0 [99.0, 99.0] [1.0, 1.0] __main__"
 
 
 # -- what cannot travel -----------------------------------------------------------------------------------------------
@@ -523,12 +383,6 @@ def test_results_are_plain_values(job):
     assert found["words"].tolist() == ["a", "b"]
 
 
-def test_a_model_made_in_the_function_may_be_returned(job):
-    made = nn.Linear(1, 1)
-    back = unpack_result(pack_result(made, job.world()))
-    assert torch.equal(back.weight, made.weight.detach())
-
-
 @pytest.mark.parametrize(
     ("make", "path"),
     [
@@ -577,3 +431,376 @@ def test_a_librarys_wrapper_is_the_librarys_where_it_arrives(job):
     calls: list[str] = []
     assert sent(optimizer) == "stepped"
     assert calls == ["hook"]
+
+
+# -- captured objects: tokens, increments, and what a worker makes of them --------------------------------------------
+
+
+class Net(nn.Module):
+    """Tied weights, a shared child, buffers, a child without members, and Python state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.again = self.norm
+        self.act = nn.ReLU()
+        self.history = ["made"]
+
+
+@pytest.fixture
+def bare() -> Job:
+    return Job()
+
+
+def made_in_scope(bare: Job, make: Callable[[], Any]) -> Any:
+    with bare.scope():
+        return make()
+
+
+def linear(bare: Job, size: int = 2) -> nn.Linear:
+    return made_in_scope(bare, lambda: nn.Linear(size, size))
+
+
+def modules_of(world: World) -> list[Any]:
+    return [token for token, _ in world.modules()]
+
+
+def tokens(bare: Job, *objects: Any) -> list[Any]:
+    return [bare.catalog.token_of(one) for one in objects]
+
+
+def late(bare: Job, **options: Any) -> World:
+    """A worker that joins now."""
+    world = World(make_tensor)
+    for increment in bare.catalog.increments(0, **options):
+        world.load(increment)
+    return world
+
+
+def test_a_worker_gets_the_structure_and_its_own_tensors(bare: Job) -> None:
+    model = made_in_scope(bare, Net)
+    optimizer = made_in_scope(bare, lambda: torch.optim.Adam(model.parameters(), lr=0.25))
+    world = bare.world()
+    copy = world.resolve(bare.catalog.token_of(model))
+    assert type(copy) is Net
+    assert copy is not model
+    assert copy.history == ["made"]
+    assert copy.second.weight is copy.first.weight
+    assert copy.again is copy.norm
+    assert world.resolve(bare.catalog.token_of(model.act)) is copy.act
+    assert isinstance(copy.first.weight, nn.Parameter)
+    assert not isinstance(copy.norm.running_mean, nn.Parameter)
+    number = bare.spec_of(model.first.weight).number
+    assert torch.equal(copy.first.weight, torch.full((3, 3), 100.0 + number))
+    [(token, own)] = world.optimizers()
+    assert token == bare.catalog.token_of(optimizer)
+    assert [id(p) for p in own.param_groups[0]["params"]] == [id(p) for p in copy.parameters()]
+    assert own.param_groups[0]["lr"] == 0.25
+
+
+def test_no_value_of_a_variable_and_no_state_travels(bare: Job) -> None:
+    model = linear(bare)
+    optimizer = made_in_scope(bare, lambda: torch.optim.Adam(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    increments = bare.catalog.increments(0)
+    secret = model.weight.detach().numpy().tobytes()
+    assert all(increment.tensors == () and secret not in increment.blob for increment in increments)
+    [(_, own)] = bare.world().optimizers()
+    assert not own.state
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
+    "plateau": lr_scheduler.ReduceLROnPlateau,
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 1)], milestones=[2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("inside", [True, False], ids=["in scope", "outside"])
+def test_a_scheduler_may_be_reached_but_not_stepped(bare: Job, name: str, inside: bool) -> None:
+    model = linear(bare)
+    optimizer = made_in_scope(bare, lambda: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    scheduler = made_in_scope(bare, lambda: SCHEDULERS[name](optimizer)) if inside else SCHEDULERS[name](optimizer)
+    world = bare.world()
+    assert bare.send(lambda: scheduler.get_last_lr()[0], world)() == scheduler.get_last_lr()[0]
+    with pytest.raises(ContextError, match=r"LR.*\.step\(\) was called in a scheduled function.*on the coordinator"):
+        bare.send(lambda: scheduler.step(), world)()
+    optimizer.step()
+    scheduler.step(*([1.0] if name == "plateau" else []))  # the coordinator's own still steps
+
+
+def test_increments_build_on_each_other(bare: Job) -> None:
+    trunk = linear(bare)
+    world = bare.world()
+    assert world.version == bare.catalog.version == 1
+    head = made_in_scope(bare, lambda: nn.Sequential(trunk, nn.Linear(2, 1)))
+    bare.bring_up_to_date(world)
+    assert world.version == 2
+    assert world.resolve(bare.catalog.token_of(head))[0] is world.resolve(bare.catalog.token_of(trunk))
+    assert bare.catalog.increments(2) == []
+
+    other = World(make_tensor)
+    increments = bare.catalog.increments(0)
+    assert [increment.number for increment in increments] == [1, 2]
+    with pytest.raises(FunctionError, match="out of order: increment 2 builds on 1, and this worker has 0"):
+        other.load(increments[1])
+    for increment in (*increments, *increments):  # again: nothing changes
+        other.load(increment)
+    assert other.resolve(bare.catalog.token_of(head))[0] is other.resolve(bare.catalog.token_of(trunk))
+
+
+def test_a_half_built_model_is_left_alone(bare: Job) -> None:
+    model = linear(bare)
+    bare.world()
+    with bare.scope():
+        half = nn.Sequential(nn.Linear(2, 2))
+        half.lock = threading.Lock()  # could not travel
+        assert modules_of(late(bare, new=False)) == tokens(bare, model)
+        bare.catalog.trim(1)  # and the same when it is made anew
+        world = late(bare, new=False)
+        assert modules_of(world) == tokens(bare, model)
+        assert world.version == 1
+    del half.lock
+    bare.bring_up_to_date(world)
+    assert type(world.resolve(bare.catalog.token_of(half))) is nn.Sequential
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_child_that_only_the_tree_knows_comes_with_its_module(bare: Job, is_known: bool) -> None:
+    model = made_in_scope(bare, lambda: nn.Sequential(nn.Linear(2, 2)))
+    if is_known:
+        bare.world()
+        bare.catalog.trim(1)
+    model.append(nn.Tanh())  # after the scope
+    assert bare.catalog.token_of(model[1]) is not None
+    world = late(bare, new=False) if is_known else bare.world()
+    assert world.resolve(bare.catalog.token_of(model))[1] is world.resolve(bare.catalog.token_of(model[1]))
+
+
+def test_what_is_dropped_is_left_out_for_those_who_come_later(bare: Job) -> None:
+    kept, dropped = linear(bare), linear(bare, 3)
+    early = bare.world()
+    [dropped_token] = tokens(bare, dropped)
+    bare.forget(dropped)
+    del dropped
+    gc.collect()
+
+    later = bare.world()
+    assert modules_of(later) == tokens(bare, kept)
+    assert later.version == early.version
+    assert len(list(later.tensors())) == 2
+
+    third = linear(bare, 1)
+    for world in (early, later):
+        bare.bring_up_to_date(world)
+        assert modules_of(world) == tokens(bare, kept, third)
+    with pytest.raises(FunctionError, match="does not have"):
+        early.resolve(dropped_token)
+
+
+def test_trimmed_increments_are_made_anew(bare: Job) -> None:
+    for _ in range(3):
+        made_in_scope(bare, lambda: bare.registry.add_helper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)))
+    kept = []
+    for _ in range(3):
+        kept.append(linear(bare, 1))
+        bare.catalog.increments(0)
+    world = bare.world()
+    bare.catalog.trim(world.version)
+    assert bare.catalog.increments(world.version) == []
+    with pytest.raises(InvalidArgumentError, match="trimmed"):
+        bare.catalog.increments(1)
+    [whole] = bare.catalog.increments(0)
+    assert whole.since == 0
+    assert modules_of(late(bare)) == tokens(bare, *kept)
+
+
+class Strategylike: ...
+
+
+def test_registered_objects(bare: Job) -> None:
+    strategy, made = Strategylike(), []
+    bare.catalog.register(strategy, ("strategy",))
+    with pytest.raises(InvalidArgumentError, match="belongs to another object"):
+        bare.catalog.register(Strategylike(), ("strategy",))
+    with pytest.raises(FunctionError, match=r"refers to \('strategy',\), which this worker does not have.* has: none"):
+        unpack(pack(lambda: strategy, bare.catalog), bare.world())
+    fn = bare.send(lambda: strategy, bare.world(make_missing=lambda token: made.append(token) or ["the worker's"]))
+    assert fn() == ["the worker's"]
+    assert made == [("strategy",)]
+
+
+def test_a_head_put_on_outside_the_scope_is_named(bare: Job) -> None:
+    model = made_in_scope(bare, lambda: nn.Sequential(nn.Linear(1, 1)))
+    model.append(nn.Linear(1, 1))
+    with pytest.raises(NotSendableError, match=r"^Sequential\.1\.weight .*created outside the strategy's scope"):
+        bare.catalog.increments(0)
+
+
+def test_classes_of_captured_modules_in_a_function(bare: Job) -> None:
+    """A class of this function's reaches workers with its instances, the same class with both of two increments."""
+
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight * 2
+
+    first = made_in_scope(bare, Local)
+    world = bare.world()
+    second = made_in_scope(bare, Local)
+    bare.bring_up_to_date(world)
+    copies = [world.resolve(token) for token in tokens(bare, first, second)]
+    assert type(copies[0]) is type(copies[1])
+    assert torch.equal(copies[1](), 2 * copies[1].weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 3))),
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
+        lambda: prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5),
+        lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(4, 3)),
+    ],
+    ids=["orthogonal", "spectral norm", "pruned", "averaged"],
+)
+def test_modules_that_hold_more_than_parameters(bare: Job, make: Callable[[], nn.Module]) -> None:
+    """More of them train in the contract's cases."""
+    model = made_in_scope(bare, make)
+    own = bare.world().resolve(bare.catalog.token_of(model))
+    own.load_state_dict(model.state_dict())  # the worker's part is to bring the values
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    found = own.eval()(x)
+    torch.testing.assert_close(found, model.eval()(x))
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in own.parameters() if parameter.requires_grad)
+
+
+# -- what a worker cannot make ----------------------------------------------------------------------------------------
+
+
+def assert_need(uses: list[Callable[[], Any]], message: str) -> None:
+    for use in uses:
+        with pytest.raises(FunctionError, match=message):
+            use()
+
+
+def test_what_a_worker_cannot_import_is_not_in_the_way_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_here = types.ModuleType("only_here")  # there when something is pickled, and not when it is unpickled
+    exec(
+        "import torch\nclass M(torch.nn.Linear): pass\nclass O(torch.optim.SGD): pass\nclass Config: size = 3",
+        vars(only_here),
+    )
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
+    bare = Job()
+    with bare.scope():
+        missing, good = only_here.M(2, 2), nn.Linear(2, 2)
+        holder = nn.Sequential(nn.Linear(2, 2), missing)
+        optimizer = only_here.O(good.parameters(), lr=0.1)
+        bare.registry.add_helper(optimizer)
+        good.config = only_here.Config()
+    increments = bare.catalog.increments(0)
+    with bare.scope():
+        around = nn.Sequential(missing)
+    increments += bare.catalog.increments(bare.catalog.version)
+    tokens = [bare.catalog.token_of(value) for value in (missing, good, holder, optimizer, around)]
+    del sys.modules["only_here"]
+    world = World(lambda spec: nn.Parameter(torch.ones(spec.shape)))
+    for increment in increments:
+        world.load(increment)
+    x = torch.ones(1, 2)
+    assert not world.knows(tokens[0])
+    own, own_holder = world.resolve(tokens[1]), world.resolve(tokens[2])
+    assert own(x).tolist() == own_holder[0](x).tolist() == [[3.0, 3.0]]
+    uses: list[Callable[[], Any]] = [
+        lambda: world.resolve(tokens[0]),
+        lambda: world.resolve(tokens[3]),
+        lambda: own_holder(x),
+        lambda: list(world.resolve(tokens[4]).parameters()),
+        lambda: own.config.size,
+        lambda: own.config == 3,
+    ]
+    assert_need(uses, r"need only_here\.\w+, which .* cannot import.*register_pickle")
+
+
+def _raises(*_: Any) -> Any:
+    raise OSError("no such device here")
+
+
+class RaisesWhenMade(nn.Linear):
+    __setstate__ = _raises
+
+
+class RaisingList(list[int]):
+    extend = _raises
+
+
+class RaisingOptimizer(torch.optim.SGD):
+    __setstate__ = _raises
+
+
+class RaisesInItsFunction:
+    def __reduce__(self) -> Any:
+        return _raises, ()
+
+
+def test_what_raises_while_a_worker_makes_it_stops_nothing_else() -> None:
+    bare = Job()
+    with bare.scope():
+        good, bad, around = nn.Linear(2, 1), RaisesWhenMade(2, 1), nn.Sequential(RaisesWhenMade(2, 1), nn.Tanh())
+        holder = nn.Linear(1, 1)
+        holder.numbers, holder.made = RaisingList([1, 2]), RaisesInItsFunction()
+        optimizer, sgd = RaisingOptimizer(good.parameters(), lr=0.1), torch.optim.SGD(good.parameters(), lr=0.1)
+    world = bare.world()
+    with bare.scope():
+        later = nn.Linear(2, 1)
+    bare.bring_up_to_date(world)
+    assert world.version == bare.catalog.version
+
+    def own(value: Any) -> Any:
+        return world.resolve(bare.catalog.token_of(value))
+
+    assert isinstance(own(good), nn.Linear)
+    assert isinstance(own(later), nn.Linear)
+    assert own(around)[1](torch.zeros(1)).tolist() == [0.0]
+    assert own(holder)(torch.zeros(1)).shape == (1,)
+    assert own(sgd).param_groups[0]["params"] == list(own(good).parameters())
+    uses: list[Callable[[], Any]] = [
+        lambda: own(bad),
+        lambda: own(optimizer),
+        lambda: own(around)(torch.ones(1, 2)),
+        lambda: own(holder).numbers[0],
+        lambda: own(holder).made.value,
+    ]
+    assert_need(uses, r"could not be made on this worker.*no such device here.*__setstate__")
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Whose groups are another optimizer's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.inner.defaults)  # type: ignore[assignment]
+
+
+def test_an_optimizer_whose_groups_are_a_property_is_made_again() -> None:
+    optimizer = Wrapping(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+    make, arguments, state, _, _, set_state = pickling._reduce_optimizer(optimizer)
+    made = make(*arguments)
+    set_state(made, state)
+    assert made.param_groups is optimizer.inner.param_groups

@@ -16,7 +16,6 @@ from torch import nn
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable
-from torchstrat.parameter_server.server import applied
 from torchstrat.testing.fake_cluster import FakeCluster
 
 WAIT = 60
@@ -84,18 +83,6 @@ def test_a_worker_that_dies_around_a_push(server: int, when: Any) -> None:
         job.assert_counts()
 
 
-def test_without_the_records_the_same_death_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: what the test above rests on is the servers' memory of what they applied."""
-    monkeypatch.setattr(applied.AppliedRecords, "_is_applied", lambda *_: False)
-    with job_of(2, 2) as job:
-        with job.cluster.network.hold(job.cluster.peer("ps", 0), "ps.push", "after") as held:
-            job.add(*range(6))
-            held.wait_until_reached()
-            job.cluster.kill_worker(held.caller.task.index)
-        job.coordinator.join(timeout=WAIT)
-        assert max(float(value.max()) for value in job.model.state_dict().values()) == 2.0
-
-
 def test_a_worker_that_dies_inside_a_function_or_idle() -> None:
     with job_of(2, 2) as job:
         gate = close_gate("inside")
@@ -148,7 +135,7 @@ def test_a_worker_that_cannot_reach_a_server_is_given_up_and_not_the_server() ->
         job.coordinator.join(timeout=WAIT)
         assert job.coordinator.fetch(results) == list(range(6))
         job.assert_counts()
-        assert victim.incarnation not in job.coordinator._dispatcher._workers
+        job.cluster.wait_until_lost(victim)
 
 
 def test_a_stopped_worker_is_replaced_and_its_late_push_refused() -> None:

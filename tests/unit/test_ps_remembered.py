@@ -17,7 +17,6 @@ import torchstrat as ts
 from tests.support.ps_library import is_by_value, library_modules
 from tests.support.ps_worlds import Job
 from torchstrat.errors import NotSendableError, UnsupportedError
-from torchstrat.parameter_server.travel import remembered, stable
 from torchstrat.parameter_server.travel.closures import Packed, pack, unpack
 from torchstrat.parameter_server.travel.remembered import Remembered
 from torchstrat.testing.fake_cluster import FakeCluster
@@ -48,13 +47,6 @@ class Sender:
 @pytest.fixture
 def sender() -> Sender:
     return Sender()
-
-
-def always_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a memory that asks for nothing but the code."""
-    monkeypatch.setattr(remembered, "same_parts", lambda now, kept: True)
-    monkeypatch.setattr(stable.Parts, "are_same", lambda self: True)
-    monkeypatch.setattr(remembered, "_circumstances", lambda *_: ())
 
 
 # -- what may change --------------------------------------------------------------------------------------------------
@@ -153,21 +145,6 @@ def test_a_change_is_seen_and_what_has_not_changed_is_found_again(sender: Sender
     after = sender.call(fn)
     anew = unpack(pack(fn, sender.job.catalog), sender.world)()
     assert after == anew != before
-
-
-SHARED = {"attribute of a class", "method of a class"}  # by both sides here: the change shows without being sent
-
-
-@pytest.mark.parametrize("name", sorted(CHANGES.keys() - NEVER_KEPT - SHARED - {"equal string of another class"}))
-def test_a_memory_that_asks_for_nothing_would_miss_it(
-    sender: Sender, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the test above sees what it is for."""
-    always_reuse(monkeypatch)
-    fn, change = made(name, sender)
-    before = sender.call(fn)
-    change()
-    assert sender.call(fn) == before
 
 
 # -- the same function, made again ------------------------------------------------------------------------------------
@@ -291,13 +268,10 @@ CAPTURES: dict[str, tuple[str, str]] = {
 """By where the model is put: a function of the library, and what puts it there."""
 
 
-@pytest.mark.parametrize("looks", [True, False], ids=["", "the control: a memory that asks for nothing"])
 @pytest.mark.parametrize("name", CAPTURES)
 def test_a_function_that_goes_by_name_is_sent_once_it_reaches_the_model(
-    sender: Sender, library: types.ModuleType, name: str, looks: bool, monkeypatch: pytest.MonkeyPatch
+    sender: Sender, library: types.ModuleType, name: str
 ) -> None:
-    if not looks:
-        always_reuse(monkeypatch)
     function, put = CAPTURES[name]
     fn = eval(f"library.{function}")
     packed = sender.packed(fn)
@@ -305,15 +279,12 @@ def test_a_function_that_goes_by_name_is_sent_once_it_reaches_the_model(
     exec(f"def put(library, model): {put}", space := {})  # type: ignore[var-annotated]
     space["put"](library, sender.model)
     after = sender.packed(fn)
-    if looks:
-        assert after.digest == pack(fn, sender.job.catalog).digest != packed.digest
-        own = sender.world.resolve(sender.job.catalog.token_of(sender.model))
-        wanted = own if fn() is sender.model else library.scale
-        assert sender.call(fn) is wanted
-        assert is_by_value(after) or name == "method of an object"  # its helper goes by name
-        assert not is_by_value(packed)
-    else:
-        assert after is packed
+    assert after.digest == pack(fn, sender.job.catalog).digest != packed.digest
+    own = sender.world.resolve(sender.job.catalog.token_of(sender.model))
+    wanted = own if fn() is sender.model else library.scale
+    assert sender.call(fn) is wanted
+    assert is_by_value(after) or name == "method of an object"  # its helper goes by name
+    assert not is_by_value(packed)
 
 
 def test_frozen_settings_are_not_looked_at_again(sender: Sender, library: types.ModuleType) -> None:
@@ -338,9 +309,7 @@ def test_what_lies_there_and_is_captured_or_to_be_trained_later(sender: Sender, 
         sender.packed(library.by_holder)
 
 
-def test_a_name_that_means_another_function_and_another_function_of_the_same_code(
-    sender: Sender, library: types.ModuleType
-) -> None:
+def test_a_name_that_means_another_function_and_another_function_of_the_same_code(sender, library) -> None:
     fn = library.plain
     packed = sender.packed(fn)
     double = types.FunctionType(fn.__code__, fn.__globals__, "plain")
@@ -399,31 +368,6 @@ class Program:
 def program() -> Iterator[Program]:
     with FakeCluster(workers=1, ps=1) as cluster:
         yield Program(cluster)
-
-
-def write(tensor: torch.Tensor, value: float) -> None:
-    with torch.no_grad():
-        tensor.fill_(value)
-
-
-AROUND: dict[str, Callable[[Program], object]] = {
-    "learning rate": lambda program: program.optimizer.param_groups[0].update(lr=0.125),
-    "new hyperparameter": lambda program: program.optimizer.param_groups[0].update(note="x"),
-    "new parameter group": lambda program: program.optimizer.add_param_group({"params": [program.spare.weight]}),
-    "eval of a child": lambda program: program.model[1].eval(),
-    "requires_grad": lambda program: program.model[0].weight.requires_grad_(False),
-    "parameter written": lambda program: write(program.model[0].weight, 3.0),
-    "buffer written": lambda program: write(program.model[2].running_mean, 3.0),
-}
-
-
-@pytest.mark.parametrize("name", AROUND)
-def test_a_change_of_the_program_is_seen(program: Program, name: str) -> None:
-    """More of them, and faults that they notice, are in tests/matrix/ps_state.py."""
-    before = [program.seen() for _ in range(3)]
-    assert before == before[:1] * 3
-    AROUND[name](program)
-    assert program.seen() == program.state() != before[0]
 
 
 @pytest.mark.parametrize(
@@ -493,9 +437,7 @@ def test_arguments_are_those_of_each_call_and_their_tensors_copies_of_the_moment
         schedule(with_model, (model, torch.zeros(2, requires_grad=True) * 2, [0]))
 
 
-def test_a_known_function_is_found_and_the_program_not_looked_through(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_function_is_found_and_the_program_not_looked_through(program, monkeypatch) -> None:
     for _ in range(3):
         program.seen()
     job = program.coordinator._job

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
+import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from tests.support.ps_meeting import (
     Cast,
     Coordinator,
     Log,
+    Wire,
     dial,
     flipped,
     free_address,
@@ -35,18 +39,22 @@ from torchstrat.errors import (
     CommunicationError,
     CommunicationTimeoutError,
     InvalidArgumentError,
+    PeerUnavailableError,
     VersionMismatchError,
 )
-from torchstrat.parameter_server.meeting import listener, rendezvous, task_host
+from torchstrat.parameter_server.meeting import control, handshake, listener, rendezvous, task_host
 from torchstrat.parameter_server.meeting.cluster_checks import (
     check_parameter_server_cluster,
     join_address,
     split_address,
 )
+from torchstrat.parameter_server.meeting.complaints import INTERVAL_SECONDS, LINES_PER_INTERVAL, Complaints
+from torchstrat.parameter_server.meeting.control import ControlChannel, connect
 from torchstrat.parameter_server.meeting.event_thread import EventThread
 from torchstrat.parameter_server.meeting.greeting import greet_task
-from torchstrat.parameter_server.meeting.handshake import _MAGIC, _OPENING, PROTOCOL, Introduction, Side, shake_hands
-from torchstrat.parameter_server.meeting.secret import derive_key
+from torchstrat.parameter_server.meeting.handshake import Introduction, Side, shake_hands
+from torchstrat.parameter_server.meeting.listener import ControlListener
+from torchstrat.parameter_server.meeting.secret import derive_key, load_secret, new_secret
 from torchstrat.parameter_server.meeting.task_host import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -55,6 +63,7 @@ from torchstrat.parameter_server.meeting.task_host import (
     TaskHost,
 )
 from torchstrat.parameter_server.meeting.versions import Versions, local_versions
+from torchstrat.parameter_server.membership import SERVER_DEADLINE_SECONDS
 from torchstrat.parameter_server.tasks import Peer, Task
 
 EXTRA = Task("worker", 7)
@@ -133,36 +142,26 @@ def test_who_does_not_come_is_named_with_its_address(cast: Cast) -> None:
         coordinator.wait_for([WORKER, Task("worker", 1), SERVER], 0.4)
 
 
-@pytest.mark.parametrize(
-    ("task_options", "coordinator_options", "error", "says", "task_says"),
-    [
-        (
-            {"task": SERVER},
-            {},
-            ClusterConfigError,
-            r"at \S+, where .* has worker 0, answers ps 0",
-            "looked for worker 0",
-        ),
-        (
-            {},
-            {"secret": OTHER_SECRET},
-            AuthenticationError,
-            r"worker 0 at \S+ does not know this cluster's secret",
-            "worker 0 refused a connection: .*chief 0, does not know",
-        ),
-        (
-            {"versions": Versions(MINE.torchstrat, "1.0.0", MINE.python)},
-            {},
-            VersionMismatchError,
-            f"worker 0.*runs .*torch 1.0.0.*chief 0.*runs .*torch {MINE.torch}",
-            f"chief 0 .*torch {MINE.torch}.*worker 0 .*torch 1.0.0",
-        ),
-    ],
-    ids=["another task", "another secret", "other versions"],
+OTHER_TORCH = Versions(MINE.torchstrat, "1.0.0", MINE.python)
+BOTH_VERSIONS = (
+    f"worker 0.*runs .*torch 1.0.0.*chief 0.*runs .*torch {MINE.torch}",
+    f"chief 0 .*torch {MINE.torch}.*worker 0 .*torch 1.0.0",
 )
-def test_what_will_not_pass_is_an_error_at_once_on_both_sides(
-    cast: Cast, task_options: Any, coordinator_options: Any, error: type[Exception], says: str, task_says: str
-) -> None:
+NOT_ITS_SECRET = (
+    r"worker 0 at \S+ does not know this cluster's secret",
+    "worker 0 refused a connection: .*chief 0, does not know",
+)
+ANSWERS = (r"at \S+, where .* has worker 0, answers ps 0", "looked for worker 0")
+WILL_NOT_PASS: dict[str, tuple[Any, ...]] = {
+    "another task": ({"task": SERVER}, {}, ClusterConfigError, *ANSWERS),
+    "another secret": ({}, {"secret": OTHER_SECRET}, AuthenticationError, *NOT_ITS_SECRET),
+    "other versions": ({"versions": OTHER_TORCH}, {}, VersionMismatchError, *BOTH_VERSIONS),
+}
+
+
+@pytest.mark.parametrize("what", WILL_NOT_PASS)
+def test_what_will_not_pass_is_an_error_at_once_on_both_sides(cast: Cast, what: str) -> None:
+    task_options, coordinator_options, error, says, task_says = WILL_NOT_PASS[what]
     address = free_address()
     task = cast.task({"worker": [address], "ps": [address]}, **task_options)
     coordinator = cast.coordinator({"worker": [address]}, **coordinator_options)
@@ -176,16 +175,6 @@ def test_what_will_not_pass_is_an_error_at_once_on_both_sides(
 
 
 # Parting
-
-
-def test_a_task_that_starts_again_joins_as_another_peer(cast: Cast) -> None:
-    spec, first, coordinator = cast.pair()
-    first.die()
-    assert coordinator.log.wait_for("left")[1] == first.peer
-    assert coordinator.peers == {}
-    second = cast.task(spec)
-    assert coordinator.log.wait_for("joined", times=2)[1] == second.peer != first.peer
-    assert coordinator.log.kinds() == ["joined", "left", "joined"]
 
 
 def test_a_task_that_is_told_to_end_drains_says_goodbye_and_ends_with_0(cast: Cast) -> None:
@@ -233,9 +222,7 @@ def test_it_ends_with_its_coordinator_if_it_is_told_to(cast: Cast) -> None:
     assert task.said(2) == "ps 0 ends: the coordinator has finished."
 
 
-def test_a_second_coordinator_is_refused_with_the_name_of_the_first(
-    cast: Cast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_coordinator_is_refused_with_the_name_of_the_first(cast, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "BUSY_SECONDS", 0.1)
     spec, task, first = cast.pair(SERVER)
     second = cast.coordinator(spec)
@@ -256,9 +243,7 @@ def greet(address: Any, me: Peer) -> Any:
     return channel, greet_task(channel, me, given_up=lambda peer: None, add_peer=None)
 
 
-def test_a_coordinator_that_dials_again_has_given_up_its_former_connection(
-    cast: Cast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_that_dials_again_has_given_up_its_former_connection(cast, monkeypatch) -> None:
     """Both are open here; whether the former one would still answer is not asked."""
     monkeypatch.setattr(TaskHost, "_answers", lambda self, session: pytest.fail("it was asked"))
     spec, task, first = cast.pair(SERVER)
@@ -319,12 +304,6 @@ def test_a_coordinator_that_finishes_while_it_greets_a_task_says_goodbye(cast: C
     assert coordinator.log.events == []
     cast.coordinator(spec).wait_for([WORKER], SOON)
     assert task.log.of("left") in ([], [("left", True)])
-
-
-def test_a_connection_that_breaks_while_both_live_is_made_again(cast: Cast) -> None:
-    _, task, coordinator = cast.pair(SERVER)
-    task.hang_up()
-    assert coordinator.log.wait_for("joined", times=2)[1] == coordinator.log.wait_for("left")[1] == task.peer
 
 
 def test_a_removed_task_is_let_go_and_not_dialed_again(cast: Cast) -> None:
@@ -478,21 +457,6 @@ def say_and_hang_up(address: str, data: bytes) -> None:
             pass
 
 
-@pytest.mark.parametrize("messages", [1_000, pytest.param(10_000, marks=pytest.mark.soak)])  # the more, the rarer
-def test_random_messages_change_nothing(cast: Cast, messages: int) -> None:
-    draw = random.Random(20)
-    spec, task, coordinator = cast.pair(SERVER)
-    for number in range(messages):
-        noise = draw.randbytes(draw.choice((1, 30, 52, 116, 400)))
-        if number % 2:  # past the first check
-            noise = _OPENING.pack(_MAGIC, PROTOCOL, draw.randbytes(32)) + noise
-        say_and_hang_up(spec["ps"][0], noise)
-    assert coordinator.log.kinds() == ["joined"]
-    assert len(task.log.of("arrived")) == 1
-    assert len(task.log.of("said")) < 50
-    assert task.log.of("left", "close") == []
-
-
 @pytest.mark.parametrize("frames", [100, pytest.param(1_000, marks=pytest.mark.soak)])  # each is replayed three times
 def test_recorded_messages_are_worth_nothing_again(cast: Cast, frames: int) -> None:
     draw = random.Random(21)
@@ -562,9 +526,7 @@ def test_a_thread_that_has_ended_answers_nobody(thread: EventThread[str], ended:
 
 
 @pytest.mark.parametrize("is_put_off", [False, True])
-def test_an_alarm_ends_the_thread_unless_it_is_put_off(
-    thread: EventThread[str], ended: list[Any], is_put_off: bool
-) -> None:
+def test_an_alarm_ends_the_thread_unless_it_is_put_off(thread, ended, is_put_off) -> None:
     def set_alarms() -> None:
         thread.set_alarm(0.0, lambda: "too late")
         if is_put_off:
@@ -624,3 +586,406 @@ def test_a_cluster_is_good_or_one_clear_error(cluster: Any, task_type: Any, task
 @pytest.mark.parametrize("address", ["host:1", "[::1]:65535", "10.0.0.1:0"])
 def test_addresses_are_taken_apart_and_put_together(address: str) -> None:
     assert join_address(*split_address(address, "somebody")) == address
+
+
+# -- control connections: who gets in, what a stranger learns, and what happens to messages that were tampered with ----
+
+
+VERSIONS = Versions("0.1.0", "2.13.0", "3.11")
+CHIEF = Introduction(Task("chief", 0), VERSIONS)
+THIRD = Introduction(Task("worker", 3), VERSIONS)
+KEY = b"k" * 32
+OPENING, CLAIM_AND_PROOF, VERDICT_AND_PROOF = handshake._OPENING.size, 64, 33
+
+Attempt = tuple[ControlChannel, Task] | Exception
+
+
+def opening(nonce: bytes, protocol: int = handshake.PROTOCOL) -> bytes:
+    return handshake._OPENING.pack(handshake._MAGIC, protocol, nonce * 32)
+
+
+def attempt(sock: socket.socket, side: Side, me: Introduction, other: str, within: float) -> Attempt:
+    try:
+        return shake_hands(sock, side, KEY, me, other=other, timeout_seconds=within)
+    except Exception as error:
+        sock.close()  # as the callers do
+        return error
+
+
+def as_dialer(sock: socket.socket, within: float = SOON) -> Attempt:
+    return attempt(sock, Side.DIALER, CHIEF, "worker 3 at 10.0.0.7:2222", within)
+
+
+def as_listener(sock: socket.socket, within: float = SOON, me: Introduction = THIRD) -> Attempt:
+    return attempt(sock, Side.LISTENER, me, "the process at 10.0.0.1:99", within)
+
+
+@contextmanager
+def meeting(
+    *, within: float = SOON, task: Introduction = THIRD, **options: Any
+) -> Iterator[tuple[Attempt, Attempt, Wire]]:
+    """What became of the dialer, of the listener, and the wire between them; ``options``: of the wire."""
+    mine, near = socket.socketpair()
+    far, theirs = socket.socketpair()
+    with closing(mine), closing(theirs), closing(Wire(near, far, **options)) as wire, ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(as_listener, theirs, within, task)
+        yield as_dialer(mine, within=within), listening.result(SOON), wire
+
+
+@contextmanager
+def channels(**options: Any) -> Iterator[tuple[ControlChannel, ControlChannel, Wire]]:
+    with meeting(**options) as (mine, theirs, wire):
+        assert isinstance(mine, tuple), mine
+        assert isinstance(theirs, tuple), theirs
+        assert (mine[1], theirs[1]) == (THIRD.task, CHIEF.task)
+        yield mine[0], theirs[0], wire
+
+
+# Secrets
+
+
+def test_a_secret_comes_from_the_argument_then_the_variable_then_the_file(tmp_path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("f" * 40 + "\n")
+    file.chmod(0o600)
+    variable, in_file = {"TORCHSTRAT_SECRET": "v" * 40}, {"TORCHSTRAT_SECRET_FILE": str(file)}
+    assert load_secret({**variable, **in_file}, secret="a" * 40) == b"a" * 40
+    assert load_secret(variable) == b"v" * 40
+    assert load_secret(in_file) == load_secret({"TORCHSTRAT_SECRET": "f" * 40, **in_file}) == b"f" * 40
+    file.chmod(0o440)
+    assert load_secret(in_file) == b"f" * 40, "the group may read it"
+    assert load_secret({"TORCHSTRAT_SECRET": new_secret()}) != load_secret({"TORCHSTRAT_SECRET": new_secret()})
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, r"neither TORCHSTRAT_SECRET nor TORCHSTRAT_SECRET_FILE is set.*torchstrat launch"),
+        ({"TORCHSTRAT_SECRET": "", "TORCHSTRAT_SECRET_FILE": ""}, "neither"),
+        ({"TORCHSTRAT_SECRET": "hunter2"}, r"TORCHSTRAT_SECRET holds 7 characters, which is too short"),
+        ({"TORCHSTRAT_SECRET_FILE": "missing"}, r"'missing' cannot be read: No such file"),
+        ({"TORCHSTRAT_SECRET_FILE": "open"}, r"'open' can be read or written by everybody.*mode 0644.*chmod 600 open"),
+        ({"TORCHSTRAT_SECRET_FILE": "short"}, r"the file 'short' named by TORCHSTRAT_SECRET_FILE holds 3 characters"),
+        ({"TORCHSTRAT_SECRET_FILE": "group", "TORCHSTRAT_SECRET": "x" * 32}, "hold different secrets"),
+    ],
+)
+def test_what_is_wrong_with_a_secret_and_never_the_secret_itself(environ, says, tmp_path, monkeypatch) -> None:
+    for name, content, mode in (("open", "y" * 32, 0o644), ("short", "abc", 0o600), ("group", "z" * 32, 0o440)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(mode)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterConfigError, match=says) as caught:
+        load_secret(environ)
+    assert not any(part in str(caught.value) for part in ("hunter2", "y" * 32, "x" * 32, "z" * 32))
+
+
+# The handshake
+
+
+def test_messages_travel_both_ways_between_those_who_know_the_secret() -> None:
+    with channels() as (mine, theirs, _):
+        for number in range(50):
+            mine.send({"number": number, "text": "ä" * number})
+        theirs.send({"from": "the other side"})
+        assert [theirs.receive(SOON)["number"] for _ in range(50)] == list(range(50))
+        assert mine.receive(SOON) == {"from": "the other side"}
+
+
+def test_local_versions_leave_out_the_build_and_another_protocol_is_an_error() -> None:
+    versions = local_versions()
+    assert ("+" in versions.torch, versions.python.count(".")) == (False, 1)
+    left, right = socket.socketpair()
+    with closing(right):
+        right.sendall(opening(b"n", protocol=2))
+        error = as_dialer(left)
+        assert isinstance(error, VersionMismatchError)
+        assert "speaks version 2 of torchstrat's control protocol" in str(error)
+
+
+def test_the_secret_never_travels_and_nothing_is_said_twice() -> None:
+    said = []
+    for _ in range(2):
+        with channels() as (mine, theirs, wire):
+            mine.send({"hello": 1})
+            assert theirs.receive(SOON) == {"hello": 1}
+            said.append(b"".join(wire.said["dialer"] + wire.said["listener"]))
+    assert KEY not in said[0]
+    nonces_proofs = {one[start : start + 32] for one in said for start in (20, 52, 84)}
+    assert len(nonces_proofs) >= 4
+
+
+def test_a_stranger_who_connects_gets_random_bytes_only() -> None:
+    left, right = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, closing(left):
+        theirs = pool.submit(as_listener, right)
+        left.sendall(opening(b"n") + b"x" * 64)
+        assert isinstance(theirs.result(SOON), AuthenticationError)
+        heard = b""
+        while part := left.recv(1000):
+            heard += part
+    assert len(heard) == OPENING + 1
+    assert heard.endswith(handshake._REFUSED)
+
+
+def test_a_proof_reflected_to_its_sender_proves_nothing() -> None:
+    """The stranger answers a dialer with its own words, and relays a dialer's proof as a listener's."""
+    left, right = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, closing(right):
+        mine = pool.submit(as_dialer, left)
+        right.sendall(right.recv(1000))
+        claim_and_proof = right.recv(1000)
+        right.sendall(handshake._ACCEPTED + claim_and_proof[32:])
+        assert isinstance(mine.result(SOON), AuthenticationError)
+
+
+def test_a_proof_for_one_listener_is_none_for_another() -> None:
+    """A stranger is dialed by an honest process, and shows what it was shown to another one, as that process."""
+    left, right = socket.socketpair()
+    near, far = socket.socketpair()
+    with ThreadPoolExecutor(2) as pool, closing(right), closing(near):
+        honest, victim = pool.submit(as_dialer, left), pool.submit(as_listener, far)
+        assert right.recv(1000) != b""
+        near.sendall(opening(b"m"))
+        right.sendall(near.recv(1000))  # the victim's nonce, but the dialer proves itself for its own one
+        near.sendall(right.recv(1000))
+        assert isinstance(victim.result(SOON), AuthenticationError)
+        right.sendall(near.recv(1000))
+        assert isinstance(honest.result(SOON), AuthenticationError)
+
+
+@pytest.mark.parametrize(
+    ("who", "where"),
+    [
+        *[("dialer", where) for where in (OPENING - 1, OPENING, OPENING + CLAIM_AND_PROOF - 1)],
+        *[("listener", where) for where in (OPENING - 1, OPENING, OPENING + VERDICT_AND_PROOF - 1)],
+    ],
+)
+def test_a_bit_flipped_in_the_handshake_ends_it(who: str, where: int) -> None:
+    """In a nonce, in the claim or the verdict, in a proof."""
+
+    def flip(speaker: str, offset: int, data: bytes) -> list[bytes]:
+        changed = bytearray(data)
+        if speaker == who and 0 <= where - offset < len(data):
+            changed[where - offset] ^= 1
+        return [bytes(changed)]
+
+    with meeting(change=flip, within=2.0) as (mine, theirs, _):
+        assert isinstance(mine, CommunicationError)
+        assert isinstance(theirs, CommunicationError)
+
+
+# Frames
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: [data[:-3] + bytes([data[-3] ^ 4]) + data[-2:]],
+        lambda data: [data[:10] + bytes([data[10] ^ 4]) + data[11:]],
+        lambda data: [data, data],
+        lambda data: [],
+    ],
+    ids=["payload changed", "mac changed", "repeated", "left out"],
+)
+def test_a_tampered_frame_ends_the_connection(change: Callable[[bytes], list[bytes]]) -> None:
+    armed = [False]
+
+    def tamper(who: str, _offset: int, data: bytes) -> list[bytes]:
+        return change(data) if who == "dialer" and armed[0] else [data]
+
+    with channels(change=tamper) as (mine, theirs, wire):
+        mine.send({"n": 0})
+        assert theirs.receive(SOON) == {"n": 0}
+        armed[0], before = True, len(wire.said["dialer"])
+        mine.send({"n": 1})
+        while len(wire.said["dialer"]) == before:  # it is on its way, alone
+            time.sleep(0.001)
+        armed[0] = False
+        mine.send({"n": 2})
+        with pytest.raises(AuthenticationError, match="changed, repeated or left out"):
+            receive_until_it_fails(theirs)
+
+
+def receive_until_it_fails(channel: ControlChannel) -> None:
+    while True:
+        assert channel.receive(SOON) == {"n": 1}
+
+
+def test_a_frame_means_nothing_on_another_connection_or_in_the_other_direction() -> None:
+    """Each would be the next one there, by its number."""
+    with channels() as (mine, theirs, wire):
+        mine.send({"run": "this"})
+        theirs.receive(SOON)
+        recorded = wire.said["dialer"][-1]
+        wire.tell("dialer", recorded)
+        with pytest.raises(AuthenticationError):
+            mine.receive(SOON)
+    with channels() as (_, theirs, wire):
+        wire.tell("listener", recorded)
+        with pytest.raises(AuthenticationError):
+            theirs.receive(SOON)
+
+
+def test_a_frame_that_is_too_large_is_neither_sent_nor_read(monkeypatch) -> None:
+    with channels() as (mine, theirs, wire):
+        monkeypatch.setattr(control, "MAXIMAL_FRAME_BYTES", 1000)
+        with pytest.raises(InvalidArgumentError, match="1000 bytes"):
+            mine.send({"text": "x" * 2000})
+        wire.tell("listener", struct.pack("!I32s", 2**31, b"m" * 32))
+        with pytest.raises(AuthenticationError, match="2147483648 bytes"):
+            theirs.receive(SOON)
+
+
+def test_receiving_waits_no_longer_than_it_is_told_and_not_past_the_end() -> None:
+    with channels() as (mine, theirs, _):
+        with pytest.raises(CommunicationTimeoutError, match=r"worker 3 at 10\.0\.0\.7:2222 did not answer"):
+            mine.receive(0.01)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(theirs.receive)
+            mine.hang_up()
+            with pytest.raises(PeerUnavailableError, match=r"the process at 10\.0\.0\.1:99 is closed"):
+                waiting.result(SOON)
+        with pytest.raises(PeerUnavailableError):
+            mine.send({})
+
+
+# Dialing
+
+
+def test_dialing_where_nobody_listens_says_so() -> None:
+    with pytest.raises(PeerUnavailableError, match=r"worker 3 at 127.0.0.1:\d+: nothing listens there"):
+        connect(free_address(), Task("worker", 3))
+    with pytest.raises(PeerUnavailableError, match=r"worker 3 at no\.such\.host\.invalid:1"):
+        connect("no.such.host.invalid:1", Task("worker", 3))
+
+
+def test_a_socket_that_connected_to_itself_is_no_answer(monkeypatch) -> None:
+    address = free_address()
+    where = ("127.0.0.1", int(address.rpartition(":")[2]))
+
+    def connect_to_itself(_address: Any, _timeout: float) -> socket.socket:
+        sock = socket.socket()
+        sock.bind(where)
+        sock.connect(where)  # a simultaneous open with itself
+        return sock
+
+    monkeypatch.setattr(socket, "create_connection", connect_to_itself)
+    with pytest.raises(PeerUnavailableError, match="nothing listens there"):
+        connect(address, Task("worker", 3))
+    with socket.socket() as afterwards:
+        afterwards.bind(where)  # free at once
+
+
+# Listening
+
+
+@contextmanager
+def listening(log: Log, handshake_seconds: float = SOON, address: str = "127.0.0.1:0") -> Iterator[str]:
+    """Who arrives, and who is refused, is in the log."""
+
+    def on_channel(channel: ControlChannel, task: Task) -> None:
+        log.add("arrived", task)
+        channel.send({"you": str(task)})
+        with pytest.raises(PeerUnavailableError):
+            channel.receive()
+
+    def on_refused(error: Exception) -> None:
+        log.add("refused", type(error))
+
+    port = ControlListener(
+        address, KEY, THIRD, on_channel=on_channel, on_refused=on_refused, handshake_seconds=handshake_seconds
+    )
+    port.start()
+    try:
+        yield port.address
+    finally:
+        port.close()
+        port.close()
+
+
+def check_that_it_serves(address: str) -> None:
+    with closing(connect(address, Task("worker", 3))) as sock:
+        met = as_dialer(sock)
+        assert isinstance(met, tuple), met
+        assert met[1] == THIRD.task
+        assert met[0].receive(SOON) == {"you": "chief 0"}
+
+
+def test_a_connection_that_does_not_prove_itself_in_time_is_dropped_however_slowly_it_speaks() -> None:
+    log = Log()
+    with listening(log, handshake_seconds=0.2) as address, closing(connect(address, "slow")) as slow:
+        heard = slow.recv(1000)
+        check_that_it_serves(address)  # meanwhile
+        with suppress(OSError):
+            for byte in opening(b"n"):
+                slow.sendall(bytes([byte]))
+                time.sleep(0.02)  # not an order: the pace that the deadline has to cut short
+        log.wait_for("refused", CommunicationTimeoutError)
+        assert len(heard) == OPENING
+        check_that_it_serves(address)
+
+
+def test_many_silent_connections_make_room_for_honest_ones(monkeypatch) -> None:
+    monkeypatch.setattr(listener, "MAXIMAL_STRANGERS", 4)
+    log = Log()
+    with listening(log) as address:
+        silent = [connect(address, "silent") for _ in range(10)]
+        check_that_it_serves(address)
+        log.wait_for("refused", times=6)
+        for sock in silent:
+            sock.close()
+
+
+@pytest.mark.parametrize("address", ["no.such.host.invalid:1", "192.0.2.1:0"])
+def test_a_host_that_is_not_here_names_the_task_and_the_address(address: str) -> None:
+    with (
+        pytest.raises(ClusterConfigError, match=f"worker 3 cannot listen on {address}"),
+        listening(Log(), address=address),
+    ):
+        pass
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are listed in /proc")
+def test_a_forked_child_keeps_neither_the_port_nor_the_connection() -> None:
+    earlier = open_sockets()
+    with listening(Log()) as address, closing(connect(address, "worker 3")) as sock:
+        met = as_dialer(sock)
+        assert isinstance(met, tuple), met
+        assert met[0].receive(SOON) == {"you": "chief 0"}
+        opened = open_sockets() - earlier
+        assert len(opened) >= 3, "it listens, and has both ends"
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            os._exit(len(open_sockets() & opened))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def open_sockets() -> set[str]:
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one of this very listing
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {target for target in found if target.startswith("socket:")}
+
+
+def test_complaints_are_few() -> None:
+    now, lines = [0.0], []
+    complaints = Complaints(lines.append, clock=lambda: now[0])
+    for number in range(1000):
+        complaints.add(f"stranger {number}")
+    assert lines[:LINES_PER_INTERVAL] == [f"stranger {number}" for number in range(LINES_PER_INTERVAL)]
+    assert lines[LINES_PER_INTERVAL:] == [f"more of the like is not reported for up to {INTERVAL_SECONDS:g} s."]
+    now[0] += INTERVAL_SECONDS + 1
+    complaints.add("another")
+    assert lines[-1] == "another"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
+def test_a_connection_outlives_the_longest_silence_that_a_process_is_allowed() -> None:
+    with socket.socket() as near:
+        control.keep_alive(near)
+        limit = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
+        idle = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        interval = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+    # The last byte came up to a probe's round before the silence began.
+    assert limit > SERVER_DEADLINE_SECONDS + idle + interval

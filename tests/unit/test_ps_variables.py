@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable, UnsupportedError
+from torchstrat.errors import InvalidArgumentError, NotSendableError, ParameterServerUnavailable, UnsupportedError
 from torchstrat.partitioners import FixedShardsPartitioner, MinSizePartitioner
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -81,26 +83,6 @@ def test_a_parameter_whose_place_is_asked_for_in_the_scope_is_created_at_its_end
 # -- partitioners -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [[0, 1], [], None, [1, 2], [2, 2], [-1, 1], [0], 2, "21", [2.0, 1]])
-def test_a_partitioner_that_returns_nonsense_is_named_and_nothing_is_lost(cluster: FakeCluster, answer: Any) -> None:
-    def mine(shape: Any, dtype: Any) -> Any:
-        return answer
-
-    strategy = cluster.strategy(mine)
-    with strategy.scope(), pytest.raises(InvalidArgumentError, match="mine returned"):
-        ts.Variable(EIGHT)
-    scope = strategy.scope()
-    scope.__enter__()
-    model = nn.Linear(2, 2)
-    with pytest.raises(InvalidArgumentError, match="mine returned"):
-        scope.__exit__(None, None, None)  # modules are placed when the scope ends
-    assert not ts.has_strategy()
-    del model
-    with strategy.scope():
-        scalar = ts.Variable(3.0)  # is not asked about
-    assert ts.ClusterCoordinator(strategy).schedule(scalar.read_value).get() == 3.0
-
-
 def test_few_rows(cluster: FakeCluster) -> None:
     with cluster.strategy(FixedShardsPartitioner(9)).scope():
         assert shard_values(ts.Variable(EIGHT)) == [[row.tolist()] for row in EIGHT]
@@ -114,18 +96,6 @@ def test_no_rows(cluster: FakeCluster) -> None:
     none = pytest.raises(InvalidArgumentError, match="without rows")
     with cluster.strategy(lambda shape, dtype: [2, 1]).scope(), none:
         ts.Variable(torch.zeros(0, 4))
-
-
-def test_aggregation_and_synchronization_are_those_asked_for(strategy: Any) -> None:
-    asked: Any = {
-        "aggregation": ts.VariableAggregation.SUM,
-        "synchronization": ts.VariableSynchronization.ON_READ,
-    }
-    with strategy.scope():
-        split: Any = ts.Variable(EIGHT, **asked)
-        whole = ts.Variable(1.0, **asked)
-    for one in (*split.variables, whole):
-        assert {"aggregation": one.aggregation, "synchronization": one.synchronization} == asked
 
 
 # -- first values -----------------------------------------------------------------------------------------------------
@@ -188,10 +158,6 @@ def test_keywords_that_are_not_meant_for_the_function_do_no_harm(strategy: Any, 
         assert shard_values(ts.Variable(first, shape=(4, 2), dtype=torch.float32)) == HALVES
 
 
-def fails(partition_shape: Any, partition_offset: Any) -> torch.Tensor:
-    raise ZeroDivisionError("its own error")
-
-
 @pytest.mark.parametrize(
     ("first", "given", "error", "says"),
     [
@@ -205,16 +171,9 @@ def fails(partition_shape: Any, partition_offset: Any) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("shards", [1, 2])
-def test_first_values_that_are_refused(
-    cluster: FakeCluster, shards: int, first: Any, given: Any, error: type[Exception], says: str
-) -> None:
+def test_first_values_that_are_refused(cluster, shards, first, given, error, says) -> None:
     with cluster.strategy(FixedShardsPartitioner(shards)).scope(), pytest.raises(error, match=says):
         ts.Variable(first, **given)
-
-
-def test_an_error_of_a_function_that_makes_shards_is_its_own(strategy: Any) -> None:
-    with strategy.scope(), pytest.raises(ZeroDivisionError, match="its own error"):
-        ts.Variable(fails, shape=(4, 2), dtype=torch.float32)
 
 
 # -- use --------------------------------------------------------------------------------------------------------------
@@ -291,3 +250,117 @@ def test_a_sharded_variable_is_one_of_its_strategy(strategy: Any) -> None:
     assert torch.equal(torch.as_tensor(split), EIGHT)
     with strategy.scope(), pytest.raises(InvalidArgumentError, match=r"name one of its \.variables"):
         strategy.extended.colocate_vars_with(split).__enter__()
+
+
+# -- what servers or workers cannot take is refused where it is brought, and where it is used; nothing else is ---------
+
+
+class Job:
+    """A coordinator's program; steps of an ordinary model change the sum of its weights by 0.8."""
+
+    def __init__(self, strategy: ts.ParameterServerStrategy) -> None:
+        self.strategy, self.coordinator = strategy, ts.ClusterCoordinator(strategy)
+
+    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        def step() -> float:
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            return float(next(model.parameters()).detach().sum())
+
+        return self.coordinator.schedule(step).get(timeout=30)
+
+    def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with self.strategy.scope():
+            return ordinary()
+
+    def assert_trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before = float(model.state_dict()["weight"].sum())
+        assert self.run(model, optimizer) == pytest.approx(before - 0.1 * 2 * 4, abs=1e-5)
+
+
+def ordinary(**attributes: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    vars(model).update(attributes)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class WithLock(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.lock = threading.Lock()
+
+
+def bad_layout() -> Any:
+    model, optimizer = ordinary()
+    model.register_buffer("mask", torch.ones(2).to_sparse())
+    return model, optimizer
+
+
+def with_optimizer(kind: Any) -> Any:
+    model = nn.Linear(2, 2)
+    return model, kind(model.parameters())
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with FakeCluster(workers=1, ps=2) as cluster:
+        yield Job(cluster.strategy())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "fails_at"),
+    [
+        (lambda: with_optimizer(torch.optim.LBFGS), UnsupportedError, "scope"),
+        (lambda: with_optimizer(WithLock), NotSendableError, "scope"),
+        (bad_layout, NotImplementedError, "scope"),
+        (lambda: ordinary(lock=threading.Lock()), NotSendableError, "use"),
+    ],
+    ids=["an optimizer with closures", "an optimizer with a lock", "a layout", "a module with a lock"],
+)
+def test_what_is_refused_is_not_in_the_way_of_the_rest(job: Job, make: Any, error: Any, fails_at: str) -> None:
+    earlier = job.made()
+    job.assert_trains(*earlier)
+    refused = beside = None
+    with pytest.raises(error) if fails_at == "scope" else nullcontext(), job.strategy.scope():
+        beside, refused = ordinary(), make()
+    job.assert_trains(*earlier)
+    later = job.made()
+    job.assert_trains(*later)
+    for _ in range(2):
+        with pytest.raises(error):
+            job.run(*refused)
+    job.assert_trains(*later)
+    if error is UnsupportedError:
+        job.assert_trains(*beside)
+
+
+def test_a_module_is_taken_once_what_was_refused_has_gone(job: Job) -> None:
+    with job.strategy.scope():
+        model, optimizer = ordinary(lock=threading.Lock())
+    with pytest.raises(NotSendableError, match="lock"):
+        job.run(model, optimizer)
+    del model.lock
+    job.assert_trains(model, optimizer)
+
+
+class WholeTables(torch.optim.Optimizer):
+    """Of a script: nothing is known of it, so what it steps is on one server, whole."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("nobody steps it")
+
+
+def test_a_whole_table_that_fits_on_no_server_is_refused_when_it_is_created() -> None:
+    with FakeCluster(workers=1, ps=2) as cluster:
+        job, made = Job(cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))), []
+        refusal = r"weight.*whole.*elementwise_optimizers=\[WholeTables\]"
+        with pytest.raises(InvalidArgumentError, match=refusal), job.strategy.scope():  # noqa: PT012
+            made.append(nn.Embedding(2**36, 8, device="meta"))
+            made.append(WholeTables(made[0].parameters()))
+        job.assert_trains(*job.made())
+        with pytest.raises(InvalidArgumentError, match="whole"):
+            job.coordinator.schedule(lambda: made[0])

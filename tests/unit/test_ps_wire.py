@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchstrat.errors import AuthenticationError, InvalidArgumentError
@@ -165,12 +167,6 @@ def test_there_and_back(worker: Envelopes, server: Envelopes) -> None:
     assert (worker.refused, server.refused) == (0, 0)
 
 
-def test_a_request_is_no_reply(worker: Envelopes, server: Envelopes) -> None:
-    counter, sealed = worker.request(SERVER, "push", Packed(b""))
-    with pytest.raises(AuthenticationError):
-        server.answer_in(server.unseal(sealed, []), WORKER, counter, "push")
-
-
 def body_of(introduction: bytes, name: bytes = b"push") -> bytes:
     return len(introduction).to_bytes(2, "big") + len(name).to_bytes(2, "big") + introduction + name
 
@@ -205,68 +201,156 @@ def test_a_flood_of_garbage_is_counted_and_hardly_logged(server: Envelopes, capl
 
 # Heartbeats
 
-
-@pytest.fixture
-def heartbeat() -> Heartbeat[str]:
-    return Heartbeat(interval_seconds=1.0, deadline_seconds=3.0, now=100.0)
-
-
-def lost(heartbeat: Heartbeat[str], times: Iterable[float], hears: Callable[[float], dict[str, float]] = lambda _: {}):
-    """Who is lost, at which of these beats; ``hears``: of whom, and how long after a beat."""
-    found = {}
-    for time in times:
-        beat = heartbeat.beat(time)
-        for key, delay in hears(time).items():
-            heartbeat.heard(key, time + delay)
-        if beat.lost:
-            found[time] = beat.lost
-    return found
+EVENTS = st.tuples(
+    st.sampled_from(["watch", "hear", "forget", "beat", "beat", "beat"]),
+    st.sampled_from(["ps", "worker"]),
+    st.sampled_from([0.0, 0.25, 1.0, 1.0, 1.0, 10_000.0]),  # it was stopped for so long
+    st.sampled_from([None, 2.0, 5.0]),
+)
 
 
-def test_who_is_silent_is_lost_once_past_the_deadline_and_who_answers_is_not(heartbeat: Heartbeat[str]) -> None:
-    for key in ("ps", "worker", "other"):
-        heartbeat.watch(key, 100.0)
-    heartbeat.forget("other")
-    heartbeat.heard("other", 100.5)
-    assert heartbeat.beat(101.0) == Beat(["ps", "worker"], [])
-    assert lost(heartbeat, range(102, 200), lambda _: {"worker": 0.5}) == {104: [Silence("ps", 4.0, 3.0)]}
-    assert heartbeat.beat(200.0) == Beat(["worker"], [])
+@settings(max_examples=300)
+@given(st.lists(EVENTS, max_size=30))
+@example([("watch", "ps", 0.0, None), *[("beat", "ps", 1.0, None)] * 5])
+@example([("watch", "ps", 0.0, 5.0), ("watch", "ps", 0.0, None), *[("beat", "ps", 1.0, None)] * 5])
+@example([("watch", "ps", 0.0, None), ("beat", "ps", 1.0, None), *[("beat", "ps", 10_000.0, None)] * 4])
+def test_who_is_silent_for_longer_than_its_deadline_is_lost_by_a_clock_that_stops_with_this_process(events) -> None:
+    now, last_beat, lived = 100.0, 100.0, 0.0
+    heartbeat: Heartbeat[str] = Heartbeat(interval_seconds=1.0, deadline_seconds=3.0, now=now)
+    signs: dict[str, float] = {}
+    deadlines: dict[str, float] = {}
+    for what, key, seconds, deadline in events:
+        now += seconds
+        here = lived + min(now - last_beat, 1.0)
+        if what == "watch":  # again: the last deadline holds
+            heartbeat.watch(key, now, deadline)
+            signs.setdefault(key, here)
+            deadlines[key] = deadline or 3.0
+        elif what == "hear":
+            heartbeat.heard(key, now)
+            signs |= {key: here} if key in signs else {}
+        elif what == "forget":
+            heartbeat.forget(key)
+            signs.pop(key, None)
+        else:
+            lived, last_beat = here, now
+            lost = [Silence(one, here - then, deadlines[one]) for one, then in signs.items()]
+            lost = [one for one in lost if one.seconds > one.deadline_seconds]
+            signs = {one: then for one, then in signs.items() if one not in [silence.key for silence in lost]}
+            assert heartbeat.beat(now) == Beat(list(signs), lost)
+        assert heartbeat.due_in(now) == max(0.0, last_beat + 1.0 - now)
 
 
-def test_silence_counts_from_the_last_sign_of_life(heartbeat: Heartbeat[str]) -> None:
-    heartbeat.watch("ps", 100.0)
-    found = lost(heartbeat, range(101, 110), lambda time: {"ps": 0.7} if time == 101 else {})
-    assert found == {105: [Silence("ps", pytest.approx(3.3, abs=1e-9), 3.0)]}
+# Values as one pickle with the tensors beside it
 
 
-def test_who_was_stopped_itself_declares_nobody_dead(heartbeat: Heartbeat[str]) -> None:
-    heartbeat.watch("ps", 100.0)
-    heartbeat.beat(101.0)
-    for time in (10_000.0, 10_001.0):
-        assert heartbeat.beat(time) == Beat(["ps"], [])  # asked again, at the first beat after the sleep
-    assert heartbeat.beat(10_002.0).lost == [Silence("ps", 4.0, 3.0)]  # and then it really does not answer
+@dataclass(frozen=True)
+class Message:
+    name: str
+    values: tuple[torch.Tensor, ...]
 
 
-def test_a_deadline_of_its_own(heartbeat: Heartbeat[str]) -> None:
-    heartbeat.watch("ps", 100.0, deadline_seconds=5.0)
-    for deadline in (9.0, None):  # the last one holds
-        heartbeat.watch("worker", 100.0, deadline_seconds=deadline)
-    assert lost(heartbeat, range(101, 107)) == {
-        104: [Silence("worker", 4.0, 3.0)],
-        106: [Silence("ps", 6.0, 5.0)],
-    }
-    heartbeat.watch("ps", 107.0)  # back as another incarnation would be: nothing is left of the old deadline
-    assert list(lost(heartbeat, range(107, 112))) == [111]
+def travel(value: Any) -> Any:
+    return unpack(pack(value))
 
 
-def test_watching_begins_with_the_whole_deadline(heartbeat: Heartbeat[str]) -> None:
-    assert heartbeat.beat(5_000.0) == Beat([], [])
-    heartbeat.watch("ps", 5_000.5)
-    assert lost(heartbeat, range(5_001, 5_005)) == {5_004: [Silence("ps", 3.5, 3.0)]}
+def test_tensors_anywhere_travel_beside_the_pickle_which_alone_is_no_value() -> None:
+    message = Message("push", (torch.arange(1000), torch.ones(3, 4)))
+    packed = pack({"a": [message, 3]})
+    assert len(packed.tensors) == 2
+    assert len(packed.data) < 500
+    arrived = unpack(packed)["a"][0]
+    assert arrived.name == "push"
+    assert all(torch.equal(there, here) for there, here in zip(arrived.values, message.values, strict=True))
+    with pytest.raises(pickle.UnpicklingError, match="beside this pickle"):
+        pickle.loads(packed.data)
 
 
-def test_beats_are_due_at_intervals_and_late_ones_at_once(heartbeat: Heartbeat[str]) -> None:
-    assert heartbeat.due_in(100.25) == 0.75
-    assert heartbeat.due_in(103.0) == 0.0
-    heartbeat.beat(103.0)
-    assert heartbeat.due_in(103.0) == 1.0
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(4, 5), torch.ones(4, 5).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+    ids=["plain", "transposed", "channels_last"],
+)
+def test_a_tensor_that_owns_its_storage_is_not_copied_to_be_sent(tensor: torch.Tensor) -> None:
+    (sent,) = pack(tensor).tensors
+    assert sent.data_ptr() == tensor.data_ptr()
+    assert sent.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(10.0)[2:4],
+        torch.arange(10.0)[1:],
+        torch.arange(10.0)[::2],
+        torch.arange(12.0).view(3, 4)[:, 1:3],
+        torch.arange(3.0).expand(4, 3),
+        torch.arange(10.0)[3],
+        torch.arange(10.0)[:0],
+    ],
+    ids=["small", "large", "strided", "columns", "expanded", "scalar", "empty"],
+)
+def test_a_view_brings_what_it_shows_and_no_more(view: torch.Tensor) -> None:
+    (sent,) = pack(view).tensors
+    assert sent.untyped_storage().nbytes() == view.numel() * view.itemsize
+    assert torch.equal(sent, view)
+
+
+def test_history_stays_behind() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    for value in (parameter, parameter * 2):
+        arrived = travel(value)
+        assert type(arrived) is torch.Tensor
+        assert not arrived.requires_grad
+        assert arrived.grad_fn is None
+        assert torch.equal(arrived, value)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    for value in (torch.tensor([[0, 1], [1, 0]]).to(dtype), torch.tensor(1).to(dtype)):
+        arrived = travel(value)
+        assert arrived.dtype == dtype
+        assert arrived.tolist() == value.tolist()
+
+
+def test_lazily_conjugated_and_negated_values() -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    conjugate = pack(value.conj()).tensors[0]
+    assert torch.equal(conjugate, torch.tensor([1 - 2j, 3 + 4j]))
+    assert not conjugate.is_conj()
+    assert torch.equal(pack(value.conj().imag).tensors[0], torch.tensor([-2.0, 4.0]))
+
+
+def test_tensors_without_plain_memory_travel_inside_or_in_parts() -> None:
+    assert travel(torch.empty(3, 4, device="meta")).shape == (3, 4)
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    assert [row.shape[0] for row in travel(jagged).unbind()] == [2, 1]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.ones(3, 2), (4, 2), check_invariants=True)
+    assert len(pack(sparse).tensors) == 2
+    arrived = travel(sparse)
+    assert not arrived.is_coalesced(), "its repeated rows stay"
+    assert torch.equal(arrived.to_dense(), sparse.to_dense())
+
+
+def test_one_tensor_twice_is_one_and_two_of_one_storage_are_two() -> None:
+    value = torch.ones(2)
+    packed = pack([value, value])
+    assert len(packed.tensors) == 1
+    first, second = unpack(packed)
+    assert first is second
+    first, second = pack([value, value.detach(), torch.empty(0), torch.empty(0)]).tensors[:2]
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(first, second)
+
+
+def test_what_cannot_be_pickled_says_so() -> None:
+    with pytest.raises(Exception, match="lambda"):
+        pack(lambda: None)

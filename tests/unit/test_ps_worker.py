@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import os
+import pickle
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
-from torchstrat.errors import CommunicationError, NotSendableError
+from torchstrat.errors import CommunicationError, InvalidArgumentError, NotSendableError, PeerUnavailableError
 from torchstrat.parameter_server.dispatch import Batch, Report
+from torchstrat.parameter_server.messages import Shard, VariableSpec
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.variables.put_rows import put_rows
+from torchstrat.parameter_server.worker import arrivals, unique_ids
+from torchstrat.parameter_server.worker.arrivals import Arrivals, ArrivingParameter, worth_waiting_for
 from torchstrat.parameter_server.worker.batch_queue import BatchQueue
 from torchstrat.parameter_server.worker.function_thread import FunctionThread
 from torchstrat.parameter_server.worker.outcomes import Outcomes
 from torchstrat.parameter_server.worker.service import FunctionWorker
+from torchstrat.parameter_server.worker.table_rows import TableRows
+from torchstrat.parameter_server.worker.unique_ids import ROWS_PER_ID, UniqueIds
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 from torchstrat.testing.fake_network import FakeNetwork
 
 DEADLINE_SECONDS = 60
@@ -191,3 +210,386 @@ def test_batches_are_begun_in_the_order_of_their_numbers(monkeypatch: pytest.Mon
         with pytest.raises(CommunicationError):
             early.result(DEADLINE_SECONDS)
         worker.join()
+
+
+# -- rows of tables: unique ids by marks are those of torch.unique; what waits until a lookup comes; rows as bytes -----
+
+
+def table(rows: int) -> VariableSpec:
+    return VariableSpec(0, "table", (rows, 2), torch.float32, "parameter", (Shard(0, 0, rows),), True, True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(0, 299), max_size=40)), min_size=1, max_size=6),
+    st.sampled_from([torch.int64, torch.int32]),
+)
+def test_batches_of_several_tables(batches: list[tuple[int, list[int]]], dtype: torch.dtype) -> None:
+    one = UniqueIds()
+    for rows, numbers in batches:
+        ids = torch.tensor([number % rows for number in numbers], dtype=dtype)
+        unique, places = one.of(table(rows), ids)
+        wanted, wanted_places = torch.unique(ids, return_inverse=True)
+        assert unique.dtype == places.dtype == torch.int64
+        assert unique.tolist() == wanted.tolist()
+        assert places.tolist() == wanted_places.tolist()
+
+
+def test_any_shape_and_inference_mode() -> None:
+    one, ids = UniqueIds(), torch.tensor([[5, 3, 5], [0, 3, 9]])
+    with torch.inference_mode():
+        one.of(table(10), ids)
+    unique, places = one.of(table(10), ids[:, ::2])
+    assert unique.tolist() == [0, 5, 9]
+    assert places.tolist() == [[1, 1], [0, 2]]
+    unique, places = one.of(table(10), torch.tensor(7))
+    assert (unique.tolist(), places.item()) == ([7], 0)
+
+
+def test_a_table_much_larger_than_the_batch_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    monkeypatch.setattr(unique_ids.np, "flatnonzero", lambda marks: sizes.append(len(marks)) or marks.nonzero()[0])
+    one, ids = UniqueIds(), torch.tensor([3, 1, 3])
+    for rows in (3 * ROWS_PER_ID, 3 * ROWS_PER_ID + 1, 10**12):
+        assert one.of(table(rows), ids)[0].tolist() == [1, 3]
+    assert sizes == [3 * ROWS_PER_ID]
+
+
+@pytest.mark.parametrize("rows", [10, 10_000])
+@pytest.mark.parametrize("wrong", [-1, -10_001, 10_000, 2**40])
+def test_an_id_out_of_range_leaves_nothing_marked(rows: int, wrong: int) -> None:
+    one = UniqueIds()
+    says = rf"id {wrong} is not in table table, which has rows 0 to {rows - 1}"
+    with pytest.raises(InvalidArgumentError, match=says):
+        one.of(table(rows), torch.tensor([1, wrong, 2]))
+    assert one.of(table(rows), torch.tensor([4, 4, 2]))[0].tolist() == [2, 4]
+
+
+class Access:
+    """Answers for rows whenever it is told to; counts what was asked."""
+
+    def __init__(self) -> None:
+        self.peers: dict[int, str] = {0: "one"}
+        self.servers = SimpleNamespace(peers=lambda: dict(self.peers))
+        self.started: list[list[int]] = []
+
+    def start_reading_rows(self, spec: VariableSpec, ids: torch.Tensor) -> Any:
+        self.started.append(ids.tolist())
+        answer: Future[torch.Tensor] = Future()
+        answer.set_result(ids.float()[:, None].expand(-1, 2).clone())
+        return SimpleNamespace(wait=answer.result)
+
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
+        return self.start_reading_rows(spec, ids).wait()
+
+
+def test_what_was_asked_for_first_makes_room() -> None:
+    access = Access()
+    rows = TableRows(access, limit_bytes=5 * 2 * 4)  # type: ignore[arg-type]
+
+    def asks_again(*ids: int) -> bool:
+        before = len(access.started)
+        rows.read(table(24), torch.tensor(ids))
+        return len(access.started) > before
+
+    def prefetch(*ids: int) -> None:
+        rows.prefetch(table(24), torch.tensor(ids, dtype=torch.int64))
+
+    for ids in ([1, 2], [3, 4], [5, 6]):
+        prefetch(*ids)
+    prefetch(*range(6))  # what can never fit throws nothing out, and is not asked for
+    prefetch()
+    assert access.started == [[1, 2], [3, 4], [5, 6]]
+    assert [asks_again(5, 6), asks_again(1, 2), asks_again(3, 4)] == [False, True, False]
+    prefetch(1, 2)
+    prefetch(*range(7, 12))
+    assert [asks_again(1, 2), asks_again(*range(7, 12))] == [True, False]
+
+
+def test_rows_of_servers_that_were_replaced_are_not_taken() -> None:
+    access = Access()
+    rows, ids = TableRows(access), torch.tensor([1, 2])  # type: ignore[arg-type]
+    rows.prefetch(table(24), ids)
+    access.peers = {0: "another"}
+    assert rows.read(table(24), ids).values[:, 0].tolist() == [1.0, 2.0]
+    assert access.started == [[1, 2], [1, 2]]
+    access.peers = {0: "one"}
+    rows.read(table(24), ids)
+    assert len(access.started) == 3, "they are gone for good"
+
+
+# -- written as runs of bytes: what `index_copy_` writes, to the last bit ----------------------------------------------
+
+IDS = torch.tensor([0, 3, 4, 10])
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool]
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 5).to(dtype)
+
+
+def require_same_as_index_copy(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    expected = table.detach().clone().index_copy_(0, ids, rows.detach())
+    is_counted = not table.is_inference()
+    version = table._version if is_counted else -1
+    put_rows(table, ids, rows)
+    assert torch.equal(table, expected)
+    assert table.grad_fn is None
+    assert not is_counted or table._version > version or not len(ids), "who looks at the counter has to see a change"
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("row", [(), (1,), (7,), (2, 3), (0,)], ids=str)
+def test_rows(row: tuple[int, ...], dtype: torch.dtype) -> None:
+    require_same_as_index_copy(filled((11, *row), dtype), IDS, filled((4, *row), dtype, 2))
+
+
+def test_bits_that_are_no_numbers_are_kept() -> None:
+    table = torch.zeros(3, 2)
+    put_rows(table, torch.tensor([1]), torch.tensor([[float("nan"), -0.0]]))
+    assert table[1, 0].isnan()
+    assert table[1, 1].signbit()
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.inference_mode])
+def test_other_layouts_parameters_and_no_rows(around: type[contextlib.AbstractContextManager[None]]) -> None:
+    with around():
+        require_same_as_index_copy(filled((5, 11)).t(), IDS, torch.ones(4, 5))
+        require_same_as_index_copy(filled((22, 5))[::2], IDS, torch.ones(4, 5))
+        require_same_as_index_copy(filled((11, 5)), IDS, filled((5, 4), seed=2).t())
+        require_same_as_index_copy(filled((13, 5))[2:], IDS, torch.ones(1, 5).expand(4, 5))
+        require_same_as_index_copy(torch.nn.Parameter(filled((11, 2))), IDS, torch.nn.Parameter(torch.ones(4, 2)))
+        require_same_as_index_copy(filled((11, 2)), IDS[:0], torch.zeros(0, 2))
+        require_same_as_index_copy(torch.zeros(0, 2), IDS[:0], torch.zeros(0, 2))
+
+
+@pytest.mark.parametrize("rows", [torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 4), torch.ones(2, 2)])
+def test_rows_that_do_not_fit_change_nothing(rows: torch.Tensor) -> None:
+    table = torch.zeros(11, 2)
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        put_rows(table, IDS, rows)
+    with pytest.raises(IndexError):
+        put_rows(table, torch.tensor([0, 11]), torch.ones(2, 2))
+    assert not table.any()
+
+
+# -- a parameter whose values are on their way: what waits for them, what does not, and who is never let wait ----------
+
+
+SIDE = 512  # 1 MiB
+RIGHT, WRONG = 2.0, -1.0
+
+
+class Values:
+    """In the place of `ValuesToCome`: writes when it is asked for."""
+
+    def __init__(self, parameter: WatchedParameter, error: Exception | None = None) -> None:
+        self._memory, self._error = parameter.memory, error
+        self.fetched = 0
+
+    def fetch(self, keys: Sequence[Any]) -> None:
+        self.fetched += 1
+        if self._error is not None:
+            raise self._error
+        self._memory.fill_(RIGHT)
+
+
+class Late:
+    """One parameter that is on its way."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.settled: list[tuple[int, bool]] = []
+        self.arrivals = Arrivals(lambda number, is_here: self.settled.append((number, is_here)))
+        self.parameter = WatchedParameter(torch.full((SIDE, SIDE), WRONG), True)
+        self.values = Values(self.parameter, error)
+        self.arrivals.add(7, self.parameter, self.values, [(7, 0)])  # type: ignore[arg-type]
+
+    @property
+    def has_waited(self) -> bool:
+        return self.values.fetched > 0
+
+
+@pytest.fixture
+def late() -> Iterator[Late]:
+    late = Late()
+    yield late
+    late.arrivals.settle()
+
+
+@pytest.fixture(autouse=True)
+def without_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arrivals, "_compiles", False)
+
+
+ASKED = {
+    "shape": lambda p: p.shape == (SIDE, SIDE) and p.size(0) == SIDE and p.dim() == p.ndim == 2,
+    "kind": lambda p: p.dtype == torch.float32 and p.device.type == "cpu" and p.is_leaf and p.is_contiguous(),
+    "size": lambda p: p.numel() == SIDE * SIDE and p.nbytes == 4 * SIDE * SIDE and p.element_size() == 4,
+    "autograd": lambda p: p.requires_grad and p.grad is None and p.grad_fn is None,
+    "class": lambda p: isinstance(p, nn.Parameter) and isinstance(p, WatchedParameter),
+    "hash": lambda p: p in {p},
+    "zero_grad": lambda p: torch.optim.SGD([p], lr=0.1).zero_grad() is None,
+    "freeze": lambda p: p.requires_grad_(False) is p,
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_needs_no_values_does_not_wait(late: Late, what: str) -> None:
+    assert ASKED[what](late.parameter)
+    assert not late.has_waited
+    assert type(late.parameter) is ArrivingParameter
+
+
+def _written_to(p: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return p.add_(0.0)
+
+
+def _in_a_thread(p: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(torch.mul, p, 1).result()
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1
+
+
+def _in_a_fork(p: torch.Tensor) -> torch.Tensor:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert type(p) is WatchedParameter, "the child would wait for ever"
+    return p
+
+
+def _functional_call(p: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(nn.Linear(SIDE, SIDE, bias=False), {"weight": p}, torch.eye(SIDE)).t()
+
+
+USED: dict[str, Callable[[Any], Any]] = {
+    "operator": lambda p: p + 0,
+    "function": lambda p: F.linear(torch.eye(SIDE), p).t(),
+    "list": lambda p: torch.cat([p[:1], p[1:]]),
+    "nested": lambda p: torch.stack((p, p))[0],
+    "foreach": lambda p: torch._foreach_mul([p], 1.0)[0],
+    "keyword": lambda p: torch.mul(input=torch.ones(1), other=p),
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "transposed": lambda p: p.T.T,
+    "written to": _written_to,
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "array": lambda p: torch.from_numpy(p.requires_grad_(False).__array__()),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p.requires_grad_(False))),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "another thread": _in_a_thread,
+    "autograd.Function": Once.apply,
+    "func.grad": lambda p: torch.func.grad(lambda w: (w.square() / 2).sum())(p),
+    "func.vmap": lambda p: torch.func.vmap(lambda row: row * 1)(p),
+    "func.functional_call": _functional_call,
+    "func.functionalize": lambda p: torch.func.functionalize(lambda w: w * 1)(p),
+    "checkpoint": lambda p: torch.utils.checkpoint.checkpoint(lambda w: w * 1, p, use_reentrant=False),
+    "torch.ops": lambda p: torch.ops.aten.mul(p, 1),
+    "fork": _in_a_fork,
+}
+
+
+@pytest.mark.parametrize("how", USED)
+def test_what_needs_values_waits_for_them(late: Late, how: str) -> None:
+    found = USED[how](late.parameter)
+    assert late.values.fetched == 1
+    assert late.settled == [(7, True)]
+    assert type(late.parameter) is WatchedParameter
+    assert torch.equal(found.detach(), torch.full((SIDE, SIDE), RIGHT))
+
+
+def test_gradients_are_those_of_the_values_and_once_they_are_here_nobody_asks(late: Late) -> None:
+    x = torch.randn(3, SIDE, requires_grad=True)
+    F.linear(x, late.parameter).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, SIDE), RIGHT * SIDE))
+    assert late.parameter.grad is not None
+    assert 7 not in late.arrivals
+    late.arrivals.wait(7)
+    assert late.values.fetched == 1
+    assert not arrivals._on_their_way
+
+
+def test_what_a_coordinator_has_sent_goes_as_a_whole() -> None:
+    late = Late()
+    parameter = late.parameter
+    del late
+    gc.collect()
+    assert not arrivals._on_their_way
+    assert (parameter * 0).sum() == 0, "nobody is waited for who is not there"
+
+
+def test_who_waits_for_a_server_that_is_gone_is_told_and_who_does_not_use_it_is_not() -> None:
+    late = Late(PeerUnavailableError("ps 0 is gone", None))
+    with pytest.raises(PeerUnavailableError, match="ps 0 is gone"):
+        late.parameter + 1
+    assert late.settled == [(7, False)]
+    assert type(late.parameter) is WatchedParameter
+    unused = Late(PeerUnavailableError("ps 0 is gone", None))
+    unused.arrivals.settle()
+    assert unused.settled == [(7, False)]
+
+
+def parameter() -> WatchedParameter:
+    return WatchedParameter(torch.zeros(SIDE, SIDE), True)
+
+
+def test_who_may_be_late() -> None:
+    torch.compiler.disable(print)  # as a worker does when it starts: the compiler is imported
+    some, mine = Arrivals(lambda number, is_here: None), parameter()
+    assert some.may_be_late(mine)
+    for look in (lambda: mine.detach()[3], lambda: mine.detach().numpy()):
+        shows = look()
+        assert not some.may_be_late(mine), "what shows its memory does not ask"
+        del shows
+    saved = (mine * mine).sum()  # autograd keeps it for the way back
+    assert some.may_be_late(mine), "autograd has saved the parameter itself"
+    del saved
+    assert some.may_be_late(mine)
+    assert not some.may_be_late(WatchedParameter(torch.zeros(SIDE, SIDE).t()[1:], True))
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.disable(print)
+    assert Arrivals(lambda number, is_here: None).may_be_late(parameter())
+    monkeypatch.setenv(arrivals.SWITCH, "off")
+    assert not Arrivals(lambda number, is_here: None).may_be_late(parameter())
+
+
+def test_only_large_parameters_of_torchs_own_modules_that_do_not_choose_by_their_class() -> None:
+    class Own(nn.Module):
+        def __init__(self, shared: nn.Parameter | None = None) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(SIDE, SIDE)) if shared is None else shared
+
+    linear, tied, recurrent = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE), nn.LSTM(SIDE, SIDE)
+    layer = nn.TransformerEncoderLayer(SIDE, 2, SIDE, batch_first=True)
+    choosing = (nn.TransformerEncoder(layer, 1), nn.MultiheadAttention(SIDE, 2))
+    model = nn.Sequential(linear, nn.LayerNorm(SIDE), Own(), tied, Own(tied.weight), *choosing, recurrent)
+    wanted = (linear.weight, recurrent.weight_ih_l0, recurrent.weight_hh_l0)
+    assert worth_waiting_for(model.modules()) == {*map(id, wanted)}
+
+
+@pytest.mark.deadline(180)
+def test_before_the_compiler_looks_everything_is_here_and_nothing_is_late_afterwards(late: Late) -> None:
+    torch.compiler.disable(print)
+    assert late.arrivals.may_be_late(parameter())
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(type(late.parameter))
+        return graph
+
+    compiled = torch.compile(lambda x: F.linear(x, late.parameter), backend=backend, fullgraph=True)
+    assert torch.equal(compiled(torch.eye(SIDE)), torch.full((SIDE, SIDE), RIGHT))
+    assert seen == [WatchedParameter]
+    assert late.settled == [(7, True)]
+    assert not late.arrivals.may_be_late(parameter())

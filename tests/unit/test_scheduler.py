@@ -60,17 +60,6 @@ def test_whoever_waits_longest_is_next() -> None:
     assert sent(play(scheduler, *submitted(3, 4))) == [(3, 1), (4, 0)]
 
 
-@pytest.mark.parametrize("when", ["queued", "elsewhere"])
-def test_a_result_of_a_given_up_process_does_not_count(when: str) -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0), *submitted(0), ev.WorkerLost(0, "0a"))
-    if when == "elsewhere":
-        assert sent(play(scheduler, ev.WorkerJoined(0, "0b"))) == [(0, 0)]
-    assert play(scheduler, finished(0, "0a", 0), ev.Failed(0, "0a", 0, WRONG), ev.HandedBack(0, "0a", (0,))) == []
-    assert scheduler.unfinished == 1
-    assert scheduler.pending_error is None
-
-
 def test_news_that_makes_no_sense_changes_nothing() -> None:
     scheduler = Scheduler(1)
     play(scheduler, *joined(0, 1), *submitted(0, 1, 2), finished(0, "0a", 0))
@@ -118,158 +107,6 @@ def test_arguments(wrong: dict[str, int]) -> None:
         Scheduler(**wrong)
 
 
-# ---- workers that leave ----------------------------------------------------------------------------------------------
-
-
-def test_a_function_that_is_handed_back_runs_elsewhere_first() -> None:
-    scheduler = Scheduler(batches_per_worker=2)
-    play(scheduler, *joined(0, 1), *submitted(*range(6)))
-    assert play(scheduler, ev.WorkerLeaves(0, "0a"), ev.HandedBack(0, "0a", (0,))) == []
-    assert scheduler.workers == {1: "1a"}
-    assert sent(play(scheduler, finished(1, "1a", 1))) == [(0, 1)]
-    assert play(scheduler, finished(0, "0a", 2)) == [ev.Complete((2,))], "it may finish what it has, and gets no more"
-    assert sent(play(scheduler, ev.WorkerLost(0, "0a"), ev.WorkerJoined(0, "0b"))) == [(4, 0), (5, 0)]
-
-
-def test_an_idle_process_that_leaves_gets_nothing() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1), ev.WorkerLeaves(0, "0a"))
-    assert sent(play(scheduler, *submitted(0, 1))) == [(0, 1)]
-    assert sent(play(scheduler, ev.WorkerJoined(0, "0b"))) == [(1, 0)]
-
-
-def test_a_removed_worker_finishes_and_is_released() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1), *submitted(0, 1, 2))
-    assert play(scheduler, ev.WorkerDraining(0), ev.WorkerDraining(0)) == []
-    assert play(scheduler, finished(0, "0a", 0)) == [ev.Complete((0,)), ev.Release(0, "0a")]
-    assert scheduler.workers == {1: "1a"}
-    assert sent(play(scheduler, finished(1, "1a", 1))) == [(2, 1)]
-
-
-def test_a_removed_worker_is_released_whatever_ends_its_function() -> None:
-    for event, expected in (
-        (ev.Failed(0, "0a", 0, WRONG), [ev.Fail(0, WRONG), ev.Release(0, "0a"), ev.Quiet()]),
-        (ev.HandedBack(0, "0a", (0,)), [ev.Release(0, "0a")]),
-        (ev.WorkerLost(0, "0a"), [ev.Release(0, "0a")]),
-        (ev.WorkerJoined(0, "0b"), [ev.Release(0, "0a")]),
-    ):
-        scheduler = Scheduler(1)
-        play(scheduler, *joined(0), *submitted(0), ev.WorkerDraining(0))
-        assert play(scheduler, event) == expected, event
-        assert scheduler.workers == {}
-
-
-def test_an_idle_worker_is_released_at_once() -> None:
-    scheduler = Scheduler(1)
-    assert play(scheduler, *joined(0), ev.WorkerDraining(0)) == [ev.Release(0, "0a")]
-    assert play(scheduler, ev.WorkerDraining(7), ev.WorkerJoined(7, "7a"), *submitted(0)) == []
-
-
-def test_a_removed_worker_stays_out_until_it_is_readmitted() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0), ev.WorkerDraining(0), ev.WorkerJoined(0, "0b"), *submitted(0))
-    assert scheduler.workers == {}
-    assert sent(play(scheduler, ev.WorkerJoined(0, "0b", readmit=True))) == [(0, 0)]
-    assert sent(play(scheduler, ev.WorkerJoined(0, "0c"))) == [(0, 0)], "from then on it is a worker like others"
-
-
-# ---- after an error --------------------------------------------------------------------------------------------------
-
-
-def test_an_error_stops_the_queue_until_it_is_taken() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1), *submitted(*range(5)))
-    assert play(scheduler, ev.Failed(0, "0a", 0, WRONG)) == [ev.Fail(0, WRONG)]
-    assert scheduler.pending_error is WRONG
-    assert play(scheduler, ev.WorkerJoined(2, "2a")) == []
-    assert play(scheduler, finished(1, "1a", 1)) == [ev.Complete((1,)), ev.Quiet()]
-    assert scheduler.quiet
-    cancelled = [ev.Cancel(function, WRONG) for function in (2, 3, 4)]
-    assert play(scheduler, ev.ErrorTaken()) == [*cancelled, ev.AllDone()]
-    assert scheduler.pending_error is None
-    assert sent(play(scheduler, *submitted(5))) == [(5, 0)]
-
-
-def test_only_the_first_error_is_kept() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1), *submitted(0, 1), ev.Failed(1, "1a", 1, WRONG))
-    assert play(scheduler, ev.Failed(0, "0a", 0, WRONG_TOO)) == [ev.Fail(0, WRONG_TOO), ev.Quiet()]
-    assert scheduler.pending_error is WRONG
-    play(scheduler, ev.ErrorTaken())
-    assert scheduler.pending_error is None
-
-
-def test_what_a_lost_worker_gives_back_after_an_error_is_cancelled_in_order() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1, 2), *submitted(*range(5)), ev.Failed(1, "1a", 1, WRONG), ev.WorkerLost(2, "2a"))
-    assert play(scheduler, ev.HandedBack(0, "0a", (0,))) == [ev.Quiet()]
-    taken = play(scheduler, ev.ErrorTaken())
-    assert taken == [*(ev.Cancel(function, WRONG) for function in (0, 2, 3, 4)), ev.AllDone()]
-
-
-@pytest.mark.parametrize("end", [ev.WorkerLost(1, "1a"), ev.HandedBack(1, "1a", (1,)), ev.WorkerJoined(1, "1b")])
-def test_what_was_submitted_before_an_error_was_taken_never_runs_again(end: Event) -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1), *submitted(0, 1), ev.Failed(0, "0a", 0, WRONG), ev.ErrorTaken())
-    assert play(scheduler, *submitted(2)) == [ev.Dispatch((2,), 0, "0a", rested=True)]
-    assert play(scheduler, end) == [ev.Cancel(1, WRONG)]
-
-
-def test_what_was_submitted_before_an_error_was_taken_raises_no_second_one() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1), *submitted(0, 1), ev.Failed(0, "0a", 0, WRONG), ev.ErrorTaken())
-    assert play(scheduler, ev.Failed(1, "1a", 1, WRONG_TOO)) == [ev.Fail(1, WRONG_TOO), ev.AllDone()]
-    assert scheduler.pending_error is None
-
-
-def test_a_submission_while_an_error_is_pending_is_cancelled_with_the_rest() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0), *submitted(0), ev.Failed(0, "0a", 0, WRONG))
-    assert play(scheduler, *submitted(1)) == [ev.Quiet()]
-    assert play(scheduler, ev.ErrorTaken()) == [ev.Cancel(1, WRONG), ev.AllDone()]
-
-
-# ---- lost servers ----------------------------------------------------------------------------------------------------
-
-
-def test_lost_servers_stop_everything_until_they_are_back() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0, 1), *submitted(*range(4)))
-    assert play(scheduler, ev.ServersLost(LOST)) == []
-    assert scheduler.pending_error is LOST
-    assert play(scheduler, finished(0, "0a", 0)) == [ev.Complete((0,))]
-    unreachable = ParameterServerUnavailable("ps 0 does not answer")
-    assert play(scheduler, ev.Failed(1, "1a", 1, unreachable)) == [ev.Cancel(1, LOST), ev.Quiet()]
-    assert play(scheduler, ev.ErrorTaken()) == [ev.Cancel(2, LOST), ev.Cancel(3, LOST), ev.AllDone()]
-    assert scheduler.servers_lost
-    assert play(scheduler, *submitted(4)) == [ev.Quiet()], "the shell is told at once"
-    assert sent(play(scheduler, ev.ServersRestored())) == [(4, 0)]
-    assert not scheduler.servers_lost
-
-
-def test_lost_servers_go_before_a_functions_error_and_are_taken_together() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0), *submitted(0, 1), ev.Failed(0, "0a", 0, WRONG), ev.ServersLost(LOST))
-    assert scheduler.pending_error is LOST
-    assert play(scheduler, ev.ErrorTaken()) == [ev.Cancel(1, LOST), ev.AllDone()]
-    assert scheduler.pending_error is None
-
-
-def test_a_functions_own_error_stays_its_own_when_servers_are_lost() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0), *submitted(0), ev.ServersLost(LOST))
-    assert play(scheduler, ev.Failed(0, "0a", 0, WRONG))[0] == ev.Fail(0, WRONG)
-
-
-def test_a_loss_is_told_even_if_the_servers_are_back() -> None:
-    scheduler = Scheduler(1)
-    play(scheduler, *joined(0), *submitted(0, 1), ev.ServersLost(LOST), ev.ServersRestored(), finished(0, "0a", 0))
-    assert scheduler.pending_error is LOST
-    assert play(scheduler, ev.ErrorTaken()) == [ev.Cancel(1, LOST), ev.AllDone()]
-    assert sent(play(scheduler, *submitted(2))) == [(2, 0)]
-
-
 def test_a_failure_that_a_loss_caused_is_no_new_error_after_the_recovery() -> None:
     scheduler = Scheduler(1)
     play(
@@ -283,16 +120,6 @@ def test_a_failure_that_a_loss_caused_is_no_new_error_after_the_recovery() -> No
     )
     assert play(scheduler, ev.Failed(0, "0a", 0, LOST)) == [ev.Cancel(0, LOST)]
     assert play(scheduler, ev.Failed(1, "1a", 1, LOST)) == [ev.Fail(1, LOST), ev.Quiet()], "this one was later"
-
-
-def test_a_second_loss_is_told_too() -> None:
-    scheduler = Scheduler(1)
-    second = ParameterServerUnavailable("ps 1 is gone")
-    assert play(scheduler, ev.ServersLost(LOST), ev.ServersLost(second)) == [ev.Quiet()]
-    assert scheduler.pending_error is LOST
-    assert play(scheduler, ev.ErrorTaken()) == [ev.AllDone()]
-    assert play(scheduler, ev.ServersLost(second)) == [ev.Quiet()]
-    assert scheduler.pending_error is second
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -348,28 +175,6 @@ def test_one_long_function_is_soon_forgotten() -> None:
         sizes += batches(play(scheduler, finished(0, "0a", first, seconds=SHORT)))
         ended += 1
         assert ended < 300
-
-
-def test_many_workers_get_shares_of_one_size() -> None:
-    scheduler = timed(SHORT)
-    play(scheduler, ev.WorkerLost(0, "0a"), *submitted(*range(10, 650)))
-    sizes = [len(functions) for functions, _ in batches(play(scheduler, *joined(*range(1, 17))))]
-    assert len(sizes) == 32
-    assert sizes[0] == 640 // 4, "the first is alone when it joins"
-    assert all(size <= 20 for size in sizes[20:])
-
-
-def test_two_batches_at_most_until_one_has_all_its_outcomes() -> None:
-    scheduler = timed(SHORT)
-    play(scheduler, ev.WorkerLost(0, "0a"), *submitted(*range(10, 110)))
-    (first, _), (second, _) = batches(play(scheduler, ev.WorkerJoined(0, "0b")))
-    assert (len(first), len(second)) == (25, 18)
-    actions = play(scheduler, ev.Finished(0, "0b", first[:-1], SHORT))
-    assert actions == [ev.Complete(first[:-1])], "partial outcomes make no room"
-    actions = play(scheduler, ev.Finished(0, "0b", second, SHORT))
-    assert batches(actions) == [(tuple(range(53, 53 + 57 // 4)), 0)]
-    again = play(scheduler, ev.Finished(0, "0b", (*first, *second), SHORT))
-    assert again[0] == ev.Complete(first[-1:]), "each counts once"
 
 
 # ---- recall ----------------------------------------------------------------------------------------------------------
@@ -858,6 +663,7 @@ class History(RuleBasedStateMachine):
         half_way = self.pending() is None and not self.touched <= self.outcomes.keys()
         assert scheduler.at_rest == (self.held and not self.sent and not half_way)
         assert scheduler.workers == {where[0]: where[1] for where in self.usable() if where not in self.stalled()}
+        assert all(self.load(where) for where in self.draining), "released as soon as it has nothing"
         assert {function: scheduler.worker_of(function) for function in self.sent} == {
             function: where[0] for function, where in self.sent.items()
         }

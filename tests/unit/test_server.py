@@ -202,45 +202,23 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("environ", "arguments", "cluster", "index", "options"),
-    [
-        ({}, ["--cluster", json.dumps(CLUSTER), *TASK], CLUSTER, 1, {}),
-        (
-            {},
-            ["--cluster", "@cluster.json", *TASK, *OPTIONS],
-            CLUSTER,
-            1,
-            {"orphan_timeout_seconds": 5.0, "listen": "0.0.0.0:1"},
-        ),
-        (TF_CONFIG, [], CLUSTER, 0, {}),
-        (
-            TF_CONFIG,
-            ["--resolver", "tfconfig", "--index", "1", "--exit-when-finished"],
-            CLUSTER,
-            1,
-            {"exit_when_finished": True},
-        ),
-        (
-            SLURM,
-            ["--resolver", "slurm", "--jobs", ROLES, "--port", "7000"],
-            {"chief": ["node1:7000"], "ps": ["node1:7001"], "worker": ["node2:7000", "node2:7001"]},
-            1,
-            {},
-        ),
-        (
-            {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"},
-            PODS,
-            {"ps": ["train-0.pods:7000"], "worker": ["train-1.pods:7000"]},
-            0,
-            {},
-        ),
-    ],
-    ids=["arguments", "a file", "TF_CONFIG", "arguments before TF_CONFIG", "a Slurm step", "an indexed Job"],
-)
-def test_the_command_takes_a_cluster_and_a_task(
-    asked, monkeypatch, tmp_path, environ, arguments, cluster, index, options
-) -> None:
+ON_SLURM = {"chief": ["node1:7000"], "ps": ["node1:7001"], "worker": ["node2:7000", "node2:7001"]}
+IN_PODS = {"ps": ["train-0.pods:7000"], "worker": ["train-1.pods:7000"]}
+SAID = {"orphan_timeout_seconds": 5.0, "listen": "0.0.0.0:1"}
+AN_INDEX = ["--resolver", "tfconfig", "--index", "1", "--exit-when-finished"]
+TAKEN: dict[str, tuple[Any, ...]] = {
+    "arguments": ({}, ["--cluster", json.dumps(CLUSTER), *TASK], CLUSTER, 1, {}),
+    "a file": ({}, ["--cluster", "@cluster.json", *TASK, *OPTIONS], CLUSTER, 1, SAID),
+    "TF_CONFIG": (TF_CONFIG, [], CLUSTER, 0, {}),
+    "arguments before TF_CONFIG": (TF_CONFIG, AN_INDEX, CLUSTER, 1, {"exit_when_finished": True}),
+    "a Slurm step": (SLURM, ["--resolver", "slurm", "--jobs", ROLES, "--port", "7000"], ON_SLURM, 1, {}),
+    "an indexed Job": ({"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1"}, PODS, IN_PODS, 0, {}),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_the_command_takes_a_cluster_and_a_task(asked, monkeypatch, tmp_path, how) -> None:
+    environ, arguments, cluster, index, options = TAKEN[how]
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))

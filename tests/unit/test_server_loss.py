@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import torchstrat as ts
-from tests.support.checkpoints import flip
 from tests.support.server_losses import EVERY, STEPS, WAIT, Program, program
 from torchstrat import CheckpointManager
 from torchstrat.errors import (
@@ -47,101 +46,6 @@ def test_the_loop_does_not_notice(servers: tuple[int, ...], when: int, tmp_path:
         assert running.restored == [(when - 1) // EVERY * EVERY]
         assert running.progress.step == STEPS
         assert workers == [running.cluster.peer("worker", index) for index in range(2)]
-
-
-def test_losses_one_after_the_other(tmp_path: Path) -> None:
-    with program(tmp_path) as running:
-        running.train(lambda made: running.kill(made % 2) if made % 5 == 0 else None)
-        running.assert_exact()
-        assert len(running.restored) >= 3
-
-
-def test_with_raise_the_same_program_ends_with_the_error(tmp_path: Path) -> None:
-    with program(tmp_path, on_server_loss="raise") as running:
-        with pytest.raises(ParameterServerUnavailable, match="parameter server 1"):
-            running.train(lambda made: running.kill(1) if made == 6 else None)
-
-
-def test_with_a_position_that_does_not_go_back_steps_are_missing(tmp_path: Path) -> None:
-    """The control: what is trained again is what the checkpoint says is to come."""
-    with program(tmp_path, saves_progress=False) as running:
-        running.train(lambda made: running.kill(1) if made == EVERY + 2 else None)
-        assert running.restored == [EVERY]
-        assert running.counts() != [[1.0] * STEPS] * 3
-        assert running.counts()[0][EVERY : EVERY + 2] == [0.0, 0.0]
-
-
-def test_without_the_servers_that_lived_going_back_steps_count_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: a server that was not lost holds what was trained since the checkpoint."""
-    ask = ServerGroup.ask
-
-    def only_to_the_lost(group: ServerGroup, method: str, payloads: Any, *rest: Any, **options: Any) -> Any:
-        if method == "ps.adopt_checkpoint":
-            payloads = {1: payloads[1]}
-        return ask(group, method, payloads, *rest, **options)
-
-    with program(tmp_path, workers=1) as running:
-        monkeypatch.setattr(ServerGroup, "ask", only_to_the_lost)
-
-        def lose(made: int) -> None:
-            if made == EVERY + 2:
-                running.join()
-                running.kill(1)
-
-        running.train(lose)
-        assert max(max(vector) for vector in running.counts()) > 1.0
-
-
-# -- leased rows -------------------------------------------------------------------------------------------------------
-
-
-def train_leased(running: Program, kills: tuple[int, ...], *, saves_position: bool) -> None:
-    """Two epochs over as many rows as there are places, two rows at a time; every fourth lease is a checkpoint."""
-    coordinator, count = running.coordinator, running.count
-    leased = coordinator.create_leased_dataset(lambda: range(1, STEPS + 1), batch_size=2, shuffle=True, seed=3)
-    objects = {"model": running.model, "optimizer": running.optimizer, "total": running.total}
-    checkpoint = ts.Checkpoint(**objects, **({"data": leased} if saves_position else {}))
-    coordinator.restore_on_server_loss(running.manager, checkpoint, on_restored=running.restored.append)
-
-    def train_step(rows: Any) -> None:
-        for row in rows:
-            count(int(row))
-
-    step = 0
-    running.manager.save(checkpoint, step)
-    while leased.epoch < 2:
-        for lease in leased:
-            coordinator.schedule(train_step, args=(lease,))
-            step += 1
-            if step in kills:
-                if not saves_position:
-                    coordinator.join(timeout=WAIT)  # so that something was trained since the checkpoint
-                running.kill(step % 2)
-            if step % 4 == 0:
-                running.manager.save(checkpoint, step, asynchronous=True)
-        coordinator.join(timeout=WAIT)
-    running.manager.close()
-
-
-@pytest.mark.parametrize("kills", [(3,), (6,), (2, 10), (12,)])
-@pytest.mark.filterwarnings("ignore:.*was not saved:UserWarning")  # a kill may meet a save under way
-def test_every_row_counts_once_in_each_epoch(kills: tuple[int, ...], tmp_path: Path) -> None:
-    with program(tmp_path) as running:
-        train_leased(running, kills, saves_position=True)
-        assert running.counts() == [[2.0] * STEPS] * 3
-        assert float(running.total) == 2 * STEPS
-        assert len(running.restored) >= len(kills)
-
-
-@pytest.mark.filterwarnings("ignore:.*was not saved:UserWarning")
-def test_without_the_position_of_the_rows_some_are_lost(tmp_path: Path) -> None:
-    """The control."""
-    with program(tmp_path) as running:
-        train_leased(running, (3, 6), saves_position=False)
-        assert running.restored
-        assert min(min(vector) for vector in running.counts()) < 2.0
 
 
 # -- the program of the documentation ---------------------------------------------------------------------------------
@@ -221,9 +125,7 @@ def asked_of_servers(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]
         pytest.param("after", 0, marks=pytest.mark.soak),
     ],
 )
-def test_another_loss_while_restoring(
-    method: str, when: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_loss_while_restoring(method, when, victim, tmp_path, monkeypatch) -> None:
     died: list[str] = []
     with program(tmp_path) as running:
 
@@ -310,23 +212,6 @@ def test_the_first_call_restores(call: str, tmp_path: Path) -> None:
         running.assert_goes_on()
 
 
-def test_a_function_that_failed_by_itself_is_undone_with_the_rest(tmp_path: Path) -> None:
-    with program(tmp_path, workers=1, trained=EVERY) as running:
-        total = running.total
-
-        def fails() -> None:
-            total.assign_add(7.0)
-            raise KeyError("mine")
-
-        failed = running.coordinator.schedule(fails)
-        with pytest.raises(KeyError, match="mine"):
-            failed.get(timeout=WAIT)
-        running.kill_and_tell(1)
-        running.join()
-        assert float(running.total) == EVERY
-        running.assert_goes_on()
-
-
 def test_calls_of_other_threads_wait_for_the_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restoring, go_on, values = threading.Event(), threading.Event(), []
     restore = CheckpointManager.restore
@@ -359,9 +244,7 @@ def test_calls_of_other_threads_wait_for_the_restore(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_that_meets_a_loss_saves_nothing(
-    asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_that_meets_a_loss_saves_nothing(asynchronous, tmp_path, caplog) -> None:
     with program(tmp_path, trained=EVERY) as running:
         running.schedule(EVERY + 1)
         running.join()
@@ -385,17 +268,6 @@ def test_a_loss_while_servers_write_in_the_background(tmp_path: Path) -> None:
         with pytest.raises(ParameterServerUnavailable):
             handle.result()
         running.manager.save(running.checkpoint, EVERY + 1)
-        running.assert_goes_on()
-
-
-def test_the_newest_that_is_intact(tmp_path: Path) -> None:
-    with program(tmp_path, trained=2 * EVERY) as running:
-        newest = running.manager.latest
-        assert newest is not None
-        flip(next(newest.glob("*.distcp")))
-        running.kill_and_tell(1)
-        with pytest.warns(UserWarning, match="is damaged"):
-            running.join()
         running.assert_goes_on()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,14 @@ from torch import nn
 import torchstrat as ts
 from torchstrat import ShardedVariable
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
+from torchstrat.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+    row_offsets,
+    shards_of,
+)
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 LAYOUTS = [[3, 3, 3, 2, 2], [4, 3, 3], [1, 1, 1, 1], [6], [1, 4, 2], [0, 3, 0, 2]]
@@ -85,18 +94,6 @@ def remote(rows: list[int]) -> tuple[ShardedVariable, list[RemoteShard]]:
 # Reading
 
 
-@pytest.mark.parametrize("rows", LAYOUTS)
-def test_converts_to_its_shards_put_together(rows: list[int]) -> None:
-    variable, whole = sharded(rows), whole_of(rows)
-    converted = torch.as_tensor(variable)
-    assert torch.equal(converted, whole)
-    assert not converted.requires_grad
-    assert (variable.shape, variable.dtype) == (whole.shape, whole.dtype)
-    assert variable.numpy().tolist() == whole.tolist()
-    converted.zero_()
-    assert_is(variable, whole)
-
-
 @st.composite
 def keys(draw: Any, rows: int) -> Any:
     number = st.sampled_from([int, np.int64, np.int8])
@@ -153,29 +150,6 @@ def test_indices_that_are_refused(key: Any, errors: tuple[type[Exception], ...],
     assert all(isinstance(failure.value, error) for error in errors)
 
 
-EXPRESSIONS: list[Callable[[Any], Any]] = [
-    lambda v: v + 1,
-    lambda v: 2 - v,
-    lambda v: v @ ones(2, 3),
-    lambda v: ones(5) @ v,
-    lambda v: ones(2) / v,
-    lambda v: abs(-v) ** 2 // 3 % 2,
-    lambda v: v < 4,
-    lambda v: v != 3,
-    lambda v: torch.cat([v, v]),
-    lambda v: nn.functional.linear(ones(3, 2), weight=v),
-    lambda v: torch.zeros(5, 2, dtype=DOUBLE).copy_(v),
-    lambda v: torch.stack([torch.sum(v), torch.max(v)]),
-]
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_computes_like_a_tensor(expression: Callable[[Any], torch.Tensor]) -> None:
-    result = expression(sharded([3, 2]))
-    assert type(result) is torch.Tensor
-    assert torch.equal(result, expression(whole_of([3, 2])))
-
-
 def test_gradients_arrive_at_the_shards() -> None:
     variable, whole = sharded([3, 2]), whole_of([3, 2]).requires_grad_()
     for table in (variable, whole):
@@ -195,13 +169,6 @@ def test_it_is_not_differentiated_as_a_whole(arguments: Any) -> None:
         torch.autograd.grad((variable * 3).sum(), inputs=arguments(variable))
 
 
-def test_an_augmented_assignment_only_binds_the_name_anew() -> None:
-    variable = before = sharded([3, 2])
-    variable += 1  # type: ignore[assignment, misc]
-    assert type(variable) is torch.Tensor
-    assert_is(before, whole_of([3, 2]))
-
-
 @pytest.mark.parametrize("edit", [lambda v: torch.add(v, 1, out=v), lambda v: nn.functional.relu_(v)])
 def test_torch_does_not_edit_a_copy_of_it(edit: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedError, match="assign"):
@@ -209,16 +176,6 @@ def test_torch_does_not_edit_a_copy_of_it(edit: Callable[[Any], Any]) -> None:
 
 
 # Assigning
-
-
-@pytest.mark.parametrize("rows", LAYOUTS)
-@pytest.mark.parametrize(("name", "op"), [("assign", "update"), ("assign_add", "add"), ("assign_sub", "sub")])
-def test_assigns_to_every_shard_its_rows(rows: list[int], name: str, op: str) -> None:
-    variable, value = sharded(rows), whole_of(rows) * 0.5
-    shards = variable.variables
-    assert getattr(variable, name)(value) is variable
-    assert_is(variable, OPS[op](whole_of(rows), value))
-    assert all(one is other for one, other in zip(shards, variable.variables, strict=True)), "edited in place"
 
 
 @pytest.mark.parametrize("value", [1.0, ones(2), ones(4, 2), ones(6, 2), torch.ones(5, 2), "a"])
@@ -302,12 +259,6 @@ def test_rows_that_do_not_fit_change_nothing(rows: list[int], edit: Any, kind: t
 TWO_ROWS = nn.Parameter(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("other", [torch.ones(2, 3), torch.ones(2), ones(2, 2), torch.tensor(1.0)])
-def test_shards_have_to_be_alike(other: torch.Tensor) -> None:
-    with pytest.raises(InvalidArgumentError, match="shard"):
-        ShardedVariable([TWO_ROWS, nn.Parameter(other)])
-
-
 def test_a_module_has_the_shards_among_its_own() -> None:
     module = nn.Module()
     module.table = ShardedVariable([nn.Parameter(torch.ones(2, 2)), nn.Buffer(torch.zeros(1, 2))], "t")
@@ -379,3 +330,133 @@ def test_a_computation_in_flight_notices_an_assignment() -> None:
     variable.assign(torch.zeros(5, 2, dtype=DOUBLE))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+# -- which rows each shard of a variable has, and what is refused of a user's own partitioner --------------------------
+
+
+@examples
+@given(rows=st.integers(1, 300), shards=st.integers(1, 400))
+def test_rows_are_divided_evenly_the_first_shards_being_the_larger(rows: int, shards: int) -> None:
+    spans = row_offsets(rows, shards)
+    sizes = [stop - start for start, stop in spans]
+    assert [row for start, stop in spans for row in range(start, stop)] == list(range(rows))
+    assert len(spans) == min(rows, shards)
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(0, 2), (3, 0), (-1, 1), (3, -2)])
+def test_nothing_cannot_be_divided(rows: int, shards: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{rows} rows .* {shards} shards"):
+        row_offsets(rows, shards)
+
+
+PARTITIONERS = st.one_of(
+    st.builds(FixedShardsPartitioner, st.integers(1, 12)),
+    st.builds(MinSizePartitioner, st.integers(1, 600), st.integers(1, 12)),
+    st.builds(MaxSizePartitioner, st.integers(1, 600), st.none() | st.integers(1, 12)),
+)
+
+
+@examples
+@given(partitioner=PARTITIONERS, shape=st.lists(st.integers(1, 30), min_size=1, max_size=2))
+def test_a_partitioned_variable_has_every_row_once(partitioner: Any, shape: list[int]) -> None:
+    value = torch.arange(math.prod(shape)).reshape(shape)
+    spans = row_offsets(shape[0], shards_of(partitioner, shape, value.dtype))
+    shards = [torch.nn.Parameter(value[start:stop].clone(), requires_grad=False) for start, stop in spans]
+    assert all(len(shard) for shard in shards)
+    variable = ts.ShardedVariable(shards)
+    assert list(variable.row_spans) == spans
+    assert torch.equal(torch.as_tensor(variable), value)
+    assert all(torch.equal(variable[row], value[row]) for row in (0, shape[0] // 2, shape[0] - 1))
+
+
+STRINGS = [np.dtype(object), object, str, np.dtype("U5"), bytes]
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "dtypes", "axis", "shards"),
+    [
+        (FixedShardsPartitioner(3), torch.Size([10, 4]), [torch.float32], 1, [1, 3]),
+        (MaxSizePartitioner(8), [2, 4], [torch.float32], 1, [1, 4]),
+        (MinSizePartitioner(8, 9), [2, 4], [torch.float32], 1, [1, 4]),
+        (MaxSizePartitioner(64, bytes_per_string=32), [10], STRINGS, 0, [5]),
+        (MaxSizePartitioner(64), [10], STRINGS, 0, [3]),
+        (MinSizePartitioner(16, 100, bytes_per_string=8), [10], STRINGS, 0, [5]),
+        (MaxSizePartitioner(4, max_shards=0), [10], [torch.float32], 0, [10]),  # 0: no limit
+    ],
+)
+def test_other_axes_strings_and_no_limit(partitioner, shape, dtypes, axis, shards) -> None:
+    assert [partitioner(shape, dtype, axis=axis) for dtype in dtypes] == [shards] * len(dtypes)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: MinSizePartitioner(0), InvalidArgumentError, "min_shard_bytes=0"),
+        (lambda: MinSizePartitioner(max_shards=-1), InvalidArgumentError, "max_shards=-1"),
+        (lambda: MinSizePartitioner(bytes_per_string=0), InvalidArgumentError, "bytes_per_string=0"),
+        (lambda: MaxSizePartitioner(-4), InvalidArgumentError, "max_shard_bytes=-4"),
+        (lambda: MaxSizePartitioner(4, max_shards=-2), InvalidArgumentError, "max_shards=-2"),
+        (lambda: MaxSizePartitioner(4, bytes_per_string=0), InvalidArgumentError, "bytes_per_string=0"),
+        (lambda: MaxSizePartitioner(1e6), WrongTypeError, "max_shard_bytes must be a whole number; got float"),  # type: ignore[arg-type]
+        (lambda: FixedShardsPartitioner(2)([], torch.float32), InvalidArgumentError, "0 dimensions"),
+        (lambda: MinSizePartitioner()([], torch.float32), InvalidArgumentError, "0 dimensions"),
+        (lambda: MaxSizePartitioner(4)([], torch.float32), InvalidArgumentError, "0 dimensions"),
+        (lambda: MaxSizePartitioner(4)([0, 4], torch.float32), InvalidArgumentError, r"shape \(0, 4\)"),
+        (lambda: Partitioner()([3], torch.float32), UnsupportedError, "__call__"),
+        (lambda: shards_of(lambda *_: [2, 1], (0, 4), torch.float32), InvalidArgumentError, "without rows"),
+    ],
+)
+def test_what_is_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+# shards_of: what a strategy asks
+
+
+def test_what_a_strategy_asks() -> None:
+    seen: list[Any] = []
+
+    def mine(shape: torch.Size, dtype: Any, axis: int = 0) -> list[int]:
+        seen.append((shape, dtype, axis))
+        return [2, 1]
+
+    assert shards_of(mine, (), torch.float32) == 1, "a scalar is whole without asking"
+    assert seen == []
+    assert shards_of(mine, [4, 2], torch.float64) == 2
+    assert seen == [(torch.Size([4, 2]), torch.float64, 0)]
+    for partitioner in (FixedShardsPartitioner(2), MinSizePartitioner(4, 2)):
+        assert shards_of(partitioner, (0, 4), torch.float32) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "shards"),
+    [
+        ([2, 1], 2),
+        ((2, 1), 2),
+        ([1, 1], 1),
+        ([9, 1], 4),
+        (np.array([2, 1]), 2),
+        ([np.int64(3), 1], 3),
+        ([2], 2),
+        ([2, 1, 1], 2),
+    ],
+)
+def test_answers_that_say_a_number_of_shards(answer: Any, shards: int) -> None:
+    assert shards_of(lambda shape, dtype: answer, (4, 2), torch.float32) == shards
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[1, 2], [2, 2], [0, 1], [-1, 1], [], [0], [2, 1, 2], None, 2, "21", [2.0, 1], [None, 1], {0: 2, 1: 1}],
+)
+def test_nonsense_is_refused_with_what_was_returned(answer: Any) -> None:
+    def mine(shape: Any, dtype: Any) -> Any:
+        return answer
+
+    with pytest.raises(InvalidArgumentError) as failure:
+        shards_of(mine, (4, 2), torch.float32)
+    assert all(part in str(failure.value) for part in (repr(answer), "mine", "(4, 2)"))

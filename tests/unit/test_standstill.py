@@ -1,17 +1,26 @@
-"""Ranks that wait for each other in different calls, and those that only seem to."""
+"""Ranks that wait for each other in different calls, and those that only seem to; the store at which they meet."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from torchstrat.collectives import standstill
+from torchstrat.collectives.default_group import answers
 from torchstrat.collectives.failures import FailureBoard, StoreVisits, said_at
+from torchstrat.collectives.fresh_store import fresh_store
+from torchstrat.collectives.shared_memory.lockstep import PeersMissingError
 from torchstrat.collectives.standstill import Channel, Standstill, StandstillError
+from torchstrat.collectives.words import Words
+from torchstrat.errors import CommunicationTimeoutError
 
 BOARD = "board"
 
@@ -183,3 +192,129 @@ def test_a_note_is_heard_also_where_the_store_is_slow_to_answer(store: Any) -> N
     FailureBoard(StoreVisits(store), BOARD, 0).post("called reduce")
     threading.Timer(0.8, SlowStore.answers.set).start()
     assert FailureBoard(StoreVisits(SlowStore()), BOARD, 1).read([0], seconds=0.3) == {0: "called reduce"}
+
+
+# -- the store at which processes meet: one that predecessors have used, and one whose host has gone -------------------
+
+
+LONG, SOON = timedelta(seconds=30), timedelta(milliseconds=50)
+
+
+def meet(store: Any, ranks: list[int], size: int = 3) -> list[Any]:
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: fresh_store(store, rank, size, "test", LONG), ranks))
+
+
+def test_all_find_each_other_and_nothing_of_the_start_before() -> None:
+    store = dist.HashStore()
+    before = meet(store, [0, 1, 2])
+    before[1].set("address", "of a process that is dead")
+    assert [one.get("address") for one in before] == [b"of a process that is dead"] * 3
+    after = meet(store, [2, 0, 1])
+    assert not any(one.check(["address"]) for one in after)
+    after[0].set("address", "new")
+    assert [one.get("address") for one in after] == [b"new"] * 3
+
+
+def test_a_start_in_which_some_died_before_they_met_leaves_nothing_that_counts() -> None:
+    store = dist.HashStore()
+    for rank, missing in ((1, "rank 0"), (0, "rank 1, 2 of 3")):
+        with pytest.raises(CommunicationTimeoutError, match=rf"rank {rank} waited 0\.05 s for {missing} to start"):
+            fresh_store(store, rank, 3, "test", SOON)
+    stores = meet(store, [0, 1, 2])
+    stores[0].set("name", "ours")
+    assert [one.get("name") for one in stores] == [b"ours"] * 3
+
+
+def test_a_late_one_is_waited_for_and_not_taken_for_its_predecessor() -> None:
+    store = dist.HashStore()
+    meet(store, [0, 1], size=2)
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.append(fresh_store(store, 0, 2, "test", LONG)))
+    first.start()
+    first.join(0.1)
+    assert first.is_alive(), "the word of the second's predecessor is still there"
+    second = fresh_store(store, 1, 2, "test", LONG)
+    first.join()
+    second.set("who", "both")
+    assert found[0].get("who") == b"both"
+
+
+def test_one_alone_waits_for_nobody() -> None:
+    fresh_store(dist.HashStore(), 0, 1, "test", SOON).set("key", "value")
+
+
+def test_a_store_whose_host_has_gone_is_not_used_again() -> None:
+    """A later job of the same process may find it at the same port."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    guest = dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=5))
+    assert answers(guest)
+    del host
+    gc.collect()
+    assert not answers(guest)
+
+
+# -- what ranks say about one thing without meeting --------------------------------------------------------------------
+
+
+class WordsPlace:
+    """Where nobody waits for words in vain."""
+
+    def __init__(self, store: Any, ended: Callable[[], list[int]] = list) -> None:
+        self._store, self.ended = store, ended
+
+    def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        return call(self._store)
+
+    def told(self) -> None: ...
+
+    def look(self) -> None: ...
+
+    def wait(self, listen: Callable[[], dict[int, str]]) -> dict[int, str]:
+        return listen()
+
+
+def words(size: int, seconds: float = 60.0, ended: Callable[[], list[int]] = list) -> tuple[Any, list[Words]]:
+    store = dist.HashStore()
+    return store, [Words(WordsPlace(store, ended), rank, size, seconds) for rank in range(size)]
+
+
+class OftenAway(WordsPlace):
+    """Of three visits two find nobody."""
+
+    visits = 0
+
+    def visit(self, call: Callable[[Any], Any], otherwise: Any) -> Any:
+        self.visits += 1
+        return super().visit(call, otherwise) if self.visits % 3 == 0 else otherwise
+
+
+def test_all_are_heard_whoever_comes_last_and_nothing_stays() -> None:
+    store, ranks = words(3)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(one.of_all) for one in ranks]
+        for rank, one in enumerate(ranks):
+            one.tell(f"word {rank}")
+            one.tell("another")
+        assert [one.result() for one in waiting] == [{0: "word 0", 1: "word 1", 2: "word 2"}] * 3
+    assert not any(store.check([name]) for name in ("0", "1", "2", "read"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "teller", "ended", "late"), [({"ended": lambda: [1]}, 0, (1,), ()), ({"seconds": 0.0}, 1, (), (0,))]
+)
+def test_who_has_ended_without_a_word_or_does_not_come_in_time_is_named(settings, teller, ended, late) -> None:
+    _, ranks = words(2, **settings)
+    ranks[teller].tell("here")
+    with pytest.raises(PeersMissingError) as missing:
+        ranks[0].of_all()
+    assert (missing.value.ended, missing.value.late) == (ended, late)
+
+
+def test_a_store_that_does_not_answer_for_a_while_is_asked_again() -> None:
+    store = dist.HashStore()
+    ranks = [Words(OftenAway(store), rank, 2, 60.0) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for rank, one in enumerate(ranks):
+            one.tell(f"word {rank}")
+        assert list(pool.map(Words.of_all, ranks)) == [{0: "word 0", 1: "word 1"}] * 2
