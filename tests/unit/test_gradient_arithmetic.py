@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import torchstrat as ts
-from torchstrat import gradients
 
 CPUS = ["cpu:0", "cpu:1"]
 
@@ -29,23 +28,6 @@ def test_a_mean_in_half_precision_exists_where_the_sum_does_not(sizes):
         strategy.run(step)
     assert torch.equal(model["sixteen"].grad, torch.full((2,), 40_000.0, dtype=torch.float16))
     assert torch.equal(model["thirty_two"].grad, torch.full((2,), 3.0))
-
-
-FLAT = torch.zeros(10)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "shared"),
-    [
-        ([FLAT[:4], FLAT[4:]], False),
-        ([FLAT[:5], FLAT[4:]], True),
-        ([FLAT, FLAT], True),
-        ([FLAT, FLAT[2:3]], True),
-        ([FLAT[8:], FLAT[:2], FLAT[2:8]], False),
-    ],
-)
-def test_shared_memory(tensors, shared):
-    assert gradients.share_memory(tensors) is shared
 
 
 @pytest.mark.parametrize("call", ["all_gather", "all_reduce"])
