@@ -90,6 +90,7 @@ class OptimizerStep:
         """The run has ended, or failed in the midst of a step."""
         self._last_hooks.clear()
         self._in_progress.end()
+        self._begun = {}
 
     def is_part_of_another(self) -> bool:
         """Whether the step that the calling hook is of is a part of one that this replica makes for all."""
