@@ -72,6 +72,8 @@ class BucketedGradients:
         self._uninterrupted = uninterrupted
         self._rosters = rosters
         self._expected: set[int] = set()
+        self._turns: HookTurns[int] = HookTurns()
+        self._came_combined: set[int] = set()  # whose incoming gradient is combined
         self._no_sync = 0  # open blocks
         self.pending = False
         """Whether a run under ``no_sync`` has not been followed by a combining pass. Alike on all ranks."""
@@ -107,8 +109,8 @@ class BucketedGradients:
         self._ready: dict[int, None] | None = None
         self._end_of_pass: Callable[[], object] = _nothing  # a weak reference to what is called then
         self._factors: list[float] | None = None
-        self._turns: HookTurns[int] = HookTurns()
-        self._came_combined: set[int] = set()  # whose incoming gradient is combined
+        self._turns.end()
+        self._came_combined.clear()
         self._expected.clear()
         self._accumulates = False  # under a `no_sync` that this run began
         self.use(roster)
@@ -403,8 +405,7 @@ class BucketedGradients:
             sparse = [index for index, kind in enumerate(kinds) if kind == _SPARSE_TOO]
             if add_up is not None and self._shares.count(self._factor_after) == len(self._shares):
                 add_up(self._factor_after)
-                for index in dense:
-                    self.records.note_combined(self._tensors[index])
+                self.records.note_all_combined([self._tensors[index] for index in dense])
                 dense = []
         else:
             found = [self._tensors[index] for index in ready]
@@ -433,9 +434,14 @@ class BucketedGradients:
         """The gradients of this pass, if each can be added up where and as it lies; else none."""
         if self._works_by_parts or self._owners is not None or _SPARSE_TOO in kinds:
             return []
-        found = [t.grad for t, kind in zip(self._tensors, kinds, strict=True) if kind == _DENSE and t.grad is not None]
-        can = all(g.dtype in _PLAIN and g.is_contiguous() and not g.requires_grad and g.is_cpu for g in found)
-        return found if can and not share_memory(found) else []
+        found: list[torch.Tensor] = []
+        for tensor, kind in zip(self._tensors, kinds, strict=True):
+            if kind == _DENSE and (gradient := tensor.grad) is not None:
+                is_simple = gradient.dtype in _PLAIN and gradient.is_cpu and not gradient.requires_grad
+                if not (is_simple and gradient.is_contiguous()):
+                    return []
+                found.append(gradient)
+        return [] if share_memory(found) else found
 
     def _has_part(self, tensor: torch.Tensor) -> bool:
         """Whether something was accumulated under ``no_sync`` and is still there."""

@@ -68,6 +68,13 @@ class GradientRecords:
         record.accumulated, record.base = False, None
         record.combined = None if tensor.grad is None else CombinedGradient(tensor.grad)
 
+    def note_all_combined(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The same of several, which all have gradients."""
+        records = self._records
+        for tensor in tensors:
+            record = records[id(tensor)]
+            record.accumulated, record.base, record.combined = False, None, CombinedGradient(tensor.grad)  # type: ignore[arg-type]
+
     # -- at an optimizer's step -------------------------------------------------------------------------------------
 
     def owned(self, tensor: torch.Tensor) -> Owned | None:

@@ -290,6 +290,7 @@ class InProcessReplicas:
         return context.get_strategy() is self._strategy
 
     def _switch(self, replica: int | None) -> None:
+        self._gradients.switch(replica)
         if self._components.has_nothing_to_swap(replica):
             self._components.streams.activate(replica)
             return

@@ -30,10 +30,11 @@ class InProcessGradients:
     def __init__(self, components: Components, registry: VariableRegistry, op: ReduceOp, count: int) -> None:
         self._components = components
         self._op = op
-        self._rosters = Rosters(registry)
+        self._rosters = Rosters(registry, is_only=True)
         self._of = [BucketedGradients(op, uninterrupted=self._shielded) for _ in range(count)]
         self._communicators: dict[tuple[int, ...], InProcessCommunicator] = {}
         self._baton: Baton | None = None
+        self._current: BucketedGradients | None = None  # of the replica whose turn it is
         self._replicas: list[int] = []
         self._idle: list[int] = []
         self._began = 0  # the generation of variables with which the run has begun
@@ -80,7 +81,11 @@ class InProcessGradients:
         for gradients in self._of:
             gradients.pending = pending
         self.communicator.end()
-        self._baton, self._replicas, self._idle = None, [], []
+        self._baton, self._replicas, self._idle, self._current = None, [], [], None
+
+    def switch(self, replica: int | None) -> None:
+        """It is the turn of ``replica``; None: all stand still."""
+        self._current = None if replica is None else self._of[replica]
 
     def set_no_sync(self, active: bool) -> None:
         """A `no_sync` block begins or ends, in a replica's code or outside of runs. Blocks nest."""
@@ -161,7 +166,9 @@ class InProcessGradients:
         return None if gradients is None else gradients.before_accumulation(tensor, gradient, is_watched)
 
     def after_accumulation(self, tensor: torch.Tensor, is_watched: bool) -> None:
-        gradients = self._now(tensor)
+        gradients = self._current  # every pass asks for every variable
+        if gradients is not None and not (self._components.generation == self._began and gradients.has(tensor)):
+            gradients = self._now(tensor)
         if gradients is not None:
             gradients.after_accumulation(tensor, is_watched)
 

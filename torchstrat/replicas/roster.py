@@ -29,13 +29,15 @@ class Layout:
         self._references = [weakref.ref(tensor) for tensor in named.values()]
         self._kinds = _kinds(list(named.values()))
 
-    def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are its variables, with the shapes and dtypes, and on the devices, that they had."""
-        return (
-            len(tensors) == len(self._references)
-            and all(map(operator.is_, [reference() for reference in self._references], tensors))
-            and _kinds(tensors) == self._kinds
+    def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are its variables."""
+        return len(tensors) == len(self._references) and all(
+            map(operator.is_, [reference() for reference in self._references], tensors)
         )
+
+    def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """The same, with the shapes and dtypes, and on the devices, that they had."""
+        return self.is_of(tensors) and _kinds(tensors) == self._kinds
 
     @functools.cached_property
     def digest(self) -> float:
@@ -95,10 +97,11 @@ class Roster:
 
 
 class Rosters:
-    """Calls the roll of a registry."""
+    """Calls the roll of a registry. ``is_only``: no other process has variables that could be of other kinds."""
 
-    def __init__(self, registry: VariableRegistry) -> None:
+    def __init__(self, registry: VariableRegistry, *, is_only: bool = False) -> None:
         self._registry = registry
+        self._is_only = is_only
         self._latest = Layout({})
         self._counts = (0, 0, 0)
 
@@ -106,7 +109,8 @@ class Rosters:
         """All variables that have values by now. ``members``: of the registry, if they have just been looked up."""
         tensors = self._registry.tensors() if members is None else members.tensors
         # A tensor that an optimizer has brought may get another name once a step reaches it.
-        if self._counts != self._registry.counts or not self._latest.describes(tensors):
+        is_known = self._latest.is_of if self._is_only else self._latest.describes
+        if self._counts != self._registry.counts or not is_known(tensors):
             self._counts = self._registry.counts
             named = {
                 name: tensor
