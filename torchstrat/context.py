@@ -228,7 +228,7 @@ class ReplicaContext:
 
         Arguments arrive as `PerReplica` values (unwrapped where all replicas passed the same object); a `PerReplica`
         result is split again. Every replica has to make the same number of calls. With one replica per process the
-        function runs in every process.
+        function runs in every process. What it draws comes from the generator of code outside of runs.
         """
         require_callable(merge_fn, "merge_call")
         self._require_current("merge_call")

@@ -141,7 +141,8 @@ class Strategy(SeedNames, LogicalDeviceMethods):
     def no_sync(self) -> Iterator[None]:
         """Let gradients of the runs in this block accumulate on each replica without being combined.
 
-        The first backward pass of a run after the block combines all of it; so does an optimizer's step.
+        The first backward pass of a run after the block combines all of it; so does an optimizer's step, in a run or
+        outside (then every process has to make it), and a run in which some replicas have no rows.
         """
         self._engine.set_no_sync(True)
         try:
@@ -222,7 +223,9 @@ class Strategy(SeedNames, LogicalDeviceMethods):
 
         Every process has to call it, with the same ``fn``. Raises what a replica raised (with a note that names the
         replica), `ReplicaDivergenceError` if replicas did not make the same collective calls, and `ContextError` inside
-        a replica. After a failure the variables are as they were after the last optimizer step.
+        a replica. After a failure, with several replicas, parameters are as they were after the last optimizer step and
+        buffers as before the run. With one replica per process there is no copy of a parameter that the step edits in
+        place for the first time; a note at the exception names it.
         """
         try:
             require_callable(fn, "run")
