@@ -5,8 +5,7 @@ A failure is the shrunk program, as a script that runs alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import hypothesis
 import pytest
@@ -26,38 +25,6 @@ OTHERS = tuple(place for place in PLACES if place not in ALWAYS and place != REA
 COUNT, SOAK_COUNT, SOAK_PARTS = 60, 2000, 20
 
 
-class Filter(NamedTuple):
-    """A combination that is known to be wrong, with one program of it."""
-
-    number: str
-    cause: str
-    matches: Callable[[Program, str], bool]
-    pinned: Program
-    place: str
-
-
-def _has_idle(program: Program, place: str) -> bool:
-    """Whether a replica sits an updating run out: shares are of the rows by the replicas, rounded up."""
-    replicas = 3 if place.endswith("x3") else 2
-    return any((replicas - 1) * -(-rows // replicas) >= rows for rows in program.rows[1::2])
-
-
-IN_PROCESS = ("mirrored x2", "mirrored x3", "central_storage x2", "central_storage x3")
-FILTERS = (
-    Filter(
-        "B54",
-        "tensor hooks see the combined gradient, also those that torch.autograd.grad calls; what it returns is "
-        "assigned and combined again, which a sum counts once for each replica",
-        lambda program, place: (
-            place not in ("one_device", *MAY_REFUSE)
-            and {"summed", "by hand"} <= program.traits
-            and "tensor hooks" in program.of["hook"]
-        ),
-        drawn(loss="sum", backward="autograd.grad", hook="tensor hooks that scale"),
-        "mirrored x2",
-    ),
-)
-
 ONCE_WRONG = {
     "a closure that assigns gradients of a sum": drawn(loss="sum", backward="autograd.grad", update="closure"),
     "evaluated several times": drawn(
@@ -67,6 +34,9 @@ ONCE_WRONG = {
         loss="sum", backward="autograd.grad", update="closure", groups="two optimizers", rows=(8, 7, 8)
     ),
     "a count in the graph when replicas meet": drawn(blocks=("counter",), loss="contrast"),
+    "a sum of gradients that hooks have been given": drawn(
+        loss="sum", backward="autograd.grad", hook="tensor hooks that scale"
+    ),
 }
 """What drawn programs have shown and was repaired, by what it was about."""
 
@@ -99,9 +69,8 @@ def explore(runner: Runner, count: int, seed: int, places: st.SearchStrategy[Seq
     @given(programs(), places)
     def check(program: Program, places: Sequence[str]) -> None:
         for place in places:
-            if not any(known.matches(program, place) for known in FILTERS):
-                said = wrong_in(program, place, runner)
-                assert not said, f"{place}: {said}\n\n{standalone(program.source, place)}"
+            said = wrong_in(program, place, runner)
+            assert not said, f"{place}: {said}\n\n{standalone(program.source, place)}"
 
     check()
 
@@ -126,14 +95,6 @@ def test_random_programs_on_servers_in_processes() -> None:
         explore(runner, 60, 7, st.just((REAL_SERVERS,)))
 
 
-@pytest.mark.parametrize("known", FILTERS, ids=lambda known: known.number)
-def test_what_is_filtered_is_still_wrong(known: Filter, runner: Runner) -> None:
-    assert known.matches(known.pinned, known.place)
-    if not wrong_in(known.pinned, known.place, runner):
-        pytest.fail(f"{known.number} no longer shows here: delete its filter")
-    pytest.xfail(f"{known.number}: {known.cause}")
-
-
 @pytest.mark.parametrize("name", ONCE_WRONG)
 @pytest.mark.parametrize(
     "place", ["mirrored x2", "central_storage x3", "torchrun mirrored", "torchrun central_storage"]
@@ -143,8 +104,8 @@ def test_what_was_wrong_once(name: str, place: str, runner: Runner) -> None:
 
 
 def test_a_wrong_program_is_shown_as_a_script(runner: Runner) -> None:
-    known = FILTERS[0]
-    script = standalone(known.pinned.source, known.place)
+    place = "mirrored x2"
+    script = standalone(ONCE_WRONG["by two optimizers"].source, place)
     compile(script, "program.py", "exec")
     assert 'if __name__ == "__main__":' in script
-    assert PLACES[known.place].strategy in script
+    assert PLACES[place].strategy in script

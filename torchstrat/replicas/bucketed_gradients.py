@@ -349,6 +349,7 @@ class BucketedGradients:
         return index in ready or not self._works_by_parts or self.records.current(tensor).accumulated
 
     def _end_pass(self) -> None:
+        self._came_combined.clear()  # of a pass that accumulates nothing: torch.autograd.grad
         with self._uninterrupted(), OwnSettings():
             self._combine_with_graphs()
             if self._is_watched:
@@ -673,8 +674,11 @@ class BucketedGradients:
             return None
         self._came_combined.add(index)
         if has_graph(gradient):
-            return combine_with_graphs(self._exchange_with_graphs, [gradient], [None])[0]
-        return self._meet_at(index, gradient)
+            combined: torch.Tensor | None = combine_with_graphs(self._exchange_with_graphs, [gradient], [None])[0]
+        else:
+            combined = self._meet_at(index, gradient)
+        self.records.note_loose(tensor, combined)
+        return combined
 
     def _combine_with_graphs(self) -> None:
         ready = self._ready or {}

@@ -24,7 +24,7 @@ class GradientStatus(enum.Enum):
 class GradientRecord:
     """What is known of one tensor's gradient on this rank."""
 
-    __slots__ = ("accumulated", "base", "combined", "reference")
+    __slots__ = ("accumulated", "base", "combined", "loose", "reference")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = weakref.ref(tensor)
@@ -32,6 +32,9 @@ class GradientRecord:
         self.base: torch.Tensor | None = None
         """What was there before that, alike on all ranks. Kept where only what is new is combined."""
         self.combined: CombinedGradient | None = None
+        self.loose: CombinedGradient | None = None
+        """A combined one that hooks have been given, and that has been accumulated nowhere since: what is assigned by
+        hand is made of it (``p.grad = torch.autograd.grad(loss, p)``)."""
 
 
 class GradientRecords:
@@ -67,6 +70,11 @@ class GradientRecords:
         record = self._records[id(tensor)]
         record.accumulated, record.base = False, None
         record.combined = None if tensor.grad is None else CombinedGradient(tensor.grad)
+        record.loose = None
+
+    def note_loose(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """``gradient`` has been combined, and is handed on."""
+        self._records[id(tensor)].loose = None if gradient is None else CombinedGradient(gradient)
 
     def note_all_combined(self, tensors: Iterable[torch.Tensor]) -> None:
         """The same of several, which all have gradients."""
@@ -104,7 +112,12 @@ class GradientRecords:
 
     def left_over(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those with a gradient that no backward pass has combined: assigned by hand, or left by ``no_sync``."""
-        return [t for t in tensors if is_left_over(t.grad, self.of(t).combined, self._op)]
+
+        def is_left(tensor: torch.Tensor) -> bool:
+            record = self.of(tensor)
+            return is_left_over(tensor.grad, record.combined or record.loose, self._op)
+
+        return [tensor for tensor in tensors if is_left(tensor)]
 
     def edited(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Combined gradients that the step has changed since (clipped, unscaled, made noisy), or put others in place
@@ -122,9 +135,10 @@ class GradientRecords:
     def after_step(self, tensors: Iterable[torch.Tensor]) -> None:
         """An optimizer has used the gradients of ``tensors``; what is assigned to them from now on is new."""
         for tensor in tensors:
-            combined = self.of(tensor).combined
-            if combined is not None:
-                combined.use_up()
+            record = self.of(tensor)
+            record.loose = None
+            if record.combined is not None:
+                record.combined.use_up()
 
     # -- replicas that sit a run out --------------------------------------------------------------------------------
 
@@ -142,7 +156,7 @@ class GradientRecords:
             gradient = own.copy_(gradient)
         tensor.grad = gradient
         self._records[id(tensor)] = record = self.of(tensor)
-        record.accumulated, record.base, record.combined = False, None, None
+        record.accumulated, record.base, record.combined, record.loose = False, None, None, None
         if gradient is not None and status is not GradientStatus.NEW:
             record.combined = CombinedGradient(gradient)
             record.combined.used = status is GradientStatus.USED
