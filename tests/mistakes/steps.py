@@ -144,6 +144,22 @@ class Steps(Area):
         step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
         strategy.run(step, args=(next(iter(strategy.distribute_dataset(loader()))),))
 
+    @raises(UnsupportedError, r"gradient of shape \(1, 3\)", "under no_sync", "means have no such limit")
+    def a_sum_scaled_in_the_midst_of_its_accumulation(self) -> None:
+        strategy = self.mirrored(gradient_reduce_op="sum")
+        trained = self.trained(strategy)
+        backward = lambda: trained.model(torch.ones(2, 3)).sum().backward()  # noqa: E731
+
+        def scale_and_step() -> None:
+            backward()
+            for parameter in trained.model.parameters():
+                parameter.grad.mul_(0.5)
+            trained.optimizer.step()
+
+        strategy.run(backward)
+        with strategy.no_sync():
+            strategy.run(scale_and_step)
+
     @warns("a bare parameter of shape", "has not seen", r"put a bare parameter into one")
     def a_bare_parameter(self) -> None:
         strategy = self.mirrored()

@@ -92,8 +92,8 @@ class Area(contextlib.ExitStack):
         """A variable of the environment; what is not a string, as JSON."""
         os.environ[name] = value if isinstance(value, str) else json.dumps(value)
 
-    def mirrored(self, replicas: int = 2) -> ts.MirroredStrategy:
-        strategy = ts.MirroredStrategy([f"cpu:{index}" for index in range(replicas)])
+    def mirrored(self, replicas: int = 2, **options: Any) -> ts.MirroredStrategy:
+        strategy = ts.MirroredStrategy([f"cpu:{index}" for index in range(replicas)], **options)
         self.callback(strategy.close)
         return strategy
 

@@ -18,7 +18,7 @@ from torchstrat import hook_registrations
 from torchstrat._torch_private import queue_backward_callback, uncompiled
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.gradients import Owned, is_plain, is_watched, share_memory, shares
+from torchstrat.gradients import CombinedGradient, Owned, is_plain, is_watched, share_memory, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
 from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
@@ -219,6 +219,8 @@ class BucketedGradients:
             return
         state = self.records.current(tensor)
         state.accumulated, state.combined = True, None
+        if self._op is ReduceOp.SUM and tensor.grad is not None:
+            state.grown = CombinedGradient(tensor.grad)
         if self._no_sync and not is_watched:
             self._accumulates = not self._scaled
             return
@@ -330,11 +332,10 @@ class BucketedGradients:
         assert tensor.grad is not None
         self._contributed.add(index)
         bucket.waiting.discard(index)
-        state = self.records.current(tensor)
         with torch.no_grad():
             view.copy_(_dense(tensor.grad))
-            if self._works_by_parts and state.accumulated and state.base is not None:
-                view.sub_(state.base)
+            if self._works_by_parts and (base := self.records.take_base(tensor)) is not None:
+                view.sub_(_dense(base))
             factor, _ = self._factors_of(tensor)
             if factor == 0.0:
                 view.zero_()  # whatever it is, nan not excepted
@@ -545,11 +546,11 @@ class BucketedGradients:
             return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         assert tensor.grad is not None
         self._contributed.add(index)
-        state, part = self.records.current(tensor), tensor.grad
+        base, part = self.records.take_base(tensor) if self._works_by_parts else None, tensor.grad
         if copies or not is_plain(part) or not part.is_contiguous():
             part = _dense(part).detach().clone(memory_format=torch.contiguous_format)
-        if self._works_by_parts and state.accumulated and state.base is not None:
-            part.sub_(_dense(state.base))
+        if base is not None:
+            part.sub_(_dense(base))
         if factor == 0.0:
             return part.zero_()
         return part if factor == 1.0 else part.mul_(factor)
@@ -686,8 +687,7 @@ class BucketedGradients:
         if not indices:
             return
         tensors = [self._tensors[index] for index in indices]
-        states = [self.records.current(tensor) for tensor in tensors]
-        bases = [state.base if self._works_by_parts else None for state in states]
+        bases = [self.records.take_base(tensor) if self._works_by_parts else None for tensor in tensors]
         gradients: Any = [tensor.grad for tensor in tensors]
         combined = combine_with_graphs(self._exchange_with_graphs, gradients, bases)
         for index, tensor, gradient in zip(indices, tensors, combined, strict=True):

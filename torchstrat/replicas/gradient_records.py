@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from torchstrat.errors import UnsupportedError
 from torchstrat.gradients import CombinedGradient, Owned, is_left_over, is_plain
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.roster import Layout, Roster
@@ -24,13 +25,15 @@ class GradientStatus(enum.Enum):
 class GradientRecord:
     """What is known of one tensor's gradient on this rank."""
 
-    __slots__ = ("accumulated", "base", "combined", "loose", "reference")
+    __slots__ = ("accumulated", "base", "combined", "grown", "loose", "reference")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.reference = weakref.ref(tensor)
         self.accumulated = False  # something was added that is not combined yet
         self.base: torch.Tensor | None = None
         """What was there before that, alike on all ranks. Kept where only what is new is combined."""
+        self.grown: CombinedGradient | None = None
+        """What it then had become, with the base in it. Of sums."""
         self.combined: CombinedGradient | None = None
         self.loose: CombinedGradient | None = None
         """A combined one that hooks have been given, and that has been accumulated nowhere since: what is assigned by
@@ -59,6 +62,23 @@ class GradientRecords:
         """Of any tensor; a new one, which is not kept, if nothing is known."""
         record = self._records.get(id(tensor))
         return record if record is not None and record.reference() is tensor else GradientRecord(tensor)
+
+    def take_base(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What is not this rank's own in a gradient that is accumulated, and to be left out of a sum of all ranks'.
+
+        Raises `UnsupportedError` where nobody can say what that is now: the program has changed the whole of it.
+        """
+        record = self.of(tensor)
+        if not record.accumulated or record.base is None or record.grown is None or tensor.grad is None:
+            return record.base if record.accumulated else None
+        if not record.grown.is_new(tensor.grad) and bool((record.base != 0).any()):
+            raise UnsupportedError(
+                f"a gradient of shape {tuple(tensor.shape)} was changed by hand after a backward pass under no_sync "
+                "had added to a combined one, and before replicas have combined that: in a sum their parts cannot be "
+                "told from what they have in common. Change it where all is combined (after a backward pass outside "
+                "of no_sync), or zero it before no_sync begins; means have no such limit."
+            )
+        return record.base
 
     def with_parts(self) -> list[torch.Tensor]:
         """Those with something in their gradient that is not combined."""
