@@ -75,8 +75,14 @@ def command_of(pid: int) -> str:
 
 
 def child_with(command: str, parent: int) -> int:
-    (found,) = (pid for pid in children_of(parent) if command in command_of(pid))
-    return found
+    """Once it has come to its command: what has just been started is a copy of its parent first."""
+
+    def found() -> list[int]:
+        return [pid for pid in children_of(parent) if command in command_of(pid)]
+
+    wait_until(lambda: bool(found()), f"a child that runs {command}")
+    (pid,) = found()
+    return pid
 
 
 def is_gone(pid: int) -> bool:

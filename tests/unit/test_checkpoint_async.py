@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchstrat as ts
+from tests.faults.counting import wait_until
 from tests.support.checkpoint_writes import WAIT, full_disk, held_writes
 from tests.support.checkpoints import contents, job, restored, same, train
 from tests.support.gates import await_arrivals, close_gate, pass_gate
@@ -205,7 +206,7 @@ def test_functions_run_while_servers_write(cluster: FakeCluster, tmp_path: Path)
         assert pair.first.read_value().tolist() == [5.0, 5.0]
         assert not handle.done()
     handle.result(WAIT)
-    assert let_go(ended) == {0, 1}
+    wait_until(lambda: let_go(ended) == {0, 1}, "both servers have let go")  # nobody waits for their answers
     first, second = Pair.of(tmp_path / "saved")
     assert first == second <= 1.0
 
@@ -227,7 +228,7 @@ def test_a_server_that_dies_in_between(method: str, cluster: FakeCluster, tmp_pa
     assert Pair.of(tmp_path / "saved") == (0.0, 0.0)
     cluster.start_server(1)
     pair.checkpoint.restore(tmp_path / "saved")
-    assert 0 in let_go(ended)
+    wait_until(lambda: 0 in let_go(ended), "server 0 has let go")
     pair.add(join=True)
     pair.checkpoint.save(tmp_path / "saved")
     assert Pair.of(tmp_path / "saved") == (1.0, 1.0)
