@@ -61,6 +61,7 @@ def test_parts_have_every_table_and_every_file_with_a_test_that_is_marked() -> N
 def test_a_part_that_has_passed_waits_for_a_file_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where the toy leaves a file
     monkeypatch.setattr(soak, "ROOT", tmp_path)
     monkeypatch.setattr(soak, "KEPT", tmp_path / "kept")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
