@@ -18,6 +18,7 @@ than the whole; all others in float64.
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -55,6 +56,13 @@ class Kept:
     history: list[float] = field(default_factory=lambda: [1.0])
 
 
+class Phase(enum.Enum):
+    """Its members are there once in a process, whoever has them as an attribute."""
+
+    WHOLE = 1.0
+    HALF = 0.5
+
+
 class Own(list):  # type: ignore[type-arg]
     """A list of a class of its own."""
 
@@ -74,7 +82,7 @@ class Net(nn.Module):
         self.register_buffer("rows", None)
         self.scale, self.history, self.kept, self.mask = 1.0, [1.0], None, torch.ones(5)
         self.carried: list[torch.Tensor] = []
-        self.data, self.own = Kept(), Own([1.0])
+        self.data, self.own, self.phase = Kept(), Own([1.0]), Phase.WHOLE
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.row == "table with max_norm":
@@ -94,7 +102,7 @@ class Net(nn.Module):
         if self.row == "training mode":
             hidden = hidden * (1.0 if self.drop.training else 0.5)
         scaled = hidden * (self.calls.to(x.dtype) / 10 + self.holes[0]) * sum(self.history)
-        scaled = scaled * self.data.scale * sum(self.data.history) * sum(self.own)
+        scaled = scaled * self.data.scale * sum(self.data.history) * sum(self.own) * self.phase.value
         return self.last(scaled.to(x.dtype))
 
 
@@ -260,6 +268,10 @@ def _set_data(program: Program, by: float) -> None:
     del program.model.data.history[:-2]
 
 
+def _next_phase(program: Program, by: float) -> None:
+    program.model.phase = Phase.HALF if program.model.phase is Phase.WHOLE else Phase.WHOLE
+
+
 def _count(program: Program, by: float) -> None:
     program.model.calls += round(20 * by) - 17
 
@@ -360,6 +372,7 @@ ROWS: Mapping[str, Row] = {
         lambda p, by: p.model.own.__setitem__(0, p.model.own[0] * by),
         merges="own",
     ),
+    "attribute, enumeration": Row("attribute", lambda p: p.model.phase.value, _next_phase, merges="own"),
     "attribute left by forward": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     "attribute carried on": Row("attribute", lambda p: 0.0, _nothing, merges="own"),
     **{

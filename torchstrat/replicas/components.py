@@ -287,12 +287,6 @@ class Components:
                 slot.tensor.grad = slot.grads.get(self._installed)
             self._is_parked = was_parked
 
-    def reinstall_gradients(self, slots: Iterable[TensorSlot]) -> None:
-        """Make ``.grad`` what the slots hold, after they were written while all replicas stand still."""
-        for slot in slots:
-            if self._installed in slot.grads:
-                slot.tensor.grad = slot.grads[self._installed]
-
     def settings(self) -> Iterator[tuple[Any, list[list[dict[str, Any]]]]]:
         """What each replica has set in optimizers, schedulers and scalers. While all replicas stand still."""
         return self._helpers.settings()

@@ -161,10 +161,10 @@ class InProcessReplicas:
         if self._runs_plainly:
             self._weights = weights
             return self._run_plainly(fn, args, kwargs)
-        if self._gradients.is_pending and 0 < len(weights.active) < self.num_replicas:
-            self._combine_left(StepWeights(range(self.num_replicas), None), self._gradients.combine_parts)
         # Resolved before anything runs: a value without a component for some replica must change nothing.
         inputs = {r: _inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
+        if self._gradients.is_pending and 0 < len(weights.active) < self.num_replicas:
+            self._combine_left(StepWeights(range(self.num_replicas), None), self._gradients.combine_parts)
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
         try:

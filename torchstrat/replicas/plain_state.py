@@ -3,6 +3,8 @@ and scalers keep. Where ranks have set any of it differently in a run, the first
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import io
 import pickle
 import zlib
@@ -87,6 +89,8 @@ def put(registry: VariableRegistry, told: Attributes) -> None:
 
 
 def _fill(own: Any, value: Any) -> bool:
+    """Whether ``own`` has become what ``value`` is. Only what is one module's own may: an enumeration's member, a
+    function or a frozen data class is there once, and others have it too."""
     if type(own) is not type(value):
         return False
     if isinstance(own, list):
@@ -94,11 +98,18 @@ def _fill(own: Any, value: Any) -> bool:
     elif isinstance(own, dict):
         own.clear()
         own.update(value)
-    if hasattr(own, "__dict__") and not isinstance(own, torch.Tensor | type):
+    elif not _is_own_data(own):
+        return False
+    if hasattr(own, "__dict__"):
         vars(own).clear()
         vars(own).update(vars(value))
-        return True
-    return isinstance(own, list | dict)
+    return True
+
+
+def _is_own_data(value: Any) -> bool:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__"):
+        return False
+    return not value.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 class _Pickler(pickle.Pickler):
