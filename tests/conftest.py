@@ -55,6 +55,8 @@ _stderr = 2
 def pytest_configure() -> None:
     global _stderr
     _stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else 2
+    # Of whatever compiles: a pool of compilers takes longer to start than what it compiles here, and outlives a test.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # A shell starts background jobs with Ctrl-C ignored, and processes hand that down: tests that interrupt programs
     # would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -133,8 +135,7 @@ def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
         if thread not in before
         # A thread that C++ made (autograd's workers live as long as the process) and that once ran Python.
         and not isinstance(thread, threading._DummyThread)
-        # tqdm's single monitor thread and torch.compile's pool are kept by their libraries for the next use.
-        and not thread.name.startswith(("tqdm", "TMonitor", "SubprocPool", "ThreadPoolExecutor-inductor"))
+        and not thread.name.startswith(("tqdm", "TMonitor"))  # tqdm keeps its single one for the next use
         and type(thread).__name__ != "TMonitor"
     ]
 

@@ -149,7 +149,7 @@ class Runner:
     """Runs programs in all places; keeps the processes and the cluster between them. A context manager."""
 
     def __init__(self, with_cluster: bool = False) -> None:
-        self._workers = Workers(2, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})
+        self._workers = Workers(2)
         self._stack = contextlib.ExitStack()
         self._with_cluster = with_cluster
         self._cluster: Any = None

@@ -80,8 +80,7 @@ class Launcher:
     def start(self) -> None:
         """Start the processes that are not running: the first ones, and those of a group whose run has failed."""
         for count in {processes_of(place) for place in TORCHRUN}:
-            # Inductor's pool of compilers would outlive the functions that compile.
-            group = self._groups.setdefault(count, Workers(count, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}))
+            group = self._groups.setdefault(count, Workers(count))
             group.start()
         if self._forking is not None:
             self._forking.start()

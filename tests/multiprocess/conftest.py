@@ -14,8 +14,7 @@ _shared: list[Workers] = []
 @pytest.fixture(scope="session")
 def two_processes() -> Iterator[Workers]:
     """A group of two processes for functions that leave nothing behind; see `Workers.run`."""
-    # Inductor's pool of compilers would outlive the functions that compile.
-    with Workers(2, timeout_seconds=300, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"}) as workers:
+    with Workers(2, timeout_seconds=300) as workers:
         _shared.append(workers)
         yield workers
         _shared.remove(workers)

@@ -99,8 +99,7 @@ class DrawsAtOnce(Sampler[int]):
 
 
 def loader(data: Any, workers: int, **settings: Any) -> DataLoader[Any]:
-    context = "fork" if workers else None
-    return DataLoader(data, GLOBAL_BATCH, num_workers=workers, multiprocessing_context=context, **settings)
+    return DataLoader(data, GLOBAL_BATCH, num_workers=workers, **settings)
 
 
 Distribute = Callable[[ts.Strategy, int, Path, int], Any]

@@ -45,6 +45,7 @@ def summed_ranks() -> float:
 
 def how_it_was_started() -> tuple[int, list[int], str]:
     """Who started it, NumPy's random state, and what it was told."""
+    assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0], "as in any program"
     return os.getppid(), np.random.get_state()[1][:8].tolist(), os.environ["GREETING"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -74,6 +75,9 @@ def _be_a_process_of_its_own(environment: Mapping[str, str]) -> None:
     if (threads := environment["OMP_NUM_THREADS"]).isdecimal():  # it may also be a list, for nested regions
         torch.set_num_threads(int(threads))
     np.random.seed()
+    # Of a process that multiprocessing has started, children would be started alike: a data loader's workers as new
+    # interpreters, which takes seconds, where torchrun's processes fork.
+    multiprocessing.set_start_method(None, force=True)
 
 
 def _answer(request: Request) -> Answer:
