@@ -7,9 +7,8 @@ fault is planted there, and in its workers and servers; in the process of the te
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torchstrat as ts
 from tests.matrix import catalog
 from tests.matrix.table import Table
+from tests.support.programs import ROOT, scripts
 
 Answer = tuple[str, dict[str, Any]]
 """A cell, as ``row | column``, and what its outcome is made of."""
@@ -61,16 +61,9 @@ def cells_with(table: Table, place: str, row: str, column: str) -> tuple[tuple[s
 
 def run_program(module: str, cells: Sequence[tuple[str, str]], fault: str | None, seconds: float, **more: Any) -> Any:
     """The outcomes of these cells, by ``row | column``. ``more``: what else the module's function wants to know."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", module, json.dumps({"cells": cells, "fault": fault, **more})]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    try:
-        program = subprocess.run(
-            command, check=False, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode(errors="replace")
-        raise RuntimeError(f"the program did not end in {seconds:g} s: {said[-4000:]}") from error
+    words = [ROOT.joinpath(*module.split(".")).with_suffix(".py"), json.dumps({"cells": cells, "fault": fault, **more})]
+    with tempfile.TemporaryDirectory() as folder:
+        (program,) = scripts(Path(folder), (words, {}), seconds=seconds)
     found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
     if len(found) != len(cells):
         raise RuntimeError(f"the program ended early: {program.stderr[-4000:]}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.fork_servers import clusters_share_a_fork_server, kept_fork_server  # noqa: F401
 from torchstrat.testing import Workers
 
 _shared: list[Workers] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.programs import COMMAND, run
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.testing import compare, verify
 from torchstrat.testing.training import regression
@@ -110,9 +110,13 @@ def test_a_function_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"'{__name__}:stop' cannot be loaded" in capsys.readouterr().err
 
 
-def test_the_command_and_a_module_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(Path(__file__).read_text())
-    done = run(*COMMAND, "verify", *words("program", "local_update", "torchrun central_storage"), cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert DIFFERENT in done.stdout
-    assert "# here; is off by" in done.stdout
+def test_a_module_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program_beside.py").write_text(Path(__file__).read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert verify.main(words("program_beside", "local_update", "torchrun central_storage")) == 1
+    said = capsys.readouterr().out
+    assert DIFFERENT in said
+    assert "# here; is off by" in said

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
+from pathlib import Path
 
 import pytest
 
-from tests.support.programs import PYTHON, started
+from tests.support.programs import scripts
 
 PROGRAM = """
 import torch, torchstrat as ts
@@ -32,14 +32,11 @@ MPI = {**PMI, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}
 
 
 @pytest.mark.parametrize("launcher", [SLURM, MPI], ids=["slurm", "mpi"])
-def test_processes_of_a_launcher_are_one_job(launcher: dict[str, str]) -> None:
+def test_processes_of_a_launcher_are_one_job(launcher: dict[str, str], tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    with contextlib.ExitStack() as stack:
-        tasks = []
-        for rank in range(2):
-            variables = {name: value.format(rank=rank, port=port) for name, value in launcher.items()}
-            tasks.append(stack.enter_context(started(*PYTHON, "-c", PROGRAM, **variables)))
-        answers = [task.communicate(timeout=120)[0] for task in tasks]
-    assert answers == ["2 True 2.0\n" * 3, "2 False 2.0\n" * 3]
+    (tmp_path / "program.py").write_text(PROGRAM)
+    variables = [{name: value.format(rank=rank, port=port) for name, value in launcher.items()} for rank in range(2)]
+    ended = scripts(tmp_path, *(([tmp_path / "program.py"], of_rank) for of_rank in variables))
+    assert [one.stdout for one in ended] == ["2 True 2.0\n" * 3, "2 False 2.0\n" * 3], ended

@@ -78,6 +78,7 @@ def test_a_thread_that_hangs_does_not_hold_a_process_that_was_told_to_end() -> N
 
 @is_on_linux
 @pytest.mark.deadline(400)
+@pytest.mark.usefixtures("clusters_share_a_fork_server")
 def test_the_coordinator_never_holds_the_table() -> None:
     with ts.testing.LocalCluster(workers=1, ps=2) as cluster, Forked() as process:
         assert process.run(_train_large_table, cluster.environment_of("chief", 0)) <= LARGEST_MIB
@@ -141,7 +142,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, tor
     return float(loss.detach()), torch.ones(1).dtype
 
 
-@pytest.mark.usefixtures("default_float64")
+@pytest.mark.usefixtures("default_float64", "clusters_share_a_fork_server")
 def test_the_default_dtype_of_the_program_is_that_of_workers_and_servers() -> None:
     model, optimizer = built()
     wanted = [step(model, optimizer) for _ in range(STEPS)]

@@ -107,7 +107,9 @@ def _script(words: list[str], folder: Path, streams: list[str], own: dict[str, s
         os._exit(status)
 
 
-def scripts(folder: Path, *runs: tuple[list[Any], dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
+def scripts(
+    folder: Path, *runs: tuple[list[Any], dict[str, str]], seconds: float = SECONDS
+) -> list[subprocess.CompletedProcess[str]]:
     """Run programs with their words and variables, all at once and to their ends, each in a fork."""
     with contextlib.ExitStack() as stack:
         ends, processes = [], []
@@ -117,7 +119,7 @@ def scripts(folder: Path, *runs: tuple[list[Any], dict[str, str]]) -> list[subpr
             stack.callback(process.kill)
             processes.append((words, process, streams))
         for words, process, streams in processes:
-            process.join(SECONDS)
+            process.join(seconds)
             out, err = (stream.read() for stream in streams)
             assert process.exitcode is not None, out + err
             ends.append(subprocess.CompletedProcess(words, process.exitcode, out, err))
