@@ -204,7 +204,7 @@ def check_proofs(proofs: list[list[proving.Proof]], names: list[str]) -> None:
     ("logical", "seeds", "ways"),
     [
         (2, 2, 4),
-        (4, 2, 4),
+        (4, 3, 3),
         pytest.param(2, 3, 6, marks=pytest.mark.soak),  # more of the same
         pytest.param(4, 6, 24, marks=[pytest.mark.soak, pytest.mark.deadline(400)]),
     ],

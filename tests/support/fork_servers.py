@@ -49,7 +49,7 @@ def kept_fork_server() -> Iterator[fork_server.ForkServer]:
 def clusters_share_a_fork_server(
     kept_fork_server: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Its imports take longer than most tests of clusters. What is of the fork server itself: tests/faults/test_fork_server.py."""
+    """Its imports take longer than most tests. What is of the fork server itself: tests/faults/test_fork_server.py."""
     monkeypatch.setattr(local_cluster, "ForkServer", lambda *_: OfOneCluster(kept_fork_server))
     yield
     for server in kept_fork_server._servers:
