@@ -95,10 +95,24 @@ def undisturbed_on_servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+HAPPENS = {"step": 30, "rank": 1, "event": "SIGTERM"}
+
+
+def test_ranks_that_are_started_again_after_one_was_told_to_end(tmp_path: Path, undisturbed: Path) -> None:
+    """Both save, and end in the way that asks for it; nothing was lost."""
+    _, plan = program(tmp_path, HAPPENS)
+    first, second = (ranks(tmp_path, plan, *MIRRORED, "resume=auto", program=INTERRUPTED) for _ in range(2))
+    assert [rank.returncode for rank in first] == [75, 75]
+    assert saved_step(first[0].stderr) == 31, "the step after, as agreed meanwhile"
+    assert "goes on after step 31, from " in checked(second[0]).stderr
+    checked(second[1])
+    assert_went_on_to_the_same(tmp_path, undisturbed)
+
+
+@pytest.mark.soak  # the same without torchrun, which starts again whatever ends with another status than 0
 def test_torchrun_restarts_who_asks_for_it(tmp_path: Path, undisturbed: Path) -> None:
-    """One rank of two is told to end. Both save, and both are started again; nothing was lost."""
-    finished = checked(torchrun(tmp_path, restarts=1, happens={"step": 30, "rank": 1, "event": "SIGTERM"}))
-    assert saved_step(finished.stderr) == 31, "the step after, as agreed meanwhile"
+    finished = checked(torchrun(tmp_path, restarts=1, happens=HAPPENS))
+    assert saved_step(finished.stderr) == 31
     assert "goes on after step 31, from " in finished.stderr
     assert_went_on_to_the_same(tmp_path, undisturbed)
 

@@ -1,6 +1,6 @@
 """``scripts/train.py`` as users start it: alone, in a sweep, in several processes. Real data, real files.
 
-All are forks, which have imported what these import. The programs as such are started by torchrun in test_resume.py.
+All are forks, which have imported what these import. What starts programs is in test_wheel.py and test_examples.py.
 """
 
 from __future__ import annotations
