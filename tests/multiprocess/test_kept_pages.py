@@ -105,7 +105,7 @@ def test_a_server_that_was_started_by_hand(keep: bool) -> None:
     assert (before - after > 120) is keep, "what is kept is given back on request"
 
 
-WIDTH, STEPS = 3200, 8  # 39 MiB: up to 32, glibc may stop to give blocks back by itself
+WIDTH, FIRST_STEPS, STEPS = 3200, 6, 4  # 39 MiB: up to 32, glibc may stop to give blocks back by itself
 SMALL_PAGES = WIDTH * WIDTH * 4 // 4096
 HUGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -131,7 +131,7 @@ def faults_of_a_step(env: dict[str, str], made_before: bool) -> float:
         optimizer.step()
 
     inputs = torch.ones(1, WIDTH)
-    for _ in range(SETTLING):
+    for _ in range(FIRST_STEPS):
         strategy.run(step, args=(inputs,))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(STEPS):
