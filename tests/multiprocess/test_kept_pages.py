@@ -44,7 +44,8 @@ def faults() -> int:
     return statistics.median_high([one() for _ in range(SETTLING + ROUNDS)][SETTLING:])
 
 
-@pytest.mark.parametrize("keep", [True, False])
+# What it would take otherwise is seen of a server below.
+@pytest.mark.parametrize("keep", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_functions_on_a_worker(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEEP_PAGES_VARIABLE, raising=False)
     monkeypatch.syspath_prepend(str(ROOT))

@@ -165,6 +165,7 @@ def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path: Path,
         assert not sent["all-to-all"] | sent["collective-permute"]
 
 
+@pytest.mark.soak  # the same errors in a program of its own, test_bad_input.py, and in one process, tests/unit
 @pytest.mark.parametrize(
     ("overrides", "variables", "message"),
     [
@@ -173,13 +174,11 @@ def test_replicas_of_two_logical_devices_give_the_numbers_of_one(tmp_path: Path,
             {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"},
             r"virtual_devices=8 needs CPU_NUM_DEVICES=8, and the environment says CPU_NUM_DEVICES=4",
         ),
-        # In soak: the same errors in a program of its own, test_bad_input.py, and in one process, tests/unit.
-        pytest.param([], {}, r"no TPU was found .* virtual", marks=pytest.mark.soak),
-        pytest.param(
+        ([], {}, r"no TPU was found .* virtual"),
+        (
             ["strategy.virtual_devices=8", "strategy.logical_devices=2", "+strategy.sharding_rules={weight:[d1]}"],
             {},
             r"sharding rule 'weight': entry 0 names the axis 'd1'; there is 'd0' \(size 2\)",
-            marks=pytest.mark.soak,
         ),
     ],
     ids=["environment", "no_tpu", "rules"],

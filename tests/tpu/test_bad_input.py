@@ -158,6 +158,9 @@ CALLS = """
     }
     found["touched"].append("torch_xla" in sys.modules)
     importlib.metadata.version = real
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    found["another environment"] = said(initialize, virtual_devices=8)
+    del os.environ["PJRT_DEVICE"], os.environ["CPU_NUM_DEVICES"]
     torch.ones(2, requires_grad=True).sum().backward()
     found["a backward pass before"] = said(initialize, virtual_devices=8)
     print(json.dumps(found))
@@ -191,6 +194,10 @@ def test_what_is_said_before_there_is_a_system() -> None:
         "no torch_xla": [
             "UnsupportedError TPUStrategy needs torch_xla, which is not installed",
             "pip install torch==2.9.0",
+        ],
+        "another environment": [
+            "InvalidArgumentError ",
+            "virtual_devices=8 needs CPU_NUM_DEVICES=8, and the environment says CPU_NUM_DEVICES=4",
         ],
         "a backward pass before": [
             "UnsupportedError a backward pass ran in this process before the TPU system",
