@@ -56,9 +56,13 @@ class ParameterEdits:
         return [tensor.detach() for tensor in self._since_noted(tensors)]
 
     def _since_noted(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        known = [(tensor, self._noted[id(tensor)]) for tensor in tensors if id(tensor) in self._noted]
-        found = [t for t, (reference, version) in known if t._version != version and reference() is t]
-        self._edited.update(map(id, found))
+        found, noted = [], self._noted
+        for tensor in tensors:
+            known = noted.get(id(tensor))
+            if known is not None and tensor._version != known[1] and known[0]() is tensor:
+                found.append(tensor)
+        if found:
+            self._edited.update(map(id, found))
         return found
 
     def undo(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -71,7 +71,11 @@ _NOTHING = object()
 
 def digest(optimizer: Optimizer) -> float:
     """A number that is equal on ranks whose groups are. Every step asks, and hardly any has changed them."""
-    values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    values: list[Any] = []
+    for group in optimizer.param_groups:
+        own = dict(group)
+        own.pop("params", None)
+        values += own.values()
     known = _digests.get(optimizer)
     if known is None or len(known.values) != len(values) or not all(map(operator.is_, known.values, values)):
         known = _digest_of(values)

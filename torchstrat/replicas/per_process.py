@@ -476,6 +476,18 @@ class PerProcessReplica:
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain)
         own = (self._weights.of(self._world.rank), float(self._gradients.has_unweighted_parts))
         rows = agree(self._communicator, END_OF_RUN, (*own, *numbers))
+        buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
+        if not all_equal(rows) or own[1] or buffers.sums:
+            self._level_at_end(rows, roster, optimizers, buffers)
+        if self.registry.buffer_rules:
+            for name, slot in self.registry.named_buffer_slots().items():
+                if self.registry.buffer_rules.keeps_own(slot.module, slot.name):
+                    self._known[f"buffer {name}"] = weakref.ref(slot.module)  # not to be overwritten as a new one
+
+    def _level_at_end(
+        self, rows: list[list[float]], roster: Roster, optimizers: list[Optimizer], buffers: ProcessBuffers
+    ) -> None:
+        """``rows``: what each rank has brought, which differs, or has parts of gradients or sums of buffers in it."""
         weights, parts = [row[0] for row in rows], [row[1] for row in rows]
         if not all_equal([row[-1:] for row in rows]):
             plain_state.level(self._communicator, self.registry, 0, END_OF_RUN)
@@ -485,17 +497,12 @@ class PerProcessReplica:
         differ = not all_equal([row[1:] for row in rows])
         if differ and not all_equal([row[1:4] for row in rows]):
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
-        buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
         if differ and not all_equal([row[4:5] for row in rows]):
             for optimizer in optimizers:
                 found = hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
                 self._differing.report_settings(optimizer, found)
         if buffers.sums or (differ and not all_equal([row[5:] for row in rows])):
             buffers.merge(self._communicator, weights, END_OF_RUN)
-        if self.registry.buffer_rules:
-            for name, slot in self.registry.named_buffer_slots().items():
-                if self.registry.buffer_rules.keeps_own(slot.module, slot.name):
-                    self._known[f"buffer {name}"] = weakref.ref(slot.module)  # not to be overwritten as a new one
 
     # -- what replicas do together ----------------------------------------------------------------------------------
 

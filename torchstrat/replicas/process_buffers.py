@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -72,8 +72,10 @@ class ProcessBuffers:
     def _is_compared(self, slot: BufferSlot) -> bool:
         return not (self._rules and self._rules.keeps_own(slot.module, slot.name)) and not _is_nothing(slot.tensor)
 
-    def summary(self, slots: Iterable[BufferSlot]) -> tuple[float, float]:
+    def summary(self, slots: Sequence[BufferSlot]) -> tuple[float, float]:
         """Numbers that are equal on ranks whose buffers are. ``slots``: of all buffers that there are by now."""
+        if not slots:
+            return fingerprint(())
         chosen = [slot for slot in slots if self._may_differ(slot) and self._is_compared(slot)]
         return fingerprint(slot.tensor for slot in chosen if slot.tensor is not None)
 
