@@ -70,7 +70,8 @@ class FailureBoard:
     def __init__(self, visits: StoreVisits, prefix: str, global_rank: int) -> None:
         self._visits, self._prefix = visits, prefix
         self._rank = global_rank
-        self._wrote = False
+        self.has_note = False
+        """Whether this rank has told that it stopped taking part."""
         self.leaving: Callable[[bool], None] | None = None
         """Called with True when this rank will not come any more, and with False when it comes all the same."""
 
@@ -78,29 +79,24 @@ class FailureBoard:
     def is_gone(self) -> bool:
         return self._visits.is_gone
 
-    @property
-    def has_note(self) -> bool:
-        """Whether this rank has told that it stopped taking part."""
-        return self._wrote
-
     def post(self, message: str, *, leaves: bool = False) -> None:
         """Tell the others, without waiting for them, why this rank stopped taking part. The first reason counts.
 
         ``leaves``: those that wait for it are not to wait any longer.
         """
-        if not self._wrote:
+        if not self.has_note:
             self._write(message)
         if leaves and self.leaving is not None:  # now that the reason can be read
             self.leaving(True)
 
     def _write(self, message: str) -> None:
-        self._wrote = True
+        self.has_note = True
         self.visit(lambda store: store.set(_key(self._rank), message), None)
 
     def clear(self) -> None:
         """Take this rank's note back: it takes part again. Costs nothing where there is none."""
-        if self._wrote:
-            self._wrote = False
+        if self.has_note:
+            self.has_note = False
             if self.leaving is not None:
                 self.leaving(False)
             self.visit(lambda store: store.delete_key(_key(self._rank)), None)

@@ -30,6 +30,7 @@ from torchstrat.tensor_bytes import bytes_of
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<Q")
+_layout_of = functools.lru_cache(64)(lambda count: struct.Struct(f"<{count}d"))
 _NUMBERS = 1
 """The code of calls whose ranks tell each other what they are in."""
 _ANY = -1
@@ -95,8 +96,8 @@ class SharedMemoryCommunicator:
     def all_gather_numbers_and_sum(
         self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
     ) -> tuple[list[list[float]], Callable[[float], None] | None]:
-        layout = f"<{len(numbers)}d"
-        message = struct.pack(layout, *numbers)
+        layout = _layout_of(len(numbers))
+        message = layout.pack(*numbers)
 
         def exchange() -> tuple[list[list[float]], Callable[[float], None] | None]:
             turn = self._blocks.take_turns(1)
@@ -104,7 +105,7 @@ class SharedMemoryCommunicator:
             rows[self.rank][: len(message)] = message
             add_up = self._in_place_sum.publish_small(tensors, turn, after_bytes=len(message)) if tensors else None
             self._meet()
-            return [list(struct.unpack_from(layout, row)) for row in rows], add_up
+            return [list(layout.unpack_from(row)) for row in rows], add_up
 
         return self._guard(what, exchange, _NUMBERS)
 
