@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -233,7 +233,12 @@ def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
 
 def find_batch_info(structure: nest.Nest) -> BatchInfo | None:
     """How the first batch found in the arguments of a run was split, or None when no input pipeline made one."""
-    for leaf in nest.leaves(structure):
+    return batch_info_among(nest.flatten(structure))
+
+
+def batch_info_among(leaves: Iterable[Any]) -> BatchInfo | None:
+    """The same of leaves."""
+    for leaf in leaves:
         if isinstance(leaf, DistributedValues) and leaf.batch_info is not None:
             return leaf.batch_info
     return None

@@ -197,7 +197,7 @@ class VariableRegistry:
         start = Start(fn, arguments)
         self._step = step = getattr(fn, "__code__", None) or type(fn)
         before = self._walked.get(step)
-        is_new = before is None or not start.is_same(before) or self._has_new_flat_memory()
+        is_new = before is None or not start.is_same(before) or (self.looks_for_flat and self._has_new_flat_memory())
         self.may_create = is_new or step in self._copying
         if start.is_closed and not is_new:
             return []
@@ -270,8 +270,6 @@ class VariableRegistry:
     def _has_new_flat_memory(self) -> bool:
         """Whether there are variables or gradients that are parts of a larger memory which the last walk has not seen:
         a flat buffer that was made between runs, or in one."""
-        if not self.looks_for_flat:
-            return False
         variables = [tensor for helper in self._helpers for tensor in _tensors_of(helper)]
         gradients = [tensor.grad for tensor in variables]
         found = {address_of(one) for one in variables if _is_part(one)}
@@ -290,12 +288,12 @@ class VariableRegistry:
     def _has_unknown_children(self) -> bool:
         """Asked at both ends of every run. A module's children are in a plain dictionary, so nothing tells."""
         known = self._modules.ids()
-        return any(
-            child is not None and id(child) not in known
-            for module in self._modules.alive()
-            if module._modules
-            for child in module._modules.values()
-        )
+        for module in self._modules.alive():
+            if children := module._modules:
+                for child in children.values():
+                    if child is not None and id(child) not in known:
+                        return True
+        return False
 
     def _add_tree(self, module: nn.Module) -> None:
         if self._modules.add(module):
@@ -325,12 +323,14 @@ class VariableRegistry:
         """Modules, tensors, buffers and helpers. Looked up anew at every call, for the reason given at `tensors`."""
         changes, modules, helpers = self.changes, self._modules.alive(), self._helpers.alive()
         tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
-        tensors += self._tensors.alive()
+        if self._tensors.count:
+            tensors += self._tensors.alive()
         for helper in helpers:
             tensors += _tensors_of(helper)
         slots = [BufferSlot(module, name) for module in modules if module._buffers for name in module._buffers]
         tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        return Members(modules, tensors, slots, helpers, changes, self._vectors.alive())
+        vectors = self._vectors.alive() if self._vectors.count else []
+        return Members(modules, tensors, slots, helpers, changes, vectors)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

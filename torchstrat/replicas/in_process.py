@@ -45,7 +45,7 @@ from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.stand_ins import stepped_by
-from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
+from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variables import VariableRegistry
 
 
@@ -157,7 +157,7 @@ class InProcessReplicas:
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves = [*nest.leaves(list(args)), *nest.leaves(kwargs)] if args or kwargs else []
-        weights = StepWeights(range(self.num_replicas), find_batch_info(leaves) if leaves else None)
+        weights = StepWeights(range(self.num_replicas), batch_info_among(leaves) if leaves else None)
         if self._runs_plainly:
             self._weights = weights
             return self._run_plainly(fn, args, kwargs)

@@ -67,7 +67,7 @@ from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.update_policies import OWNER, PrimaryUpdate, ReplicatedUpdate, ShardedUpdate
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.stand_ins import wrapped_among
-from torchstrat.values import DistributedValues, PerReplica, find_batch_info, select_replica
+from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variable.assignment import hand_over
 from torchstrat.variables import BufferSlot, Members, VariableRegistry
 
@@ -346,7 +346,7 @@ class PerProcessReplica:
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
-        self._weights = weights = StepWeights(range(self.num_replicas), find_batch_info(leaves) if leaves else None)
+        self._weights = weights = StepWeights(range(self.num_replicas), batch_info_among(leaves) if leaves else None)
         self._world.forget_failure()
         adopted = self.registry.adopt(fn, leaves)
         if adopted:

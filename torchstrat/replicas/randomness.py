@@ -147,13 +147,15 @@ _KINDS = ("cpu", "cuda")  # of a replica's generators, in their order
 _FIRST_WORD = 24  # offset in the bytes of `get_state()`: seed (8), left (4), seeded (4), next (8), then 624 words of 8
 _MARK = bytes((0x53, 0xA7, 0x6C))
 _KEPT_SEEDS = 16
+_bytes_at = (ctypes.c_char * len(_MARK)).from_address
 
 _Value = TypeVar("_Value")
 
 
 def _is_marked(state: torch.Tensor) -> bool:
     # Read at its address, which takes a tenth of the time of a view: every run asks twice.
-    return ctypes.string_at(state.data_ptr() + _FIRST_WORD, len(_MARK)) == _MARK
+    found: bytes = _bytes_at(state.data_ptr() + _FIRST_WORD).raw
+    return found == _MARK
 
 
 def _marked(state: torch.Tensor) -> torch.Tensor:

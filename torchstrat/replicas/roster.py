@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Container, Mapping, Sequence
 
@@ -31,9 +30,7 @@ class Layout:
 
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are its variables."""
-        return len(tensors) == len(self._references) and all(
-            map(operator.is_, [reference() for reference in self._references], tensors)
-        )
+        return [id(reference()) for reference in self._references] == list(map(id, tensors))
 
     def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """The same, with the shapes and dtypes, and on the devices, that they had."""
