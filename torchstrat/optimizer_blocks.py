@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.optimizer_tiers import Tier, tier_of
+from torchstrat.optimizer_tiers import Tier, kind_of_class, tier_of
 from torchstrat.stand_ins import State, bare_step, stand_in_of
 
 _BLOCK_BYTES = 1 << 20
@@ -34,11 +34,14 @@ _MISSING = object()
 
 def is_worth_blocks(optimizer: Optimizer) -> bool:
     """Whether `step_in_blocks` may have anything to gain; it is certain to have not where this is False."""
-    return tier_of(optimizer) is Tier.ELEMENTS and any(
-        parameter.nbytes > _largest_whole(optimizer, _BLOCK_BYTES) and not _has_few_kernels(optimizer, group)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    if kind_of_class(type(optimizer)).tier is not Tier.ELEMENTS:
+        return False
+    largest_whole = _largest_whole(optimizer, _BLOCK_BYTES)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.nbytes > largest_whole and not _has_few_kernels(optimizer, group):
+                return tier_of(optimizer) is Tier.ELEMENTS
+    return False
 
 
 def step_in_blocks(optimizer: Optimizer, step: Callable[[Optimizer], None] = bare_step) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import after_step, before_step
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.baton import Baton
@@ -208,12 +209,13 @@ class StepHooks:
         self._hook_key = hook_key
         self._baton: Baton | None = None
 
+        self._hooks = before_step(self._before), after_step(self._after)
     def begin(self, baton: Baton, weights: StepWeights) -> None:
         self._baton = baton
         self._update.begin(baton)
         for replica in weights.active:
             self._steps[replica].begin(self._gradients.communicator, weights, replica)
-        put_hooks(self._hook_key, self._before, self._after, self._gradients.before_clipping)
+        put_hooks(self._hook_key, self._hooks, self._gradients.before_clipping)
 
     def end(self) -> None:
         remove_hooks(self._hook_key)

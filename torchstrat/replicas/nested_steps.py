@@ -14,24 +14,24 @@ class StepInProgress:
     """The step that this thread makes for everyone. What is stepped within it is part of it."""
 
     def __init__(self) -> None:
-        self._frame: FrameType | None = None
+        self.frame: FrameType | None = None
 
     def begin(self) -> None:
         """Called by a hook of that step."""
-        self._frame = _innermost_step()
+        self.frame = _innermost_step()
 
     def end(self) -> None:
-        self._frame = None
+        self.frame = None
 
     def is_around(self) -> bool:
         """Whether the step whose hook calls this is another one, within that step. A step that has raised is over,
         though nobody has said so."""
-        if self._frame is None:
+        if self.frame is None:
             return False
         frame = _innermost_step()
-        if frame is self._frame:
+        if frame is self.frame:
             return False
-        while frame is not None and frame is not self._frame:
+        while frame is not None and frame is not self.frame:
             frame = frame.f_back
         return frame is not None
 

@@ -68,6 +68,10 @@ class UpdatePolicy(Protocol):
         gradients, are those of all."""
 
 
+HookPair = tuple[Callable[[Optimizer, Any, Any], Any], Callable[[Optimizer, Any, Any], None]]
+"""What is called before a step of any optimizer, and after it."""
+
+
 class OptimizerStep:
     """The steps of one replica in one run after the other. ``weights``: of the run."""
 
@@ -80,6 +84,8 @@ class OptimizerStep:
         self._is_led = False  # a step with a closure, which this replica makes for all
         self._numbers: dict[int, int] = {}
         self._begun: dict[int, list[StepCall]] = {}
+        self.hooks: HookPair = before_step(self.before), after_step(self.after)
+        """Of PyTorch's, for `put_hooks`; made once, and not in every run."""
 
     def begin(self, communicator: Communicator, weights: StepWeights, replica: int) -> None:
         """A run begins: that of ``communicator``, in which this is the ``replica``."""
@@ -94,7 +100,7 @@ class OptimizerStep:
 
     def is_part_of_another(self) -> bool:
         """Whether the step that the calling hook is of is a part of one that this replica makes for all."""
-        return self._is_led or self._in_progress.is_around()
+        return self._is_led or (self._in_progress.frame is not None and self._in_progress.is_around())
 
     # -- the hooks --------------------------------------------------------------------------------------------------
 
@@ -105,15 +111,16 @@ class OptimizerStep:
             if self._policy.variables_of(optimizer):
                 self._last_hooks.put(optimizer, self.before_last)
             return None
-        changed = self.before_last(optimizer, args, kwargs)
+        changed = self._begin(optimizer, args, kwargs)
         if changed is None and id(optimizer) in self._begun and closure_of(args, kwargs) is None:
             self._last_hooks.step_in_blocks(optimizer)
         return changed
 
     def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The same as the hook of one optimizer, and the last one."""
-        if self.is_part_of_another():
-            return None
+        return None if self.is_part_of_another() else self._begin(optimizer, args, kwargs)
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         tensors = self._policy.variables_of(optimizer)
         if not tensors:
             return None
@@ -133,7 +140,8 @@ class OptimizerStep:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_part_of_another():
             return
-        self._in_progress.end()
+        if self._in_progress.frame is not None:
+            self._in_progress.end()
         self._last_hooks.remove(optimizer)
         if begun := self._begun.get(id(optimizer)):
             self._policy.end_step(begun.pop())
@@ -191,15 +199,10 @@ class OptimizerStep:
         return (loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean), is_flagged
 
 
-def put_hooks(
-    key: int,
-    before: Callable[[Optimizer, Any, Any], Any],
-    after: Callable[[Optimizer, Any, Any], None],
-    before_clipping: Callable[[list[torch.Tensor]], None],
-) -> None:
-    """Among PyTorch's hooks of all optimizers, and of the functions that clip, under this ``key``."""
-    optimizer_pre_hooks[key] = before_step(before)
-    optimizer_post_hooks[key] = after_step(after)
+def put_hooks(key: int, hooks: HookPair, before_clipping: Callable[[list[torch.Tensor]], None]) -> None:
+    """Among PyTorch's hooks of all optimizers, and of the functions that clip, under this ``key``. ``hooks``: made by
+    `before_step` and `after_step`."""
+    optimizer_pre_hooks[key], optimizer_post_hooks[key] = hooks
     put_clipping_hook(key, before_clipping)
 
 

@@ -415,7 +415,7 @@ class PerProcessReplica:
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
         self._steps_outside.pause()
-        put_hooks(self._hook_key, self._step.before, self._step.after, self._gradients.before_clipping)
+        put_hooks(self._hook_key, self._step.hooks, self._gradients.before_clipping)
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}

@@ -166,8 +166,10 @@ class ShardedUpdate(PrimaryUpdate):
     ) -> None:
         super().__init__(gradients, edits, differing, storage)
         self._storage = storage
+        self._shared: set[int] = set()  # optimizers of which the step that goes on is shared out
 
     def end(self) -> None:
+        self._shared.clear()
         self._storage.follow()  # a step that raised
 
     def comes_last(self, optimizer: Optimizer) -> bool:
@@ -182,12 +184,14 @@ class ShardedUpdate(PrimaryUpdate):
 
     def level(self, call: StepCall) -> bool:
         if not self._storage.shares(call.optimizer):
+            self._shared.discard(id(call.optimizer))
             return super().level(call)
+        self._shared.add(id(call.optimizer))
         self._levels.make_equal(call, self._elsewhere(call.tensors, alone=False), is_shared=True)
         return True
 
     def begin_step(self, call: StepCall) -> Optimizer | None:
-        if self._storage.shares(call.optimizer):
+        if id(call.optimizer) in self._shared:
             self._step_parts(call)
             return make_stand_in(call.optimizer)
         stepped = super().begin_step(call)
@@ -210,7 +214,7 @@ class ShardedUpdate(PrimaryUpdate):
         self._gradients.records.after_step(call.tensors)
 
     def end_step(self, call: StepCall) -> None:
-        if self._storage.shares(call.optimizer):
+        if id(call.optimizer) in self._shared:
             return
         self._storage.follow()
         agree(self._communicator, f"{call.name}: the end of the step")
