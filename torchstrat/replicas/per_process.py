@@ -98,7 +98,7 @@ class PerProcessReplica:
         around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._strategy = strategy
-        self._around_step = around_step
+        self._around_step, self._has_step_context = around_step, around_step is not nullcontext
         self._pages = pages
         self._world = communicator
         self._is_closed = False
@@ -123,7 +123,7 @@ class PerProcessReplica:
         self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
         self._streams = ReplicaStreams([self._torch_device], first_replica=communicator.rank)
-        self._context = ReplicaContext(strategy, communicator.rank)
+        self._entering = enter(strategy, ReplicaContext(strategy, communicator.rank))
         self._weights: StepWeights | None = None
         self._losses = LossCheck(strategy, gradient_op, communicator.size, self.registry.modules)
         self._renorms = RenormCheck(strategy, communicator.size, self.registry)
@@ -419,13 +419,13 @@ class PerProcessReplica:
         try:
             own_args = [select_replica(me, value) for value in args]
             own_kwargs = {name: select_replica(me, value) for name, value in kwargs.items()}
-            with (
-                self._losses.around(weights),
-                self._renorms.around(),
-                enter(self._strategy, self._context),
-                self._around_step(),
-            ):
-                result = fn(*own_args, **own_kwargs)
+            losses, renorms = self._losses.around(weights), self._renorms.around()
+            if isinstance(losses, nullcontext) and isinstance(renorms, nullcontext) and not self._has_step_context:
+                with self._entering:  # nearly always; entering what does nothing takes its time, too
+                    result = fn(*own_args, **own_kwargs)
+            else:
+                with losses, renorms, self._entering, self._around_step():
+                    result = fn(*own_args, **own_kwargs)
         except BaseException as error:
             self._report(error)
             self._undo(error, roster, buffers)
