@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class BucketedGradients:
         self,
         op: ReduceOp,
         owners: Owners | None = None,
-        uninterrupted: Callable[[], AbstractContextManager[None]] = nullcontext,
+        uninterrupted: AbstractContextManager[None] | None = None,
         rosters: Rosters | None = None,
     ) -> None:
         """``owners``: leave each gradient with those that own it, if there are any. ``uninterrupted``: what the end of
@@ -351,20 +351,27 @@ class BucketedGradients:
 
     def _end_pass(self) -> None:
         self._came_combined.clear()  # of a pass that accumulates nothing: torch.autograd.grad
-        with self._uninterrupted(), OwnSettings():
-            self._combine_with_graphs()
-            if self._is_watched:
-                self._meet_at(None)
-            if self._no_sync:  # only what hooks look at is combined
-                self._ready = None
-                return
-            if self._summing is not None:
-                self._flush_in_place()
-                return
-            if not self._travels:
-                self._begin_pass(BACKWARD)
-                self._plan = Plan((), self._tensors)
-            self._flush()
+        if self._uninterrupted is None:
+            with OwnSettings():
+                self._combine_pass()
+            return
+        with self._uninterrupted, OwnSettings():
+            self._combine_pass()
+
+    def _combine_pass(self) -> None:
+        self._combine_with_graphs()
+        if self._is_watched:
+            self._meet_at(None)
+        if self._no_sync:  # only what hooks look at is combined
+            self._ready = None
+            return
+        if self._summing is not None:
+            self._flush_in_place()
+            return
+        if not self._travels:
+            self._begin_pass(BACKWARD)
+            self._plan = Plan((), self._tensors)
+        self._flush()
 
     def _flush(self) -> None:
         """At the end of a pass: send the rest, learn what the others had, write the combined gradients back."""

@@ -495,6 +495,8 @@ class Components:
 
     def merge_rows(self) -> None:
         """While all replicas stand still: rows that a lookup with ``max_norm`` has scaled on any replica."""
+        if not self.has_edits:
+            return
         for slot in self._slots.values():
             version = slot.version
             if any(one != version for one in slot.versions.values()) and may_be_table(slot.tensor):

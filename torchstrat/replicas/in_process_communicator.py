@@ -169,6 +169,9 @@ class _SumOnce:
 
 def _sum(columns: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
     """``columns[replica][i]`` all become the same factor · Σ columns[replica][i]."""
+    if len({tensor.device for column in columns for tensor in column}) == 1:
+        arithmetic.combine_in_place(columns, factor)
+        return
     groups: dict[tuple[torch.device, ...], list[int]] = {}
     for place, row in enumerate(zip(*columns, strict=True)):
         groups.setdefault(tuple(tensor.device for tensor in row), []).append(place)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +21,20 @@ from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.variables import Members, VariableRegistry
 
+
+class _Shielded:
+    """A block in which Ctrl-C does not end a replica. Entered again and again; no generator, which takes longer."""
+
+    def __init__(self, gradients: InProcessGradients) -> None:
+        self._gradients = weakref.proxy(gradients)
+
+    def __enter__(self) -> None:
+        self._gradients.shield()
+
+    def __exit__(self, *_: Any) -> None:
+        self._gradients.unshield()
+
+
 Central = dict[int, tuple[torch.Tensor | None, int]]
 
 
@@ -31,7 +46,8 @@ class InProcessGradients:
         self._components = components
         self._op = op
         self._rosters = Rosters(registry, is_only=True)
-        self._of = [BucketedGradients(op, uninterrupted=self._shielded) for _ in range(count)]
+        shielded = _Shielded(self)
+        self._of = [BucketedGradients(op, uninterrupted=shielded) for _ in range(count)]
         self._communicators: dict[tuple[int, ...], InProcessCommunicator] = {}
         self._baton: Baton | None = None
         self._current: BucketedGradients | None = None  # of the replica whose turn it is
@@ -93,15 +109,14 @@ class InProcessGradients:
         for gradients in self._of if holder is None else [self._of[holder]]:
             gradients.set_no_sync(active)
 
-    @contextmanager
-    def _shielded(self) -> Iterator[None]:
-        """Ctrl-C leaves no gradient half-combined."""
+    def shield(self) -> None:
+        """From here to `unshield` Ctrl-C leaves no gradient half-combined."""
         assert self._baton is not None
         self._baton.shield()
-        try:
-            yield
-        finally:
-            self._baton.unshield()
+
+    def unshield(self) -> None:
+        assert self._baton is not None
+        self._baton.unshield()
 
     @property
     def is_pending(self) -> bool:
@@ -179,11 +194,13 @@ class InProcessGradients:
         if own is not None:
             own.before_clipping(gradients)
 
-    def has_left_over(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the replica whose turn it is has gradients of ``tensors`` that no backward pass has combined."""
+    def look_at(self, tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
+        """Whether the gradients of ``tensors`` that the replica whose turn it is has are as they were combined, and
+        whether there are some that no backward pass has combined."""
         own = self._now()
         assert own is not None
-        return not own.records.are_as_combined(tensors) and bool(own.records.left_over(tensors))
+        is_as_combined = own.records.are_as_combined(tensors)
+        return is_as_combined, not is_as_combined and bool(own.records.left_over(tensors))
 
     def combine_parts(self) -> None:
         """Those that runs have left uncombined. All replicas call it."""

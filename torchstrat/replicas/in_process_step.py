@@ -92,21 +92,24 @@ class InProcessUpdate:
         """The first replica's step is everyone's, but where every replica has an optimizer of its own over variables of
         its own, all made in this run."""
 
-        def combine(brought: dict[int, tuple[Optimizer, bool]]) -> dict[int, tuple[bool, bool]]:
-            optimizers = {replica: one for replica, (one, _) in brought.items()}
+        def combine(brought: dict[int, tuple[Optimizer, bool, bool]]) -> dict[int, tuple[bool, bool]]:
+            optimizers = {replica: one for replica, (one, _, _) in brought.items()}
             first, *others = optimizers.values()
             if any(other is not first for other in others):
                 if all(self._is_over_own_variables(one, replica) for replica, one in optimizers.items()):
                     return dict.fromkeys(optimizers, (False, False))
                 _let_be_one(optimizers)
             with OwnSettings():
-                self._components.share(self._slots_of(call.tensors))
-                self._report_differing(call.tensors, list(optimizers))
+                slots = self._slots_of(call.tensors)
+                self._components.share(slots)
+                _, is_as_combined, _ = brought[next(iter(brought))]
+                if self._components.has_edits or not is_as_combined:
+                    self._report_differing(slots, list(optimizers))
                 self._components.merge_rows()
-            return dict.fromkeys(optimizers, (True, any(left for _, left in brought.values())))
+            return dict.fromkeys(optimizers, (True, any(left for _, _, left in brought.values())))
 
         assert self._baton is not None
-        brought = call.optimizer, self._gradients.has_left_over(call.tensors)
+        brought = call.optimizer, *self._gradients.look_at(call.tensors)
         is_everyones, is_left_over = self._baton.meet(call.name, brought, combine)
         if not is_everyones:
             self._note_own(call.optimizer)
@@ -115,10 +118,9 @@ class InProcessUpdate:
             self._gradients.catch_up(call.tensors)
         return True
 
-    def _report_differing(self, tensors: list[torch.Tensor], replicas: list[int]) -> None:
+    def _report_differing(self, slots: list[TensorSlot], replicas: list[int]) -> None:
         if self._differing.is_told or len(replicas) < 2:
             return
-        slots = self._slots_of(tensors)
         edited = edited_differently(self._components.unmerged(slots), replicas) if self._components.has_edits else []
         self._differing.report(edited, gradients_edited_differently(slots, replicas, self._gradients.combined_of))
 
@@ -207,9 +209,9 @@ class StepHooks:
         self._gradients = gradients
         self._steps = [OptimizerStep(update, own, op) for own in gradients.of_replicas]
         self._hook_key = hook_key
+        self._hooks = before_step(self._before), after_step(self._after)
         self._baton: Baton | None = None
 
-        self._hooks = before_step(self._before), after_step(self._after)
     def begin(self, baton: Baton, weights: StepWeights) -> None:
         self._baton = baton
         self._update.begin(baton)
