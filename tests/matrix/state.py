@@ -32,8 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchstrat as ts
 from tests.matrix import places
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented, known_wrong
-from torchstrat.errors import ReplicaDriftError
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
 from torchstrat.replicas import component_attributes, hyperparameters, renormed_rows
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.central.state import Entry
@@ -41,6 +40,7 @@ from torchstrat.replicas.component_attributes import ComponentAttributes
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.kept_attributes import KeptAttributes
+from torchstrat.replicas.state_edits import StateEdits
 from torchstrat.replicas.state_kinds import KINDS
 from torchstrat.replicas.tensor_slot import TensorSlot
 from torchstrat.variables import VariableRegistry
@@ -570,10 +570,6 @@ def _check(row_name: str, column: str, place: str) -> None:
     assert_close(seen, wanted, tolerance)
 
 
-CAUSES: Mapping[str, str] = {
-    "B51": "state that ranks edit differently is compared with the others' by nobody: step_levels.py compares "
-    "parameters, gradients and hyperparameters, central/storage.py takes the first rank's edits at the next step",
-}
 PLACES = ("mirrored x2", "central_storage x2", *places.TORCHRUN)
 
 
@@ -584,17 +580,13 @@ def _has_meaning(row: Row, column: str) -> bool:
 
 
 def _expected(row_name: str, column: str, place: str) -> Expected:
-    kind = ROWS[row_name].kind
     if column == "edited differently" and row_name.startswith("buffer"):
         became = "their mean" if row_name == "buffer, floating" else "the first replica's"
         return documented(f"is {became}", "differs between replicas, and is .*set_aggregation")
-    in_process = place not in places.TORCHRUN
     if column == "edited differently" and row_name in ("hyperparameter", "scheduler"):
         return documented("is the first replica's", "have set lr of group 0 of SGD differently")
-    if in_process:
-        return RIGHT
-    if column == "edited differently" and kind == "optimizer state" and place != places.CENTRAL_ON_SOCKETS:
-        return known_wrong("B51", ReplicaDriftError)
+    if column == "edited differently" and row_name == "optimizer state" and place != places.CENTRAL_ON_SOCKETS:
+        return documented("is the first replica's", "have changed what an optimizer keeps of Linear.weight")
     return RIGHT
 
 
@@ -660,6 +652,11 @@ FAULTS = (
         _at("hyperparameter", "edited differently", "torchrun mirrored", "torchrun central_storage"),
     ),
     PlantedFault(
+        "optimizer state is each rank's own",
+        _off(StateEdits, "digest", lambda self, optimizer: 0.0),
+        _at("optimizer state", "edited differently", "torchrun mirrored", "torchrun central_storage"),
+    ),
+    PlantedFault(
         "gradients kept for other replicas do not follow a cast",
         _off(TensorSlot, "cast_grads", lambda self, dtype: None),
         _at("parameter", "cast"),
@@ -685,7 +682,6 @@ TABLE = Table(
     name="state",
     question="Does state mean what it means on one device, whatever a program does to it?",
     make_cells=cells,
-    causes=CAUSES,
     faults=FAULTS,
     alike=places.carried_otherwise,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -126,6 +126,10 @@ class ComponentHelpers:
                 yield helper, [attributes[replica].get("param_groups", []) for replica in self._replicas]
             else:
                 yield helper, [[attributes[replica]] for replica in self._replicas]
+
+    def states(self) -> Iterable[SharedState]:
+        """Of the optimizers."""
+        return self._states.values()
 
     def end(self) -> None:
         for helper, attributes, owner in self.helpers:

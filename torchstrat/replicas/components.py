@@ -26,6 +26,7 @@ from torchstrat.replicas.common_storage import CommonStorages
 from torchstrat.replicas.component_attributes import ComponentAttributes
 from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
 from torchstrat.replicas.component_helpers import ComponentHelpers
+from torchstrat.replicas.optimizer_views import SharedState
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
 from torchstrat.replicas.tensor_slot import TensorSlot
@@ -290,6 +291,10 @@ class Components:
     def settings(self) -> Iterator[tuple[Any, list[list[dict[str, Any]]]]]:
         """What each replica has set in optimizers, schedulers and scalers. While all replicas stand still."""
         return self._helpers.settings()
+
+    def states(self) -> Iterable[SharedState]:
+        """What replicas see of what each optimizer keeps."""
+        return self._helpers.states()
 
     # -- tensors ----------------------------------------------------------------------------------------------------
 

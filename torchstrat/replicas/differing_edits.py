@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.gradients import CombinedGradient
-from torchstrat.replicas.edits import sample
-from torchstrat.replicas.hyperparameters import Difference
+from torchstrat.replicas.hyperparameters import Difference, is_plain
+from torchstrat.replicas.optimizer_views import SharedState
+from torchstrat.replicas.samples import sample
 from torchstrat.replicas.tensor_slot import TensorSlot
 
 
@@ -23,12 +24,19 @@ class DifferingEdits:
         self.is_told = False
         self.is_told_of_settings = False
 
-    def report(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] = ()) -> None:
-        """``gradients``: variables whose gradients they are. All replicas come to the same ones."""
-        if self.is_told or not (parameters or gradients):
+    def report(
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor] = (),
+        state: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """``gradients``: variables whose gradients they are; ``state``: whose state an optimizer keeps. All replicas
+        come to the same ones."""
+        if self.is_told or not (parameters or gradients or state):
             return
         self.is_told = True
         names = [*map(self._describe, parameters), *(f"the gradient of {self._describe(one)}" for one in gradients)]
+        names += [f"what an optimizer keeps of {self._describe(one)}" for one in state]
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
             f"the replicas have changed {names[0]}{others} in the step, each in another way. What the first one did "
@@ -64,6 +72,25 @@ def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> 
         and slot.is_shared
         and not slot.is_copy
     ]
+
+
+def state_edited_differently(states: Iterable[SharedState]) -> list[torch.Tensor]:
+    """Parameters of which replicas in one process have changed what optimizers keep, each in another way."""
+    looked_at = [found for state in states if state.before or state.views for found in state.looked_at()]
+    return [
+        key
+        for key, (first, *others) in looked_at
+        if isinstance(key, torch.Tensor) and not all(_are_alike(first, other) for other in others)
+    ]
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Of values that an optimizer keeps."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or _are_equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_alike(value, other[name]) for name, value in one.items())
+    return not (is_plain(one) and is_plain(other)) or (one or None) == (other or None)
 
 
 CombinedOf = Callable[[int, torch.Tensor], CombinedGradient | None]

@@ -6,24 +6,20 @@ Decay and clamping are the same on every rank and need nothing. Random noise is 
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.piece_kinds import plain_kind
 from torchstrat.replicas import renormed_rows
 from torchstrat.replicas.agreement import fingerprint
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
-
-_PROBED = 16  # bytes of each tensor
+from torchstrat.replicas.samples import sample
+from torchstrat.replicas.state_edits import StateEdits
 
 
 class ParameterEdits:
@@ -34,6 +30,8 @@ class ParameterEdits:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]] = tuple) -> None:
         self._modules = modules
+        self.state = StateEdits()
+        """Of what optimizers keep."""
         self._edited: set[int] = set()  # ids of those that the program has edited in some step
         self._copies: dict[int, torch.Tensor] = {}
         self._noted: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -68,6 +66,8 @@ class ParameterEdits:
     def undo(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """After a failure: make them what they were when they were noted. Returns those of which there is no copy, as
         the program has edited them for the first time: copies of all would cost every run."""
+        self.state.end()
+        self.state.forget()
         edited = self._since_noted(tensors)
         for tensor in edited:
             if id(tensor) in self._copies:
@@ -108,29 +108,3 @@ class ParameterEdits:
 def _probe(tensors: Iterable[torch.Tensor]) -> float:
     """A checksum of a few bytes of each tensor in host memory. Reading them on a GPU would make the host wait."""
     return float(zlib.crc32(b"".join(map(sample, tensors))))
-
-
-# Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own; a piece has.
-_is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
-    lambda kind: plain_kind(kind).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-)
-
-
-def sample(tensor: torch.Tensor) -> bytes:
-    """Some of the bytes of a tensor in host memory, from all over it. Read at its address: through a view it takes ten
-    times as long, and every run asks for every tensor."""
-    if not _is_memory(type(tensor)) or not tensor.is_cpu:
-        return b""
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        return b""
-    count, address = tensor.nbytes, tensor.data_ptr()
-    if not count or not address:  # its storage may have been given back for the time being
-        return b""
-    # An odd step meets all bytes of the elements: the high ones of two numbers are often equal.
-    sample: bytes = _bytes_at(count).from_address(address)[:: count // _PROBED | 1]
-    return sample
-
-
-@functools.lru_cache(maxsize=4096)
-def _bytes_at(count: int) -> Any:
-    return ctypes.c_char * count

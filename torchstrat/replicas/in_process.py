@@ -31,7 +31,12 @@ from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.components import Components
-from torchstrat.replicas.differing_edits import DifferingEdits, data_edited_differently, edited_differently
+from torchstrat.replicas.differing_edits import (
+    DifferingEdits,
+    data_edited_differently,
+    edited_differently,
+    state_edited_differently,
+)
 from torchstrat.replicas.engine import adoption_warning, regroup
 from torchstrat.replicas.in_process_gradients import InProcessGradients
 from torchstrat.replicas.in_process_step import InProcessUpdate, StepHooks
@@ -275,7 +280,8 @@ class InProcessReplicas:
         slots = self._components.slots()
         if self._components.has_edits:
             self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
-        self._differing.report(data_edited_differently(slots, replicas, self._gradients.combined_of))
+        states = state_edited_differently(self._components.states())
+        self._differing.report(data_edited_differently(slots, replicas, self._gradients.combined_of), state=states)
 
     @property
     def is_running(self) -> bool:

@@ -17,7 +17,12 @@ from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.components import Components
-from torchstrat.replicas.differing_edits import DifferingEdits, edited_differently, gradients_edited_differently
+from torchstrat.replicas.differing_edits import (
+    DifferingEdits,
+    edited_differently,
+    gradients_edited_differently,
+    state_edited_differently,
+)
 from torchstrat.replicas.in_process_gradients import InProcessGradients
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, put_hooks, remove_hooks, step_led
 from torchstrat.replicas.optimizer_views import real_state
@@ -122,7 +127,8 @@ class InProcessUpdate:
         if self._differing.is_told or len(replicas) < 2:
             return
         edited = edited_differently(self._components.unmerged(slots), replicas) if self._components.has_edits else []
-        self._differing.report(edited, gradients_edited_differently(slots, replicas, self._gradients.combined_of))
+        gradients = gradients_edited_differently(slots, replicas, self._gradients.combined_of)
+        self._differing.report(edited, gradients, state_edited_differently(self._components.states()))
 
     def _is_over_own_variables(self, optimizer: Optimizer, replica: int) -> bool:
         slots = [self._components.slot_of(tensor) for tensor in stepped_by(optimizer)]

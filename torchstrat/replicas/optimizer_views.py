@@ -29,6 +29,11 @@ class SharedState:
         if key not in self.before:
             self.before[key] = self.copy_of(self.real[key]) if key in self.real else _MISSING
 
+    def looked_at(self) -> list[tuple[Any, list[Any]]]:
+        """Entries that any replica has looked at since the last step, and what each has there, the leader first."""
+        keys = {id(key): key for key in [*self.before, *(key for view in self.views for key in view.own)]}
+        return [(key, [self.real.get(key), *(view.peek(key) for view in self.views)]) for key in keys.values()]
+
     def stepped(self) -> None:
         """The optimizer has stepped: everyone sees what the state is now."""
         self.before.clear()
@@ -102,38 +107,43 @@ class ReplicaView(_View):
 
     def __init__(self, shared: SharedState) -> None:
         super().__init__(shared)
-        self._own: dict[Any, Any] = {}
+        self.own: dict[Any, Any] = {}
         shared.views.append(self)
 
     def forget(self) -> None:
-        self._own.clear()
+        self.own.clear()
+
+    def peek(self, key: Any) -> Any:
+        """What it has there; None for nothing."""
+        found = self.own[key] if key in self.own else self._theirs(key)
+        return None if found is _MISSING else found
 
     def _theirs(self, key: Any) -> Any:
         before = self.shared.before
         return before[key] if key in before else self.shared.real.get(key, _MISSING)
 
     def __getitem__(self, key: Any) -> Any:
-        own = self._own.get(key)
+        own = self.own.get(key)
         if own is None:
-            theirs = _MISSING if key in self._own else self._theirs(key)
+            theirs = _MISSING if key in self.own else self._theirs(key)
             if theirs is _MISSING:
                 return self.__missing__(key)
-            own = self._own[key] = self.shared.copy_of(theirs)
+            own = self.own[key] = self.shared.copy_of(theirs)
         return own
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._own[key] = value
+        self.own[key] = value
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
-        self._own[key] = None
+        self.own[key] = None
 
     def __contains__(self, key: Any) -> bool:
-        return self._own[key] is not None if key in self._own else self._theirs(key) is not _MISSING
+        return self.own[key] is not None if key in self.own else self._theirs(key) is not _MISSING
 
     def __iter__(self) -> Iterator[Any]:
-        keys = [*self.shared.real, *self.shared.before, *self._own]
+        keys = [*self.shared.real, *self.shared.before, *self.own]
         return iter([key for key in {id(key): key for key in keys}.values() if key in self])
 
     def __len__(self) -> int:

@@ -310,6 +310,10 @@ class PerProcessReplica:
         """Whether the owner alone has the optimizer's state."""
         return self._central and (self._storage is None or not self._storage.shares(optimizer))
 
+    def _state_digest(self, optimizer: Optimizer) -> float:
+        found = self._edits.state.digest(optimizer)
+        return found if found and not self._is_of_owner(optimizer) else 0.0
+
     def _find_wrapped(self) -> frozenset[int]:
         if self._wrapped[0] != self.registry.changes:
             self._wrapped = (self.registry.changes, wrapped_among(self.registry.optimizers()))
@@ -407,6 +411,7 @@ class PerProcessReplica:
         self._gradients.begin(roster, self._communicator, lambda: weights.of(me), is_all=is_all)
         self._hooks.attach_to_run(roster.tensors, roster.layout, early=self._gradients.needs_early_hooks)
         self._edits.begin(roster.tensors)
+        self._edits.state.begin([] if self._central and self._storage is None else members.helpers)
         buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
         self._policy.begin(self._communicator)
         self._step.begin(self._communicator, weights, me)
@@ -436,6 +441,7 @@ class PerProcessReplica:
             remove_hooks(self._hook_key)
             self._step.end()
             self._policy.end()
+            self._edits.state.end()
             newborn.end()
             self._steps_outside.resume()
             self._gradients.end()
@@ -445,6 +451,8 @@ class PerProcessReplica:
         except BaseException as error:  # another rank has failed after its last exchange with this one
             self._undo(error, roster, buffers)
             raise
+        finally:
+            self._edits.state.forget()
         return nest.map_structure(lambda leaf: PerReplica((leaf,), replica_ids=(me,), weights=weights), result)
 
     def _undo(self, error: BaseException, roster: Roster, buffers: ProcessBuffers) -> None:
@@ -472,8 +480,9 @@ class PerProcessReplica:
         roster = self._rosters.now(members)
         optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
         settings = sum(map(hyperparameters.digest, optimizers))
+        state = sum(map(self._state_digest, optimizers))
         plain = plain_state.digest(members)
-        numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain)
+        numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain, state)
         own = (self._weights.of(self._world.rank), float(self._gradients.has_unweighted_parts))
         rows = agree(self._communicator, END_OF_RUN, (*own, *numbers))
         buffers.look_at_counts(members.buffer_slots, self._weights.rows_of(self._world.rank))
@@ -489,9 +498,9 @@ class PerProcessReplica:
     ) -> None:
         """``rows``: what each rank has brought, which differs, or has parts of gradients or sums of buffers in it."""
         weights, parts = [row[0] for row in rows], [row[1] for row in rows]
-        if not all_equal([row[-1:] for row in rows]):
+        if not all_equal([row[-2:-1] for row in rows]):
             plain_state.level(self._communicator, self.registry, 0, END_OF_RUN)
-        rows = [row[1:-1] for row in rows]
+        states, rows = [row[-1:] for row in rows], [row[1:-2] for row in rows]
         if any(parts):
             self._gradients.weigh_parts(shares(self.gradient_op, weights)[self._communicator.rank])
         differ = not all_equal([row[1:] for row in rows])
@@ -501,6 +510,9 @@ class PerProcessReplica:
             for optimizer in optimizers:
                 found = hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
                 self._differing.report_settings(optimizer, found)
+        for optimizer in [] if all_equal(states) else optimizers:
+            if not self._is_of_owner(optimizer):
+                self._policy.level_state(optimizer, END_OF_RUN)
         if buffers.sums or (differ and not all_equal([row[5:] for row in rows])):
             buffers.merge(self._communicator, weights, END_OF_RUN)
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Container
 
 import torch
+from torch.optim import Optimizer
 
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
@@ -18,6 +19,7 @@ from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.optimizer_step import StepCall
 from torchstrat.replicas.transfer import broadcast_gradients
+from torchstrat.stand_ins import stepped_by
 
 
 class StepLevels:
@@ -45,13 +47,15 @@ class StepLevels:
         Clipping edits every rank's gradient alike, random noise does not: where fingerprints of edited gradients and
         parameters differ, the first rank's count, as they would in one process. In central storage its edits of
         parameters always do, because there is one copy to take them; and what it put into the state of an optimizer
-        whose steps are shared out (``is_shared``). Hyperparameters are the first one's everywhere.
+        whose steps are shared out (``is_shared``). Hyperparameters and state are the first one's everywhere.
 
         ``elsewhere``: the variables that each rank has a copy of.
         """
-        optimizer, tensors, name = call.optimizer, call.tensors, call.name
+        optimizer, tensors, name, storage = call.optimizer, call.tensors, call.name, self._storage
         shared = optimizer if is_shared else None
         edited = self._edits.since_noted(elsewhere)
+        state = self._edits.state.digest(optimizer) if storage is None or is_shared else 0.0
+        self._edits.state.pause(optimizer)
         left_over: set[int] = set()
         as_combined = self._gradients.records.are_as_combined(tensors)
         if not as_combined:
@@ -59,18 +63,19 @@ class StepLevels:
             edited += self._gradients.records.edited(t for t in tensors if id(t) not in left_over)
         missing = zlib.crc32(bytes([tensor.grad is None for tensor in tensors]))
         numbers: tuple[float, ...] = (float(bool(left_over)), float(len(edited)), float(missing), *fingerprint(edited))
-        storage = self._storage
         if storage is not None:
             is_foreign = shared is not None and storage.is_foreign(shared)
             is_torn = not as_combined and self._gradients.records.torn(tensors)
             has_edits = storage.look_for_edits(rows=True)
             edits = fingerprint([tensor.detach() for tensor in tensors])[0] if has_edits else 0.0
             numbers = (*numbers, float(has_edits), float(is_foreign), float(is_torn), edits)
-        everyone = agree(self._communicator, name, (*numbers, hyperparameters.digest(optimizer)))
+        everyone = agree(self._communicator, name, (*numbers, state, hyperparameters.digest(optimizer)))
         if all_equal(everyone) and not (left_over or any(numbers[5:8])):
             return
         if not all_equal([row[-1:] for row in everyone]):
             self._differing.report_settings(optimizer, hyperparameters.level(self._communicator, optimizer, name))
+        if not all_equal([row[-2:-1] for row in everyone]):
+            self._level_state(optimizer, name, is_shared=is_shared)
         if storage is not None and any(row[7] for row in everyone):
             raise InvalidArgumentError(
                 f"gradients have been changed between backward() and {name}, and with gradients='owner' no rank has "
@@ -94,6 +99,27 @@ class StepLevels:
             storage.publish_edits(self._communicator, name, rows=has_rows)
         if storage is not None and shared is not None and any(row[6] for row in everyone):
             storage.take_state(self._communicator, shared, name)
+
+    def _level_state(self, optimizer: Optimizer, call: str, *, is_shared: bool) -> None:
+        """``is_shared``: what the first rank has put there is everyone's anyhow, once edits are published."""
+        places = self._edits.state.differing(self._communicator, optimizer, call)
+        tensors = stepped_by(optimizer)
+        self._differing.report([], state=[tensors[place] for place in places])
+        if not is_shared:
+            self._edits.state.level(self._communicator, optimizer, places, call)
+
+    def level_state(self, optimizer: Optimizer, call: str) -> None:
+        """The end of a run in which ranks have changed the optimizer's state differently. All ranks call it."""
+        storage = self._storage
+        self._level_state(optimizer, call, is_shared=storage is not None)
+        if storage is None:
+            return
+        own = (float(storage.look_for_edits()), float(storage.is_foreign(optimizer)))
+        rows = agree(self._communicator, call, own)
+        if any(row[0] for row in rows):
+            storage.publish_edits(self._communicator, call)
+        if any(row[1] for row in rows):
+            storage.take_state(self._communicator, optimizer, call)
 
     def _find_differing(
         self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor], call: str

@@ -66,6 +66,11 @@ class ReplicatedUpdate:
 
     def end_step(self, call: StepCall) -> None:
         self._finish(call.tensors)
+        self._edits.state.resume(call.optimizer)
+
+    def level_state(self, optimizer: Optimizer, call: str) -> None:
+        """A run has ended in which ranks have changed the optimizer's state differently."""
+        self._levels.level_state(optimizer, call)
 
     def _finish(self, tensors: list[torch.Tensor]) -> None:
         self._edits.note(tensors)
@@ -102,7 +107,7 @@ class PrimaryUpdate(ReplicatedUpdate):
         self._tell_settings(call)
         values = [tensor.data for tensor in self._elsewhere(call.tensors)]
         broadcast_tensors(self._communicator, values, OWNER, f"{call.name}: the owner's new parameters")
-        self._finish(call.tensors)
+        super().end_step(call)
 
     def _settings_of(self, optimizer: Optimizer) -> list[list[dict[str, Any]]]:
         """Of what the owner is about to step, where steps may set something."""
@@ -215,6 +220,7 @@ class ShardedUpdate(PrimaryUpdate):
 
     def end_step(self, call: StepCall) -> None:
         if id(call.optimizer) in self._shared:
+            self._edits.state.resume(call.optimizer)
             return
         self._storage.follow()
         agree(self._communicator, f"{call.name}: the end of the step")
