@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import is_compiler_at_work
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
+from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.reachable import Reached, Start
 from torchstrat.replicas.buffer_rules import BufferRules
@@ -129,6 +130,10 @@ class VariableRegistry:
         self._helpers = WeakOrdered()
         self._vectors = WeakOrdered()
         self._given_up = WeakOrdered()
+        self._lone = WeakOrdered()  # optimizers that steps have made over tensors in no module
+        self._lone_tensors = WeakOrdered()
+        self._copied = WeakOrdered()  # modules that the current run has copied
+        self._lone_before = 0  # how many of them there had been when the current run began
         self.looks_for_flat = False
         """Whether variables and gradients that share memory have to be told, for replicas of one process."""
         self._flat_seen: set[int] = set()
@@ -181,19 +186,55 @@ class VariableRegistry:
     def _on_copy(self, module: nn.Module) -> None:
         self.changes += 1
         self._modules.add(module)
+        if self.on_member is not None:
+            self._copied.add(module)
         if self.on_copy is not None:
             self._copying.add(self._step)
             self.on_copy(module)
 
     def _on_helper(self, helper: Any) -> None:
+        if self.on_member is not None and self._is_lone(helper):
+            self._add_lone(helper)
+            return
         self.changes += 1
         self.add_helper(helper)
+
+    def _is_lone(self, helper: Any) -> bool:
+        """Whether it is an optimizer over tensors that are nobody's, or of deep copies: not over those of all replicas,
+        then, but over something that each makes for its own rows and is done with at the end of the run."""
+        tensors = _tensors_of(helper)
+        known = {id(tensor) for tensor in self.tensors()} if tensors else set()
+        known -= {id(tensor) for module in self._copied for tensor in module._parameters.values()}
+        return bool(tensors) and not any(id(tensor) in known for tensor in tensors)
+
+    def note_step_of(self, optimizer: Optimizer) -> None:
+        """A step in a process of its own is about to step one. Raises where an earlier run has made it like that: its
+        first steps were each replica's own."""
+        if optimizer in self._helpers:
+            return
+        number = self._lone.number_of(optimizer)
+        if 0 <= number < self._lone_before:
+            raise ReplicaDivergenceError(
+                f"a step has made this {type(optimizer).__name__} over tensors that are no variables of the strategy "
+                "(in no module, or in a deep copy), and a later one goes on with it: every replica has made steps of "
+                "its own. Make variables that replicas share, and their optimizer, within `with strategy.scope():`."
+            )
+        if number < 0 and self._is_lone(optimizer):
+            self._add_lone(optimizer)
+
+    def _add_lone(self, optimizer: Optimizer) -> None:
+        self._lone.add(optimizer)
+        for tensor in _tensors_of(optimizer):
+            self._lone_tensors.add(tensor)
 
     # -- at each run ------------------------------------------------------------------------------------------------
 
     def adopt(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> list[str]:
         """Record what a step reaches. Returns descriptions of the trainable state among it that no scope had seen."""
         self._grow()
+        self._lone_before = self._lone.count
+        if self._copied.count:
+            self._copied = WeakOrdered()
         start = Start(fn, arguments)
         self._step = step = getattr(fn, "__code__", None) or type(fn)
         before = self._walked.get(step)
@@ -220,7 +261,8 @@ class VariableRegistry:
     def _record(self, found: Reached) -> list[str]:
         adopted: list[str] = []
         for helper in found.helpers:
-            self.add_helper(helper)
+            if helper not in self._lone:
+                self.add_helper(helper)
         owned = {id(tensor) for tensor in self._optimizer_tensors()}
         for module in found.modules:
             is_new = module not in self._modules
@@ -231,7 +273,7 @@ class VariableRegistry:
             return adopted
         members = {id(tensor) for module in self._modules for tensor in module._parameters.values()}
         for tensor in found.tensors:
-            if id(tensor) in members:
+            if id(tensor) in members or tensor in self._lone_tensors:
                 continue
             is_known = id(tensor) in owned or tensor in self._given_up
             if self._tensors.add(tensor) and not self._opened and not is_known:

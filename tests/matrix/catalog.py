@@ -20,6 +20,7 @@ MODULES: Mapping[str, str] = {
     "batches": "tests.matrix.batches",
     "lifetimes": "tests.matrix.lifetimes",
     "one_rank_alone": "tests.matrix.one_rank_alone",
+    "made_in_steps": "tests.matrix.made_in_steps",
 }
 
 

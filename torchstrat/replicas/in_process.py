@@ -313,9 +313,21 @@ class InProcessReplicas:
         baton.shield()
         self._components.made_members()
         with OwnSettings():
+            self._give_first_values(module)
             self._components.register_module(module)
             self._attach(parameters_of(module))
         baton.unshield()
+
+    def _give_first_values(self, module: nn.Module) -> None:
+        """Those that the first replica's code has drawn for the module that it has made in this one's place."""
+        assert self._baton is not None
+        replica = self._baton.holder
+        if replica is None:
+            return
+        for own, first in self._gradients.twins.pair(module, replica):
+            slot = self._components.slot_of(first)
+            if slot is not None and replica in slot.data:
+                own.data.copy_(slot.data[replica])
 
     def _attach(self, tensors: list[torch.Tensor]) -> None:
         slots = [self._components.slot_of(tensor) for tensor in tensors]
@@ -325,6 +337,8 @@ class InProcessReplicas:
     def _note_use(self, module: nn.Module) -> None:
         if self._baton is not None and self._is_current():
             self._components.note_use(module)
+            if self._baton.holder is not None:
+                self._gradients.twins.note_use(module, self._baton.holder)
 
     def _expect(self, module: nn.Module, name: str, member: torch.Tensor) -> None:
         """A replica's code is about to register a parameter or a buffer."""

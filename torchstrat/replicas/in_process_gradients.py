@@ -18,6 +18,7 @@ from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.in_process_communicator import InProcessCommunicator
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
+from torchstrat.replicas.twins import Twins
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.variables import Members, VariableRegistry
 
@@ -50,6 +51,7 @@ class InProcessGradients:
         self._of = [BucketedGradients(op, uninterrupted=shielded) for _ in range(count)]
         self._communicators: dict[tuple[int, ...], InProcessCommunicator] = {}
         self._baton: Baton | None = None
+        self.twins = Twins()
         self._current: BucketedGradients | None = None  # of the replica whose turn it is
         self._replicas: list[int] = []
         self._idle: list[int] = []
@@ -76,6 +78,7 @@ class InProcessGradients:
         if len(self._replicas) < len(self._of):
             self._idle = [replica for replica in range(len(self._of)) if replica not in self._replicas]
         self._began = self._components.generation
+        self.twins.begin(self._replicas)
         self._seen = dict.fromkeys(self._replicas, self._began)
         for replica in self._replicas:
             self._of[replica].begin(roster, communicator, partial(weights.of, replica), is_all=not self._idle)
@@ -97,6 +100,7 @@ class InProcessGradients:
         for gradients in self._of:
             gradients.pending = pending
         self.communicator.end()
+        self.twins.end()
         self._baton, self._replicas, self._idle, self._current = None, [], [], None
 
     def switch(self, replica: int | None) -> None:
@@ -170,9 +174,7 @@ class InProcessGradients:
         """Without what another replica has made in this run, and this one not used: each makes its own, perhaps."""
         roster = self._rosters.now()
         hidden = self._components.hidden_from(replica)
-        if not hidden:
-            return roster
-        return roster.only({name for name, tensor in roster.items() if id(tensor) not in hidden})
+        return self.twins.renamed(roster, hidden) if hidden else roster
 
     def before_accumulation(
         self, tensor: torch.Tensor, gradient: torch.Tensor, is_watched: bool

@@ -102,7 +102,9 @@ class InProcessUpdate:
             first, *others = optimizers.values()
             if any(other is not first for other in others):
                 if all(self._is_over_own_variables(one, replica) for replica, one in optimizers.items()):
-                    return dict.fromkeys(optimizers, (False, False))
+                    are_twins = all(self._gradients.twins.are_of_first(stepped_by(one)) for one in others)
+                    is_left = are_twins and any(left for _, left in brought.values())
+                    return dict.fromkeys(optimizers, (False, is_left))
                 _let_be_one(optimizers)
             with OwnSettings():
                 slots = self._slots_of(call.tensors)
@@ -116,12 +118,12 @@ class InProcessUpdate:
         assert self._baton is not None
         brought = call.optimizer, *self._gradients.look_at(call.tensors)
         is_everyones, is_left_over = self._baton.meet(call.name, brought, combine)
-        if not is_everyones:
-            self._note_own(call.optimizer)
-            return False
         if is_left_over:
             self._gradients.catch_up(call.tensors)
-        return True
+        if not is_everyones:
+            self._note_own(call.optimizer)
+            self._gradients.after_step(call.tensors)
+        return bool(is_everyones)
 
     def _report_differing(self, slots: list[TensorSlot], replicas: list[int]) -> None:
         if self._differing.is_told or len(replicas) < 2:

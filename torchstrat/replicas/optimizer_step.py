@@ -3,6 +3,7 @@ an update policy, which says who steps what."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -73,9 +74,20 @@ HookPair = tuple[Callable[[Optimizer, Any, Any], Any], Callable[[Optimizer, Any,
 
 
 class OptimizerStep:
-    """The steps of one replica in one run after the other. ``weights``: of the run."""
+    """The steps of one replica in one run after the other. ``weights``: of the run.
 
-    def __init__(self, policy: UpdatePolicy, gradients: BucketedGradients, op: ReduceOp) -> None:
+    ``note``: told of each step of an optimizer that the thread makes which has begun the run.
+    """
+
+    def __init__(
+        self,
+        policy: UpdatePolicy,
+        gradients: BucketedGradients,
+        op: ReduceOp,
+        note: Callable[[Optimizer], None] = lambda _: None,
+    ) -> None:
+        self._note = note
+        self._thread = 0
         self._policy = policy
         self._gradients = gradients
         self._op = op
@@ -91,6 +103,7 @@ class OptimizerStep:
         """A run begins: that of ``communicator``, in which this is the ``replica``."""
         self._communicator, self._weights, self._replica = communicator, weights, replica
         self._numbers, self._begun, self._is_led = {}, {}, False
+        self._thread = threading.get_ident()
 
     def end(self) -> None:
         """The run has ended, or failed in the midst of a step."""
@@ -105,6 +118,8 @@ class OptimizerStep:
     # -- the hooks --------------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() == self._thread:  # PyTorch's hook sees all optimizers of the process
+            self._note(optimizer)
         if self.is_part_of_another():
             return None
         if self._policy.comes_last(optimizer):

@@ -132,7 +132,7 @@ class PerProcessReplica:
         self._taken_over: tuple[Any, ...] = ()  # what stays equal as long as there is nothing new
         owns = not central or communicator.rank == OWNER
         self._policy, self._outside_policy = self._make_policy(), self._make_policy()
-        self._step = OptimizerStep(self._policy, self._gradients, gradient_op)
+        self._step = OptimizerStep(self._policy, self._gradients, gradient_op, self.registry.note_step_of)
         self._outside_step = OptimizerStep(self._outside_policy, self._gradients, gradient_op)
         self._steps_outside = StepsOutside(
             self._outside_step, self._begin_outside, self._gradients.end, self._is_of_owner, owns=owns

@@ -112,6 +112,16 @@ KINDS = (
         "plain attributes of modules, containers and plain tensors among them: each replica's own, from run to run; "
         "code outside of runs sees the first one's, and what it sets is everyone's",
     ),
+    StateKind(
+        "module made in a step",
+        "kept or made anew by every step, its parameters are variables from its first forward pass on: the first "
+        "replica's values, combined gradients (`newborn`; in one process `twins`)",
+    ),
+    StateKind(
+        "leaf tensor made in a step",
+        "in no module, or in a deep copy, with its optimizer: each replica's own, for its rows, while the run lasts; "
+        "an optimizer with which another replica or a later run goes on is refused (`VariableRegistry.note_step_of`)",
+    ),
     StateKind("memory", "what shares storage with any of these is found when a step is first run, and changes with it"),
     StateKind("random numbers", "a stream for each replica, the same in one process and in several"),
 )
