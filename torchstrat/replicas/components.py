@@ -296,6 +296,11 @@ class Components:
         """What replicas see of what each optimizer keeps."""
         return self._helpers.states()
 
+    @property
+    def has_looked_at_state(self) -> bool:
+        """Whether any replica's code has, and may have changed what optimizers keep, since their last steps."""
+        return any(state.is_looked_at for state in self._helpers.states())
+
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def slots(self) -> Iterable[TensorSlot]:

@@ -103,14 +103,14 @@ class InProcessUpdate:
             if any(other is not first for other in others):
                 if all(self._is_over_own_variables(one, replica) for replica, one in optimizers.items()):
                     are_twins = all(self._gradients.twins.are_of_first(stepped_by(one)) for one in others)
-                    is_left = are_twins and any(left for _, left in brought.values())
+                    is_left = are_twins and any(left for _, _, left in brought.values())
                     return dict.fromkeys(optimizers, (False, is_left))
                 _let_be_one(optimizers)
             with OwnSettings():
                 slots = self._slots_of(call.tensors)
                 self._components.share(slots)
-                _, is_as_combined, _ = brought[next(iter(brought))]
-                if self._components.has_edits or not is_as_combined:
+                are_as_combined = all(is_as_combined for _, is_as_combined, _ in brought.values())
+                if self._components.has_edits or not are_as_combined or self._components.has_looked_at_state:
                     self._report_differing(slots, list(optimizers))
                 self._components.merge_rows()
             return dict.fromkeys(optimizers, (True, any(left for _, _, left in brought.values())))

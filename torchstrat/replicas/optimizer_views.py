@@ -29,6 +29,11 @@ class SharedState:
         if key not in self.before:
             self.before[key] = self.copy_of(self.real[key]) if key in self.real else _MISSING
 
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether there is any such entry as of `looked_at`."""
+        return bool(self.before) or any(view.own for view in self.views)
+
     def looked_at(self) -> list[tuple[Any, list[Any]]]:
         """Entries that any replica has looked at since the last step, and what each has there, the leader first."""
         keys = {id(key): key for key in [*self.before, *(key for view in self.views for key in view.own)]}
