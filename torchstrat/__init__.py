@@ -9,7 +9,17 @@ import typing
 from torchstrat import _importing
 
 with _importing.without_collection():
-    from torchstrat import cluster_resolver, coordinator, data, errors, experimental, partitioners, registry, tpu
+    from torchstrat import (
+        cluster_resolver,
+        coordinator,
+        data,
+        errors,
+        experimental,
+        partitioners,
+        policy,
+        registry,
+        tpu,
+    )
     from torchstrat.checkpoint import Checkpoint, CheckpointManager, SaveHandle, consolidate
     from torchstrat.context import (
         ReplicaContext,
@@ -43,6 +53,7 @@ with _importing.without_collection():
     from torchstrat.row_prefetch import prefetch_rows
     from torchstrat.run_options import RunOptions
     from torchstrat.strategies.central_storage import CentralStorageStrategy
+    from torchstrat.strategies.local_sgd import LocalSGDStrategy
     from torchstrat.strategies.mirrored import MirroredStrategy
     from torchstrat.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from torchstrat.strategies.one_device import OneDeviceStrategy
@@ -86,6 +97,7 @@ __all__ = [
     "Lease",
     "LeasedDataset",
     "Ledger",
+    "LocalSGDStrategy",
     "Mirrored",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
@@ -129,6 +141,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "partitioners",
+    "policy",
     "prefetch_rows",
     "progress",
     "registry",

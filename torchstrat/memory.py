@@ -109,6 +109,11 @@ def copies_in_one_process(devices: Sequence[str], parameter_device: str | None) 
     return holders
 
 
+def local_copies(devices: Sequence[str]) -> list[Copies]:
+    """Every replica has, and steps, its own; nothing of gradients travels."""
+    return [Copies(device, 1, 1, 1, 1, 0) for device in devices]
+
+
 def copies_in_processes(
     device: str, processes: int, *, central: bool, shares_variables: bool, sums_in_place: bool, is_staged: bool = False
 ) -> list[Copies]:

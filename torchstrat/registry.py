@@ -14,6 +14,7 @@ _STRATEGIES = {
     "mirrored": ("torchstrat.strategies.mirrored", "MirroredStrategy"),
     "multi_worker_mirrored": ("torchstrat.strategies.multi_worker_mirrored", "MultiWorkerMirroredStrategy"),
     "central_storage": ("torchstrat.strategies.central_storage", "CentralStorageStrategy"),
+    "local_sgd": ("torchstrat.strategies.local_sgd", "LocalSGDStrategy"),
     "tpu": ("torchstrat.strategies.tpu", "TPUStrategy"),
     "parameter_server": ("torchstrat.strategies.parameter_server", "ParameterServerStrategy"),
 }

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import is_compiler_at_work
@@ -38,6 +39,12 @@ class BufferSlot(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor | None:
         return self.module._buffers.get(self.name)
+
+    @property
+    def has_values(self) -> bool:
+        """By now."""
+        tensor = self.tensor
+        return tensor is not None and not is_lazy(tensor) and not tensor.is_meta
 
 
 class Members(NamedTuple):

@@ -201,7 +201,7 @@ def test_other_models_optimizers_and_files(digits: Path, tmp_path: Path, setting
     [
         (
             "strategy=mirorred",
-            "strategy=mirorred does not exist; choose one of central_storage, mirrored, multi_worker_mirrored, one_dev",
+            "strategy=mirorred does not exist; choose one of central_storage, local_sgd, mirrored, multi_worker_mir",
         ),
         ("data=csv data.path=absent.csv model=mlp", "refused its arguments path='absent.csv', "),
         ("data=csv data.path=bad.csv model=mlp", "refused its arguments path='bad.csv', test_path=None"),
@@ -233,7 +233,7 @@ def test_a_mistake_is_one_line(overrides: str, message: str, tmp_path: Path) -> 
             ("-m", "strategy=one_device,mirrored", "data.global_batch=1"),
             ("OneDeviceStrategy is for one process", "data.global_batch=1 is too small for 2 replicas"),
         ),
-        (("strategy=unknown",), ("choose one of central_storage, mirrored, multi_worker_mirrored, one_device",)),
+        (("strategy=unknown",), ("choose one of central_storage, local_sgd, mirrored, multi_worker_mirrored, one_d",)),
         (("strategy=mirrored", "strategy.replicas=2"), ("under a launcher each process is one replica",)),
     ],
 )

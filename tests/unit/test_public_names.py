@@ -45,6 +45,7 @@ def test_strategies_answer_to_both_spellings() -> None:
 
 STRATEGIES = [
     ts.CentralStorageStrategy,
+    ts.LocalSGDStrategy,
     ts.MirroredStrategy,
     ts.MultiWorkerMirroredStrategy,
     ts.OneDeviceStrategy,

@@ -3,7 +3,8 @@
 Under the name ``torchstrat``, which no object of a user's may have::
 
     torchstrat.process_0.torch          the default generator of the process of rank 0; ….cuda.cuda_0, ….python, ….numpy
-    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.replicas.randomness`
+    torchstrat.strategy_0.replica_3     the stream of replica 3, see `torchstrat.replicas.randomness`; and what it has
+                                        for itself where replicas step their own, see `torchstrat.replicas.local_state`
     torchstrat.parameter_servers        the seed of scheduled functions, and how many have ended
 
 `strategy_0` is the strategy that the objects belong to. Another number of processes or replicas takes what it finds of
@@ -27,7 +28,9 @@ from torchstrat import context
 from torchstrat.checkpoint.items import Reads, Want, Writes
 from torchstrat.checkpoint.pieces import OWN, Piece, flatten, is_of_job, unflatten
 from torchstrat.generator_states import state_of
+from torchstrat.replicas.local_state import OwnValues, mean_of, put_values
 from torchstrat.replicas.randomness import seedings
+from torchstrat.replicas.roster import Rosters
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ class JobState:
 
 def take(objects: Mapping[str, Any], servers: ServerCheckpoint | None) -> JobState:
     """As it is now, between runs; asks no other process. With servers while no function runs."""
-    streams = [strategy._engine.random_streams.state_dict() for strategy in strategies_of(objects)]
+    streams = [strategy._engine.replica_states.state_dict() for strategy in strategies_of(objects)]
     return JobState(_process_state(), streams, {} if servers is None else servers.counters())
 
 
@@ -81,7 +84,10 @@ def reads(stored: Stored, objects: Mapping[str, Any], servers: ServerCheckpoint 
         _load_process(tree.get(f"process_{rank}", {}))
         for number, strategy in enumerate(strategies_of(objects)):
             if f"strategy_{number}" in tree:
-                strategy._engine.random_streams.load_state_dict(tree[f"strategy_{number}"])
+                engine, kept = strategy._engine, tree[f"strategy_{number}"]
+                engine.replica_states.load_state_dict(kept)
+                if servers is None and (mean := mean_of(kept)) and engine.rounds is None:
+                    put_values(engine.registry, Rosters(engine.registry).now(), OwnValues(mean, {}, []))
         if servers is not None and "parameter_servers" in tree:
             servers.load_counters(tree["parameter_servers"])
 

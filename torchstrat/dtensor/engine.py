@@ -36,9 +36,8 @@ from torchstrat.logical_devices import Assignments
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import INPUT, agree, all_equal, fingerprint
-from torchstrat.replicas.engine import adoption_warning
+from torchstrat.replicas.engine import ReplicaStates, adoption_warning
 from torchstrat.replicas.per_process import PerProcessReplica
-from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.sharding.rules import ShardingRules
@@ -129,12 +128,16 @@ class LogicalReplicas:
             communicator=FirstOfReplica(self._everyone.split(), self.devices.axes.num_logical_devices),
         )
 
+    @property
+    def rounds(self) -> None:
+        return None
+
     def device_of_replica(self, replica: int) -> str:
         return self._inner.device_of_replica(replica)
 
     @property
-    def random_streams(self) -> ReplicaStreams:
-        return self._inner.random_streams
+    def replica_states(self) -> ReplicaStates:
+        return self._inner.replica_states
 
     def copies(self) -> list[Copies]:
         """Of what is not cut; what is cut takes less."""

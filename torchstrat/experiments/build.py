@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import sys
@@ -24,8 +25,8 @@ from torchstrat.tpu import DeviceAssignment, initialize_tpu_system
 CPU_REPLICAS = 2
 """Replicas in one process on a machine without GPUs, where nothing was asked for: enough to see a strategy at work."""
 
-_DEVICES = {"mirrored": "devices", "central_storage": "compute_devices"}
-"""Strategies with replicas in this process, and their constructors' argument for where these are."""
+_DEVICES = ("devices", "compute_devices")
+"""Constructors' arguments for where replicas of this process are, of strategies that have any."""
 
 
 def strategy(config: ExperimentConfig, plan: ProcessPlan | None) -> Strategy:
@@ -86,8 +87,9 @@ def synchronous(
         )
     if logical != 1 or mesh != [1]:
         options |= {"logical_devices_per_replica": logical, "logical_mesh_shape": mesh, "sharding_rules": cut}
-    if name in _DEVICES:
-        options[_DEVICES[name]] = _devices(_DEVICES[name], config, plan, replicas, options.get(_DEVICES[name]))
+    parameters = inspect.signature(registry.get(name)).parameters
+    if key := next((one for one in _DEVICES if one in parameters), None):
+        options[key] = _devices(key, config, plan, replicas, options.get(key))
     else:
         ignore_replicas(config, plan, replicas, "it has one" if name == "one_device" else "every process is one")
     cpu_only = config.cluster.accelerator == "cpu"
@@ -169,12 +171,9 @@ def computation_shape(mesh_shape: Sequence[int], logical_devices: int) -> list[i
 
 def create(name: str, config: ExperimentConfig, **options: Any) -> Strategy:
     """The strategy of that name in the registry, with what every one is told."""
-    return registry.create(
-        name,
-        gradient_reduce_op=config.strategy.get("gradient_reduce_op", "mean"),
-        timeout=timedelta(seconds=config.cluster.timeout_seconds),
-        **options,
-    )
+    if "gradient_reduce_op" in config.strategy:  # else the strategy has none, or its own default
+        options["gradient_reduce_op"] = config.strategy["gradient_reduce_op"]
+    return registry.create(name, timeout=timedelta(seconds=config.cluster.timeout_seconds), **options)
 
 
 def ignore_replicas(config: ExperimentConfig, plan: ProcessPlan | None, replicas: int | None, why: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat.replicas.component_helpers import is_container, private_value
+from torchstrat.replicas.containers import is_container, private_value
 from torchstrat.replicas.kept_attributes import KeptAttributes
 
 _MOST_MEMBERS = 1_000

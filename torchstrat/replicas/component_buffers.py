@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from torchstrat._torch_private import set_version_counters
 from torchstrat.reduction import VariableAggregation
 from torchstrat.replicas.buffer_rules import BufferRules, counts_rows
+from torchstrat.replicas.local_state import OwnValues
 from torchstrat.variables import BufferSlot
 
 
@@ -101,8 +102,18 @@ class ComponentBuffers:
             state.give_each(replicas, self._devices)
             if state.original is not None and counts_rows(state.slot.module, state.slot.name, state.original):
                 state.count = float(state.original)
-        if self._rules:
-            self._own.give(self.states, replicas)
+        self._own.give(self.states, replicas)
+
+    def own_of(self, replica: int, slots: Mapping[str, BufferSlot]) -> dict[str, torch.Tensor]:
+        """Between runs, where replicas stay apart: what that one will find in the next."""
+        found = {name: self._own.find(slot, replica) for name, slot in slots.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def put_own(self, own: Mapping[int, OwnValues], slots: Mapping[str, BufferSlot]) -> None:
+        """Every replica finds these in the next run."""
+        for name, slot in slots.items():
+            values = {r: one.buffers[name] for r, one in own.items() if r and name in one.buffers}
+            self._own.put(slot, {r: copy_to(value, self._devices[r]) for r, value in values.items()})
 
     def park(self, replica: int) -> None:
         for state in self.states:
@@ -152,8 +163,7 @@ class ComponentBuffers:
         """
         for state in self.states:
             state.level()
-        if self._rules:
-            self._own.keep(self.states, self._replicas)
+        self._own.keep(self.states, self._replicas)
         counted = [replica for replica, weight in zip(self._replicas, weights, strict=True) if weight] or self._replicas
         done: dict[int, torch.Tensor] = {}  # a tensor may be several modules' buffer
         for state in self.states:
@@ -171,8 +181,19 @@ class ComponentBuffers:
             else:
                 state.central = merged.clone()
             done[id(state.original)] = state.central
-            if state.count is not None:
+            if state.count is not None and rows:
                 self._look_at_count(state, rows[0])
+
+    def keep_apart(self) -> None:
+        """Instead of `merge`: each replica finds in the next run what it has left, and the modules have the first
+        replica's until then."""
+        for state in self.states:
+            state.level()
+        self._own.keep(self.states, self._replicas, is_all=True)
+        for state in self.states:
+            if state.original is not None:
+                first = self._replicas[0] if state.made_by is None or state.is_shared else state.made_by
+                state.central = state.data[first]
 
     def _look_at_count(self, state: _BufferState, rows: int | None) -> None:
         module, name, left = state.slot.module, state.slot.name, state.central
@@ -237,34 +258,61 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 
+class _Left(NamedTuple):
+    """What a run has left in one buffer."""
+
+    tensor: weakref.ref[torch.Tensor]
+    """The first replica's, which stands there."""
+    version: int
+    own: dict[int, torch.Tensor]
+    """Of the other replicas."""
+    start: torch.Tensor | None
+    """The value from which all of them have set out, where they will become one."""
+
+
 class _OwnBuffers:
-    """What each replica keeps to itself of buffers whose aggregation is NONE, from run to run."""
+    """What each replica keeps to itself from run to run: of buffers whose aggregation is NONE, and of all of them where
+    replicas stay apart."""
 
     def __init__(self, rules: BufferRules) -> None:
         self._rules = rules
-        self._kept: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, int, dict[int, torch.Tensor]]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._kept: weakref.WeakKeyDictionary[nn.Module, dict[str, _Left]] = weakref.WeakKeyDictionary()
+
+    def find(self, slot: BufferSlot, replica: int) -> torch.Tensor | None:
+        left, tensor = self._kept.get(slot.module, {}).get(slot.name), slot.tensor
+        if left is None or left.tensor() is not tensor or tensor is None or left.version != tensor._version:
+            return tensor
+        return left.own.get(replica, tensor)
+
+    def put(self, slot: BufferSlot, own: dict[int, torch.Tensor]) -> None:
+        if slot.tensor is not None and own:
+            left = _Left(weakref.ref(slot.tensor), slot.tensor._version, own, slot.tensor.data.clone())
+            self._kept.setdefault(slot.module, {})[slot.name] = left
 
     def give(self, states: list[_BufferState], replicas: list[int]) -> None:
         """As a run begins: unless the program has changed the buffer since, each replica finds what it has left."""
-        for state in states:
+        for state in states if self._kept else ():
             left = self._kept.get(state.slot.module, {}).get(state.slot.name)
-            if left is None or state.original is None or left[0]() is not state.original:
+            if left is None or state.original is None or left.tensor() is not state.original:
                 continue
-            if left[1] == state.original._version:
-                state.data.update({replica: left[2][replica] for replica in replicas if replica in left[2]})
+            if left.version == state.original._version:
+                state.data.update({replica: left.own[replica] for replica in replicas if replica in left.own})
+                if left.start is not None:
+                    state.central = left.start
 
-    def keep(self, states: list[_BufferState], replicas: list[int]) -> None:
-        """As a run ends, before all become one: the tensor that will stand there is the first replica's."""
-        for state in states:
+    def keep(self, states: list[_BufferState], replicas: list[int], *, is_all: bool = False) -> None:
+        """As a run ends, before all become one: the tensor that will stand there is the first replica's. ``is_all``:
+        none becomes one."""
+        for state in states if is_all or self._rules or self._kept else ():
             module, name = state.slot.module, state.slot.name
-            if not self._rules.keeps_own(module, name):
+            keeps_own = self._rules.keeps_own(module, name)
+            if not is_all and not keeps_own:
+                self._kept.get(module, {}).pop(name, None)
                 continue
             values = {r: state.replaced.get(r, state.original) for r in replicas}
             first = values[replicas[0]]
             earlier = self._kept.get(module, {}).get(name)
-            kept = {} if earlier is None else dict(earlier[2])
+            kept = {} if earlier is None else dict(earlier.own)
             for replica, value in values.items():
                 if value is not None and replica != replicas[0]:
                     kept[replica] = state.data[replica] if value is state.original else value.data
@@ -272,10 +320,21 @@ class _OwnBuffers:
             if first is None:
                 self._kept[module].pop(name, None)
             else:
-                self._kept[module][name] = (weakref.ref(first), first._version, kept)
+                start = None if keeps_own else state.central
+                self._kept[module][name] = _Left(weakref.ref(first), first._version, kept, start)
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of its own, also where ``tensor`` is on ``device`` already."""
     copy = tensor.detach().clone(memory_format=torch.preserve_format)
     return copy if device == copy.device or "meta" in (device.type, copy.device.type) else copy.to(device)
+
+
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the values of one can be copied into the other's memory as they lie."""
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.layout == other.layout
+        and (one.layout != torch.strided or one.stride() == other.stride())
+    )

@@ -6,18 +6,15 @@ Of an optimizer's state, which only the leader's steps change, replicas have vie
 
 from __future__ import annotations
 
-import collections
-import copy
-import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.replicas import hyperparameters
+from torchstrat.replicas.containers import private_value
+from torchstrat.replicas.kept_attributes import KeptAttributes
 from torchstrat.replicas.optimizer_views import LeaderView, ReplicaView, SharedState, real_state
 from torchstrat.stand_ins import wrapped_by
 
@@ -26,16 +23,19 @@ class ComponentHelpers:
     """The helpers of one run after the other. The leader works on the user's own objects, the others on copies.
 
     ``watches_leader``: whether `enter_step` and `leave_step` are called around the leader's steps, so that what its own
-    code looks at in between can be told from what these do.
+    code looks at in between can be told from what these do. ``apart``: every replica steps, with a state of its own,
+    which it finds again in the next run, as all that differs by replica.
     """
 
-    def __init__(self, *, watches_leader: bool = False) -> None:
+    def __init__(self, *, watches_leader: bool = False, apart: bool = False) -> None:
+        self.kept = KeptAttributes() if apart else None
         self.helpers: list[tuple[Any, dict[int, dict[str, Any]], int]] = []  # helper, attributes, whose last
         self._watches_leader = watches_leader
         self._known: set[int] = set()
         self._replicas: list[int] = []
         self._states: dict[int, SharedState] = {}  # by the id of the optimizer; wrappers may share theirs
         self._stepping: set[int] = set()
+        self._apart: dict[tuple[int, int], Any] = {}  # replicas' own states, by the id of the owner's and the replica
         self._vectors: Container[int] = ()
         self._settings: dict[int, list[dict[str, Any]]] = {}  # of those that step, from before
 
@@ -43,7 +43,7 @@ class ComponentHelpers:
         """``vectors``: the ``id`` of tensors that share memory with variables, and change hands with these."""
         self._vectors = vectors
         self._replicas, self.helpers, self._known = replicas, [], set()
-        self._states, self._stepping = {}, set()
+        self._states, self._stepping, self._apart = {}, set(), {}
         self.add(helpers, replicas[0])
 
     def add(self, helpers: list[Any], owner: int) -> None:
@@ -52,11 +52,39 @@ class ComponentHelpers:
             if id(helper) not in self._known:
                 self._known.add(id(helper))
                 own = vars(helper)
-                shared = self._share_state(helper, own)
-                attributes = {r: own if r == owner else _private(own, shared, self._vectors) for r in self._replicas}
+                shared = self._share_state(helper, own) if self.kept is None else None
+                left = {} if self.kept is None else self._left_by(helper, owner)
+                attributes = {}
+                for replica in self._replicas:
+                    has = left.get(replica, {})
+                    attributes[replica] = own if replica == owner else _private(own, shared, self._vectors, has) | has
                 if shared is not None and self._watches_leader and id(helper) not in self._stepping:
                     own["state"] = LeaderView(shared)
                 self.helpers.append((helper, attributes, owner))
+
+    def _left_by(self, helper: Any, owner: int) -> dict[int, dict[str, Any]]:
+        """By replica what each finds again, with a state of its own in any case."""
+        assert self.kept is not None
+        left, state = self.kept.take(helper, owner), vars(helper).get("state")
+        for replica in self._replicas if isinstance(helper, Optimizer) and isinstance(state, dict) else ():
+            if replica != owner:
+                own, key = left.setdefault(replica, {}), (id(state), replica)
+                if key not in self._apart:  # a wrapper and what it wraps have one in common
+                    self._apart[key] = own["state"] if "state" in own else private_value(state, self._vectors)
+                own["state"] = self._apart[key]
+        return left
+
+    def state_of(self, optimizer: Optimizer, replica: int, owner: int) -> dict[Any, Any]:
+        """Between runs: the state that the replica will find in the next."""
+        assert self.kept is not None
+        own = self.kept.peek(optimizer, owner).get(replica, {})
+        return dict(own.get("state", optimizer.state))
+
+    def put_states(self, optimizer: Optimizer, states: dict[int, dict[Any, Any]]) -> None:
+        """Between runs: every replica finds its own."""
+        assert self.kept is not None
+        if states:
+            self.kept.put(optimizer, 0, {replica: {"state": state} for replica, state in states.items()})
 
     def _share_state(self, helper: Any, own: dict[str, Any]) -> SharedState | None:
         state = own.get("state")
@@ -136,56 +164,19 @@ class ComponentHelpers:
             helper.__dict__ = own = attributes[owner]
             if id(helper) in self._states:
                 own["state"] = real_state(own.get("state"))
+            if self.kept is not None:
+                self.kept.keep(helper, owner, [(r, other) for r, other in attributes.items() if r != owner])
         self.helpers, self._known, self._replicas = [], set(), []
-        self._states, self._stepping = {}, set()
+        self._states, self._stepping, self._apart = {}, set(), {}
 
 
-def _private(attributes: dict[str, Any], shared: SharedState | None, vectors: Container[int]) -> dict[str, Any]:
-    """A replica's own copy of a helper's attributes: containers and plain tensors copied, objects shared, and so are an
-    optimizer's lists of parameters."""
+def _private(
+    attributes: dict[str, Any], shared: SharedState | None, vectors: Container[int], has: Container[str]
+) -> dict[str, Any]:
+    """A replica's own copy of a helper's attributes, but for those that it ``has``: containers and plain tensors
+    copied, objects shared, and so are an optimizer's lists of parameters."""
     return {
         name: ReplicaView(shared) if name == "state" and shared is not None else private_value(value, vectors)
         for name, value in attributes.items()
+        if name not in has
     }
-
-
-def private_value(value: Any, vectors: Container[int] = ()) -> Any:
-    """``vectors``: the ``id`` of tensors that stay themselves."""
-    if isinstance(value, torch.Tensor):
-        return value if value.requires_grad or id(value) in vectors else value.clone()
-    kind = type(value)
-    if kind is tuple:
-        return tuple(private_value(member, vectors) for member in value)
-    if kind is dict:
-        return {key: member if key == "params" else private_value(member, vectors) for key, member in value.items()}
-    if not is_container(kind):
-        return value
-    if isinstance(value, list):
-        if value and all(isinstance(member, nn.Parameter) for member in value):
-            return value
-        if kind is list:
-            return [private_value(member, vectors) for member in value]
-    own = copy.copy(value)
-    if isinstance(value, dict):
-        for key, member in value.items():
-            if key != "params":
-                own[key] = private_value(member, vectors)
-    elif isinstance(value, list | collections.deque):
-        for index, member in enumerate(value):
-            own[index] = private_value(member, vectors)
-    return own
-
-
-_CONTAINERS = (list, dict, set, collections.deque)
-_COPYING = ("__copy__", "__reduce__", "__reduce_ex__", "__setitem__", "__iter__")
-
-
-def _is_container(kind: type) -> bool:
-    """Whether it is one of Python's that can be filled, or a subclass that is copied as these are."""
-    base = next((one for one in _CONTAINERS if issubclass(kind, one)), None)
-    if base is None or kind is base or kind.__module__ == "collections":
-        return base is not None
-    return not any(name in vars(one) for one in kind.__mro__[: kind.__mro__.index(base)] for name in _COPYING)
-
-
-is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container)  # which every run asks

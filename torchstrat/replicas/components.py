@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import foreach_copy_, set_version_counters
 from torchstrat.replicas.common_storage import CommonStorages
 from torchstrat.replicas.component_attributes import ComponentAttributes
-from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to
+from torchstrat.replicas.component_buffers import ComponentBuffers, copy_to, same_layout
 from torchstrat.replicas.component_helpers import ComponentHelpers
 from torchstrat.replicas.optimizer_views import SharedState
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
-from torchstrat.replicas.tensor_slot import TensorSlot
+from torchstrat.replicas.tensor_slot import TensorSlot, is_variable
 from torchstrat.variables import Members, VariableRegistry
 
 CENTRAL = -1
@@ -43,15 +43,22 @@ class Components:
     *parked* they hold all. Methods are called on the thread whose turn it is, or while all replicas stand still.
     """
 
+    _undoes = True
+    """Whether edits in place are undone when a run fails."""
+
     def __init__(
-        self, registry: VariableRegistry, devices: tuple[torch.device, ...], parameter_device: torch.device | None
+        self,
+        registry: VariableRegistry,
+        devices: tuple[torch.device, ...],
+        parameter_device: torch.device | None,
+        helpers: ComponentHelpers | None = None,
     ) -> None:
         self._registry = registry
         self._devices = devices
         self._parameter_device = parameter_device
         self._slots: dict[int, TensorSlot] = {}
         self._buffers = ComponentBuffers(devices, registry.buffer_rules)
-        self._helpers = ComponentHelpers(watches_leader=True)
+        self._helpers = ComponentHelpers(watches_leader=True) if helpers is None else helpers
         self._attributes = ComponentAttributes()
         self._common = CommonStorages()
         self.streams = ReplicaStreams(devices)
@@ -85,7 +92,7 @@ class Components:
         copies = {replica: one for replica, one in enumerate(self._devices) if replica != self._home}
         self._common.begin(members.vectors, members.tensors, copies)
         self._take(members.tensors)
-        self.refresh()
+        self._level()
         vectors = {id(vector) for vector in members.vectors}
         slots = [slot for slot in members.buffer_slots if not vectors or id(slot.tensor) not in vectors]
         self._buffers.begin(slots, members.modules, self._replicas)
@@ -93,6 +100,10 @@ class Components:
         self._attributes.begin(members.modules, self._replicas, vectors)
         if self._home == self._leader:
             self._install_objects(self._leader)
+
+    def _level(self) -> None:
+        """A run begins: every replica has what the central components are."""
+        self.refresh()
 
     def end(self, weights: list[float] | None, rows: Sequence[int | None] = ()) -> None:
         """Install the central components and the modules' own buffers; leave the leader's helpers in place.
@@ -110,9 +121,15 @@ class Components:
         self._settle_newborn()
         if weights is not None and self._home == CENTRAL:
             self._carry_to_central()
+        self._leave()
+        self._let_go(failed=weights is None)
+
+    def _leave(self) -> None:
         self._install(self._home)
         self.streams.end()
-        self._buffers.end(failed=weights is None)
+
+    def _let_go(self, *, failed: bool) -> None:
+        self._buffers.end(failed=failed)
         self._helpers.end()
         self._attributes.end(self._leader)
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
@@ -128,7 +145,7 @@ class Components:
         key = self._installed
         if self._common:
             self._common.park(key)
-        keeps_unedited = key == self._leader == self._home and len(self._replicas) > 1
+        keeps_unedited = key == self._leader == self._home and len(self._replicas) > 1 and self._undoes
         for slot in self._slots.values():
             tensor = slot.tensor
             slot.data[key] = tensor.data
@@ -226,7 +243,7 @@ class Components:
         """
         for slot in self._slots.values() if slots is None else slots:
             own, central = slot.data[self._leader], slot.data[CENTRAL]
-            if _same_storage_layout(own, central):
+            if same_layout(own, central):
                 central.copy_(own)
             else:
                 slot.data[CENTRAL] = copy_to(own, self.device_of(CENTRAL))
@@ -296,11 +313,6 @@ class Components:
         """What replicas see of what each optimizer keeps."""
         return self._helpers.states()
 
-    @property
-    def has_looked_at_state(self) -> bool:
-        """Whether any replica's code has, and may have changed what optimizers keep, since their last steps."""
-        return any(state.is_looked_at for state in self._helpers.states())
-
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def slots(self) -> Iterable[TensorSlot]:
@@ -369,7 +381,7 @@ class Components:
         for tensor in tensors:
             if is_lazy(tensor):
                 self._lazy.append(tensor)
-            if not _is_variable(tensor):
+            if not is_variable(tensor):
                 continue
             key = id(tensor)
             alive.add(key)
@@ -433,7 +445,7 @@ class Components:
             if id(tensor) not in self._slots:
                 if is_lazy(tensor):
                     self._lazy.append(tensor)
-                elif _is_variable(tensor):
+                elif is_variable(tensor):
                     self._add_newborn(tensor)
 
     @property
@@ -486,7 +498,7 @@ class Components:
                 own = slot.data.get(replica)
                 if self._common and (storage := self._common.of(central)) is not None:
                     own = slot.data[replica] = storage.view_like(central, replica)
-                if own is None or not _same_storage_layout(own, central) or own.device != device:
+                if own is None or not same_layout(own, central) or own.device != device:
                     slot.data[replica] = copy_to(central, device)
                 elif own.layout != torch.strided:
                     own.copy_(central)
@@ -584,18 +596,3 @@ class Components:
             if slot is not None:
                 self.note_use_of(slot, self._holder)
         self._buffers.note_use(module, self._holder)
-
-
-def _is_variable(tensor: torch.Tensor) -> bool:
-    """Lazy ones are not yet, and those on "meta" have no values; those made in inference mode can be neither trained
-    nor swapped, and are shared."""
-    return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference()
-
-
-def _same_storage_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.layout == other.layout
-        and (one.layout != torch.strided or one.stride() == other.stride())
-    )

@@ -21,14 +21,21 @@ from torchstrat.values import PerReplica, Weights
 from torchstrat.variables import VariableRegistry
 
 
-class RandomStreams(Protocol):
-    """Where the replicas of this process are in their streams of random numbers, by what checkpoints call these:
-    ``replica_<id>``, or ``lanes`` for one stream of all replicas."""
+class ReplicaStates(Protocol):
+    """What the replicas of this process have for themselves, by what checkpoints call them: ``replica_<id>``, or
+    ``lanes`` for one stream of random numbers of all replicas."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What ``state`` does not have begins with the seed in force."""
+
+
+class MakesRounds(Protocol):
+    """An engine whose replicas step variables of their own."""
+
+    def end_round(self) -> None:
+        """Bring them together now, between runs. Every process calls it."""
 
 
 class ReplicaEngine(Protocol):
@@ -59,11 +66,16 @@ class ReplicaEngine(Protocol):
     def everyone(self) -> Communicator | None:
         """All processes of the job, for calls that each has to make; None where this is the only one, or closed."""
 
+    @property
+    def rounds(self) -> MakesRounds | None:
+        """None where replicas are equal between runs."""
+
     def device_of_replica(self, replica: int) -> str: ...
 
     @property
-    def random_streams(self) -> RandomStreams:
-        """The replicas' streams of random numbers, for checkpoints; not during a run."""
+    def replica_states(self) -> ReplicaStates:
+        """For checkpoints, and not during a run: the replicas' streams of random numbers, and with local steps the
+        variables and optimizer state of each."""
 
     def copies(self) -> list[Copies]:
         """Who keeps how many copies of what, over all processes: the basis of memory estimates."""

@@ -244,3 +244,35 @@ def reduce_number(communicator: Communicator, op: ReduceOp, number: complex, *, 
     if must_be_equal:
         reduction.require_known([None] * len(numbers))
     return reduction.reduce_components(op, numbers, None)
+
+
+Gathered = tuple[list[torch.Tensor], list[tuple[int, int]]]
+"""What each tensor has become, and where in it this rank's part begins and how long that is."""
+
+
+def gather_in_step(communicator: Communicator, axis: int, tensors: list[torch.Tensor]) -> Gathered:
+    """``all_gather`` of a replica's code."""
+    joined, parts = [], []
+    for tensor in tensors:
+        components = gather_values(communicator, [tensor], f"all_gather(axis={axis})")
+        total = reduction.gather_components(components, axis, "all_gather")
+        start = sum(component.shape[axis] for component in components[: communicator.rank])
+        joined.append(total.to(tensor.device))
+        parts.append((start, tensor.shape[axis]))
+    return joined, parts
+
+
+def reduce_in_step(communicator: Communicator, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``all_reduce`` of a replica's code."""
+    call = f"all_reduce({op.value.lower()})"
+    require_alike(communicator, call, [(tuple(one.shape), str(one.dtype), str(one.layout)) for one in tensors])
+    return [_reduce_one(communicator, op, tensor, call) for tensor in tensors]
+
+
+def _reduce_one(communicator: Communicator, op: ReduceOp, tensor: torch.Tensor, call: str) -> torch.Tensor:
+    if tensor.layout != torch.strided:
+        return reduction.combine(op, gather_values(communicator, [tensor], call), call).to(tensor.device)
+    mean = op is ReduceOp.MEAN
+    total = tensor.to(reduction.mean_dtype(tensor.dtype) if mean else tensor.dtype, copy=True).contiguous()
+    communicator.all_reduce(total, call).wait()
+    return total.div_(communicator.size) if mean else total

@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchstrat.data.layout import InputLayout
 from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import ContextError
 from torchstrat.gradients import check_weight
-from torchstrat.memory import Copies, copies_in_one_process
+from torchstrat.memory import Copies, copies_in_one_process, local_copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.baton import Baton
@@ -37,12 +38,15 @@ from torchstrat.replicas.differing_edits import (
     edited_differently,
     state_edited_differently,
 )
-from torchstrat.replicas.engine import adoption_warning, regroup
+from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning, regroup
 from torchstrat.replicas.in_process_gradients import InProcessGradients
-from torchstrat.replicas.in_process_step import InProcessUpdate, StepHooks
+from torchstrat.replicas.in_process_step import InProcessUpdate, LocalSteps, StepHooks
+from torchstrat.replicas.local_components import LocalComponents
+from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
+from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
-from torchstrat.replicas.randomness import ReplicaStreams
+from torchstrat.replicas.policies import LocalUpdate
 from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
@@ -61,7 +65,8 @@ def _inputs_of(replica: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
 class InProcessReplicas:
     """One or more replicas on ``devices`` (canonical strings; ``cpu:i`` are virtual replicas of one CPU).
 
-    ``parameter_device``: where the central variables live, or None for "with the first replica".
+    ``parameter_device``: where the central variables live, or None for "with the first replica". ``local``: every
+    replica steps variables of its own, in rounds.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class InProcessReplicas:
         devices: tuple[str, ...],
         parameter_device: str | None = None,
         gradient_op: ReduceOp = ReduceOp.MEAN,
+        local: LocalUpdate | None = None,
     ) -> None:
         self._strategy = strategy
         self._devices = devices
@@ -79,12 +85,20 @@ class InProcessReplicas:
         self.registry = VariableRegistry(self._is_current)
         self.registry.looks_for_flat = len(devices) > 1
         self.gradient_op = gradient_op
-        self._components = Components(self.registry, self._torch_devices, home)
-        self._gradients = InProcessGradients(self._components, self.registry, gradient_op, len(devices))
+        helpers = self.registry.helpers
+        self._rounds = [] if local is None else [LocalRounds(local, one, helpers) for one in range(len(devices))]
+        self._ends_round: list[bool] = []  # of the replicas of the run that goes on
+        self._local = None if local is None else LocalComponents(self.registry, self._torch_devices)
+        self._components = self._local or Components(self.registry, self._torch_devices, home)
+        self._gradients = InProcessGradients(
+            self._components, self.registry, gradient_op, len(devices), combines=local is None
+        )
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._differing = DifferingEdits(self.registry.describe)
         update = InProcessUpdate(self._components, self._gradients, self._differing, self._is_current)
-        self._steps = StepHooks(update, self._gradients, gradient_op, new_hook_key())
+        self._steps: StepHooks | LocalSteps = StepHooks(update, self._gradients, gradient_op, new_hook_key())
+        if local is not None:
+            self._steps = LocalSteps(self._rounds, self._components, new_hook_key())
         self._steps_outside = StepsOutside(
             _LeftOver(self), lambda: self._gradients.is_pending, lambda: None, lambda _: False, owns=True
         )
@@ -94,7 +108,7 @@ class InProcessReplicas:
         self._losses = LossCheck(strategy, gradient_op, len(devices), self.registry.modules)
         self._renorms = RenormCheck(strategy, len(devices), self.registry)
         self._entering = [enter(strategy, ReplicaContext(strategy, replica)) for replica in range(len(devices))]
-        self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0])
+        self._runs_plainly = len(devices) == 1 and home in (None, self._torch_devices[0]) and local is None
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
@@ -135,10 +149,24 @@ class InProcessReplicas:
         return self._devices[replica]
 
     @property
-    def random_streams(self) -> ReplicaStreams:
-        return self._components.streams
+    def replica_states(self) -> ReplicaStates:
+        streams, optimizers = self._components.streams, self.registry.optimizers
+        if not self._rounds:
+            return streams
+        rounds = dict(enumerate(self._rounds))
+        return ReplicaRounds(streams, rounds, self.num_replicas, optimizers, self._read_own, self._write_own)
+
+    def _read_own(self, replica: int) -> OwnValues:
+        assert self._local is not None
+        return self._local.own_values(replica, self._gradients.roster_of(0))
+
+    def _write_own(self, own: dict[int, OwnValues]) -> None:
+        assert self._local is not None
+        self._local.put_own_values(own, self._gradients.roster_of(0))
 
     def copies(self) -> list[Copies]:
+        if self._rounds:
+            return local_copies(self._devices)
         return copies_in_one_process(self._devices, None if self._home is None else canonical(self._home))
 
     def scope_opened(self) -> None:
@@ -152,6 +180,16 @@ class InProcessReplicas:
 
     def check_replicas(self, when: str) -> None:
         """Between runs all replicas of a process have the same objects."""
+        if self._rounds:
+            raise refuse_check()
+
+    @property
+    def rounds(self) -> MakesRounds | None:
+        return self if self._rounds else None
+
+    def end_round(self) -> None:
+        """End the round of local steps now: bring the replicas together, between runs."""
+        self._between_runs(StepWeights(range(self.num_replicas), None), self._end_round_of_replica)
 
     def close(self) -> None:
         self._gradients.hooks.detach()
@@ -166,10 +204,12 @@ class InProcessReplicas:
         if self._runs_plainly:
             self._weights = weights
             return self._run_plainly(fn, args, kwargs)
+        if self._rounds:
+            require_rows_for_all(weights.active, self.num_replicas)
         # Resolved before anything runs: a value without a component for some replica must change nothing.
         inputs = {r: _inputs_of(r, args, kwargs) if args or kwargs else ([], {}) for r in weights.active}
         if self._gradients.is_pending and 0 < len(weights.active) < self.num_replicas:
-            self._combine_left(StepWeights(range(self.num_replicas), None), self._gradients.combine_parts)
+            self._between_runs(StepWeights(range(self.num_replicas), None), self._gradients.combine_parts)
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
         try:
@@ -182,7 +222,7 @@ class InProcessReplicas:
             results = self._run_replicas(baton, weights, fn, inputs)
             if self._gradients.is_pending:
                 if len(weights.active) < self.num_replicas:
-                    self._combine_left(weights, self._gradients.combine_parts)
+                    self._between_runs(weights, self._gradients.combine_parts)
                 self._steps_outside.watch(self.registry.optimizers())
             return regroup(results, weights, is_all=len(results) == self.num_replicas)
         finally:
@@ -213,11 +253,20 @@ class InProcessReplicas:
 
         def body(replica: int) -> Any:
             replica_args, replica_kwargs = inputs[replica]
+            if self._rounds:
+                self._rounds[replica].look_at(self._gradients.roster_of(replica))
             with self._entering[replica]:
-                return state.call(self._torch_devices[replica], partial(fn, *replica_args, **replica_kwargs))
+                result = state.call(self._torch_devices[replica], partial(fn, *replica_args, **replica_kwargs))
+                if self._rounds:
+                    self._end_run_of_replica(replica)
+                return result
 
         try:
-            with self._losses.around(weights), self._renorms.around():
+            # These look for programs to which combining gradients does something else than they mean.
+            with (
+                nullcontext() if self._rounds else self._losses.around(weights),
+                nullcontext() if self._rounds else self._renorms.around(),
+            ):
                 return baton.run(
                     body,
                     begin=lambda: self._begin(baton, weights, newborn),
@@ -230,10 +279,23 @@ class InProcessReplicas:
 
     def combine_left_over(self, tensors: list[torch.Tensor]) -> None:
         """Outside of a run, before a step: the gradients of ``tensors`` that runs have left uncombined."""
-        self._combine_left(StepWeights(range(self.num_replicas), None), partial(self._gradients.catch_up, tensors))
+        self._between_runs(StepWeights(range(self.num_replicas), None), partial(self._gradients.catch_up, tensors))
 
-    def _combine_left(self, weights: StepWeights, combine: Callable[[], None]) -> None:
-        """Each replica of ``weights`` combines, between runs."""
+    def _end_run_of_replica(self, replica: int) -> None:
+        with OwnSettings():
+            ends = self._rounds[replica].end_run(self._gradients.communicator, self._gradients.roster_of(replica))
+            self._ends_round.append(ends)
+
+    def _end_round_of_replica(self) -> None:
+        assert self._baton is not None
+        assert self._baton.holder is not None
+        replica = self._baton.holder
+        with OwnSettings():
+            self._rounds[replica].end(self._gradients.communicator, self._gradients.roster_of(replica))
+            self._ends_round.append(True)
+
+    def _between_runs(self, weights: StepWeights, combine: Callable[[], None]) -> None:
+        """Each replica of ``weights`` does something together with the others, between runs."""
         baton = Baton(weights.active, self._threads, self._switch)
         self._enter_run(baton)
         inputs: dict[int, Any] = {replica: ([], {}) for replica in weights.active}
@@ -245,6 +307,9 @@ class InProcessReplicas:
             members = self.registry.members()
             self._components.begin(replicas, members)
             self._gradients.begin(baton, weights, members)
+        self._ends_round = []
+        for rounds in self._rounds:
+            rounds.begin_run()
         self.registry.on_copy = self._note_copy
         newborn.begin(members.modules if self._components.has_lazy else ())
         self._steps.begin(baton, weights)
@@ -254,7 +319,7 @@ class InProcessReplicas:
         with OwnSettings():
             try:
                 self._components.activate(None)
-                if not failed and len(weights.active) > 1:
+                if not failed and len(weights.active) > 1 and (not self._rounds or any(self._ends_round)):
                     self._report_differing(weights.active)
             except BaseException:
                 failed = True
@@ -265,8 +330,13 @@ class InProcessReplicas:
                 self.registry.on_copy = None
                 try:
                     self._gradients.end(None if failed else weights.values())
-                    rows = [weights.rows_of(replica) for replica in weights.active]
-                    self._components.end(None if failed else weights.values(), rows)
+                    if self._local is not None:
+                        for rounds in self._rounds if failed else ():
+                            rounds.undo_run()
+                        self._local.end_apart(weights.values() if any(self._ends_round) and not failed else None)
+                    else:
+                        rows = [weights.rows_of(replica) for replica in weights.active]
+                        self._components.end(None if failed else weights.values(), rows)
                 finally:
                     self._baton = None
 
@@ -275,7 +345,7 @@ class InProcessReplicas:
             for helper, (first, *others) in self._components.settings():
                 for groups in others:
                     self._differing.report_settings(helper, hyperparameters.differing(first, groups))
-        if self._differing.is_told:
+        if self._differing.is_told or self._rounds:
             return
         slots = self._components.slots()
         if self._components.has_edits:
@@ -331,8 +401,7 @@ class InProcessReplicas:
 
     def _attach(self, tensors: list[torch.Tensor]) -> None:
         slots = [self._components.slot_of(tensor) for tensor in tensors]
-        variables = [slot.tensor for slot in slots if slot is not None and not slot.is_copy]
-        self._gradients.hooks.attach(variables, early=self._gradients.needs_early_hooks)
+        self._gradients.attach([slot.tensor for slot in slots if slot is not None and not slot.is_copy])
 
     def _note_use(self, module: nn.Module) -> None:
         if self._baton is not None and self._is_current():
@@ -344,7 +413,7 @@ class InProcessReplicas:
         """A replica's code is about to register a parameter or a buffer."""
         self._components.made_members()
         if isinstance(member, nn.Parameter):
-            self._gradients.hooks.attach([member], early=self._gradients.needs_early_hooks)
+            self._gradients.attach([member])
         else:
             self._components.expect_buffer(module, name, member)
 
@@ -373,6 +442,9 @@ class InProcessReplicas:
         return None
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._rounds:
+            raise refuse_merge_call()
+
         def combine(payloads: dict[int, Any]) -> dict[int, Any]:
             is_all = len(payloads) == self.num_replicas
             merged_args = regroup({r: payload[0] for r, payload in payloads.items()}, self._weights, is_all=is_all)

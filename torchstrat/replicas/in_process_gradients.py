@@ -41,9 +41,15 @@ Central = dict[int, tuple[torch.Tensor | None, int]]
 
 class InProcessGradients:
     """The `BucketedGradients` of every replica. Hooks, on tensors that are there once, tell that of the replica whose
-    turn it is."""
+    turn it is.
 
-    def __init__(self, components: Components, registry: VariableRegistry, op: ReduceOp, count: int) -> None:
+    ``combines``: False where every replica keeps its own gradients.
+    """
+
+    def __init__(
+        self, components: Components, registry: VariableRegistry, op: ReduceOp, count: int, *, combines: bool = True
+    ) -> None:
+        self._combines = combines
         self._components = components
         self._op = op
         self._rosters = Rosters(registry, is_only=True)
@@ -82,7 +88,13 @@ class InProcessGradients:
         self._seen = dict.fromkeys(self._replicas, self._began)
         for replica in self._replicas:
             self._of[replica].begin(roster, communicator, partial(weights.of, replica), is_all=not self._idle)
-        self.hooks.attach_to_run(roster.tensors, roster.layout, early=self.needs_early_hooks)
+        if self._combines:
+            self.hooks.attach_to_run(roster.tensors, roster.layout, early=self.needs_early_hooks)
+
+    def attach(self, tensors: list[torch.Tensor]) -> None:
+        """They have come up in this run."""
+        if self._combines:
+            self.hooks.attach(tensors, early=self.needs_early_hooks)
 
     def end(self, weights: Sequence[float] | None) -> None:
         """A run has ended, and all replicas stand still. Let go of everything that belongs to it alone. ``weights``: of
@@ -96,7 +108,7 @@ class InProcessGradients:
                     self._of[replica].weigh_parts(share)
         if self._idle:
             self._give_to_idle()
-        pending = active[0].pending or active[0].no_sync
+        pending = self._combines and (active[0].pending or active[0].no_sync)
         for gradients in self._of:
             gradients.pending = pending
         self.communicator.end()
@@ -167,10 +179,10 @@ class InProcessGradients:
                 self._components.note_use_of(slot, replica)
         if self._seen[replica] != self._components.generation and not gradients.is_in_pass:
             self._seen[replica] = self._components.generation
-            gradients.use(self._roster_of(replica))
+            gradients.use(self.roster_of(replica))
         return gradients
 
-    def _roster_of(self, replica: int) -> Roster:
+    def roster_of(self, replica: int) -> Roster:
         """Without what another replica has made in this run, and this one not used: each makes its own, perhaps."""
         roster = self._rosters.now()
         hidden = self._components.hidden_from(replica)

@@ -6,7 +6,7 @@ same class that has no parameters and a state of its own, so whatever its ``step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torchstrat.replicas.differing_edits import (
     state_edited_differently,
 )
 from torchstrat.replicas.in_process_gradients import InProcessGradients
-from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, put_hooks, remove_hooks, step_led
+from torchstrat.replicas.local_rounds import LocalRounds
+from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
 from torchstrat.replicas.optimizer_views import real_state
 from torchstrat.replicas.tensor_slot import TensorSlot
 from torchstrat.replicas.thread_state import OwnSettings
@@ -110,7 +111,8 @@ class InProcessUpdate:
                 slots = self._slots_of(call.tensors)
                 self._components.share(slots)
                 are_as_combined = all(is_as_combined for _, is_as_combined, _ in brought.values())
-                if self._components.has_edits or not are_as_combined or self._components.has_looked_at_state:
+                has_looked = any(state.is_looked_at for state in self._components.states())
+                if self._components.has_edits or not are_as_combined or has_looked:
                     self._report_differing(slots, list(optimizers))
                 self._components.merge_rows()
             return dict.fromkeys(optimizers, (True, any(left for _, _, left in brought.values())))
@@ -242,6 +244,41 @@ class StepHooks:
         replica = None if self._baton is None else self._baton.holder
         if replica is not None:
             self._steps[replica].after(optimizer, args, kwargs)
+
+
+class LocalSteps:
+    """Instead of `StepHooks` where each replica steps its own: tells its rounds that there was a step, and holds a
+    Ctrl-C back meanwhile, which would leave variables half-stepped."""
+
+    def __init__(self, rounds: Sequence[LocalRounds], components: Components, hook_key: int) -> None:
+        self._rounds = rounds
+        self._components = components
+        self._hooks = before_step(self._before), after_step(self._after)
+        self._hook_key = hook_key
+        self._baton: Baton | None = None
+
+    def begin(self, baton: Baton, weights: StepWeights) -> None:
+        self._baton = baton
+        put_hooks(self._hook_key, self._hooks, lambda _: None)
+
+    def end(self) -> None:
+        remove_hooks(self._hook_key)
+        self._baton = None
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """What has come up in this run is known from here on: the others get its value from before the step."""
+        if self._baton is not None and self._baton.holder is not None:
+            with OwnSettings():
+                self._components.register_newborn()
+            if closure_of(args, kwargs) is None:
+                self._baton.shield()
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        replica = None if self._baton is None else self._baton.holder
+        if self._baton is not None and replica is not None:
+            self._rounds[replica].note_step(optimizer)
+            if closure_of(args, kwargs) is None:
+                self._baton.unshield()
 
 
 def _let_be_one(optimizers: dict[int, Optimizer]) -> None:

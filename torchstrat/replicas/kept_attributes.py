@@ -1,7 +1,7 @@
-"""What replicas of one process have left in plain attributes of modules, each its own, from run to run.
+"""What replicas of one process have left in plain attributes, each its own, from run to run.
 
 A recurrent state, a memory of past activations, a list that fills: between processes each replica finds what its own
-last step left there. In one process the module has the first replica's, which code outside of runs sees and changes.
+last step left there. In one process the object has the first replica's, which code outside of runs sees and changes.
 So the others' are kept here, and are theirs again as long as the first one's is as the run left it; what was set or
 changed since is for all. (An edit through ``.data`` is not noticed: it leaves no trace.)
 """
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from torchstrat.replicas.component_helpers import is_container
+from torchstrat.replicas.containers import is_container
 
 _NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
@@ -28,27 +27,27 @@ _Attributes = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Left:
-    """What a run has left in one module."""
+    """What a run has left in one object."""
 
-    module: weakref.ref[nn.Module]
+    owner: weakref.ref[Any]
     leader: int
-    """Whose attributes the module has."""
+    """Whose attributes the object has."""
     lasting: dict[str, tuple[Any, Any]]
-    """The leader's values of the names below, and what they were then (`_trace`)."""
+    """The leader's values of the names below, and what they were then (`trace`)."""
     own: dict[int, _Attributes]
     """Of the other replicas, where theirs is not the leader's."""
 
 
 class KeptAttributes:
-    """Of all modules of a strategy, between one run and the next."""
+    """Of all modules of a strategy, or its optimizers and the like, between one run and the next."""
 
     def __init__(self) -> None:
-        self._left: dict[int, _Left] = {}  # by the id of the module
+        self._left: dict[int, _Left] = {}  # by the id of the object
         self._warned: set[tuple[type, str]] = set()
 
-    def keep(self, module: nn.Module, leader: int, others: Iterable[tuple[int, _Attributes]]) -> None:
-        """A run ends, and ``module`` has the leader's attributes. ``others``: of the other replicas that took part."""
-        lasting, own = vars(module), {}
+    def keep(self, owner: Any, leader: int, others: Iterable[tuple[int, _Attributes]]) -> None:
+        """A run ends, and ``owner`` has the leader's attributes. ``others``: of the other replicas that took part."""
+        lasting, own = vars(owner), {}
         for replica, attributes in others:
             names = [name for name, value in attributes.items() if value is not lasting.get(name, _NOTHING)]
             if names:
@@ -60,35 +59,44 @@ class KeptAttributes:
                 if found:
                     own[replica] = found
         if own:
-            values = {name: lasting.get(name, _NOTHING) for found in own.values() for name in found}
-            kept, key = self._left, id(module)
-            reference = weakref.ref(module, lambda gone: _forget(kept, key, gone))
-            traced = {name: (value, _trace(value)) for name, value in values.items()}
-            kept[key] = _Left(reference, leader, traced, own)
+            self.put(owner, leader, own)
 
-    def take(self, module: nn.Module, leader: int) -> dict[int, _Attributes]:
+    def take(self, owner: Any, leader: int) -> dict[int, _Attributes]:
         """A run begins: what is still each replica's own. It is kept no longer."""
-        left = self._left.pop(id(module), None)
-        if left is None or left.module() is not module or left.leader != leader:
+        found = self.peek(owner, leader)
+        self._left.pop(id(owner), None)
+        return found
+
+    def put(self, owner: Any, leader: int, own: dict[int, _Attributes]) -> None:
+        """Replicas have these, and what ``owner`` has is the leader's."""
+        names = {name: vars(owner).get(name, _NOTHING) for found in own.values() for name in found}
+        kept, key = self._left, id(owner)
+        reference = weakref.ref(owner, lambda gone: _forget(kept, key, gone))
+        kept[key] = _Left(reference, leader, {name: (value, trace(value)) for name, value in names.items()}, own)
+
+    def peek(self, owner: Any, leader: int) -> dict[int, _Attributes]:
+        """What is still each replica's own."""
+        left = self._left.get(id(owner))
+        if left is None or left.owner() is not owner or left.leader != leader:
             return {}
         stale = set()
-        for name, (before, trace) in left.lasting.items():
-            now = vars(module).get(name, _NOTHING)
-            if now is not before or _trace(now) != trace:
+        for name, (before, then) in left.lasting.items():
+            now = vars(owner).get(name, _NOTHING)
+            if now is not before or trace(now) != then:
                 stale.add(name)
-                self._look_at(module, name, before, now)
+                self._look_at(owner, name, before, now)
         return {
             replica: {name: value for name, value in own.items() if name not in stale}
             for replica, own in left.own.items()
         }
 
-    def _look_at(self, module: nn.Module, name: str, before: Any, now: Any) -> None:
+    def _look_at(self, owner: Any, name: str, before: Any, now: Any) -> None:
         """``model.state = model.state.detach()`` between runs is meant for every replica's, and sees the first's."""
-        if _memory(now) is None or _memory(before) != _memory(now) or (type(module), name) in self._warned:
+        if _memory(now) is None or _memory(before) != _memory(now) or (type(owner), name) in self._warned:
             return
-        self._warned.add((type(module), name))
+        self._warned.add((type(owner), name))
         warnings.warn(
-            f"{type(module).__name__}.{name} differs between replicas, and code outside of Strategy.run has set it to "
+            f"{type(owner).__name__}.{name} differs between replicas, and code outside of Strategy.run has set it to "
             "another view of the first replica's, which every replica has now. Do this within the step, where each "
             "replica sees its own.",
             stacklevel=7,
@@ -114,7 +122,7 @@ def _is_equal(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _trace(value: Any) -> Any:
+def trace(value: Any) -> Any:
     """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
     if isinstance(value, torch.Tensor):
         return (_Identity(value), 0 if value.is_inference() else value._version)
@@ -122,8 +130,8 @@ def _trace(value: Any) -> Any:
     if not (kind is tuple or is_container(kind)):
         return _Identity(value)
     if issubclass(kind, dict):
-        return {key: _trace(member) for key, member in value.items()}
-    return [_trace(member) for member in value] if issubclass(kind, _SEQUENCES) else set(value)
+        return {key: trace(member) for key, member in value.items()}
+    return [trace(member) for member in value] if issubclass(kind, _SEQUENCES) else set(value)
 
 
 class _Identity:
@@ -147,5 +155,5 @@ def _memory(value: Any) -> int | None:
 
 
 def _forget(kept: dict[int, _Left], key: int, gone: Any) -> None:
-    if key in kept and kept[key].module is gone:
+    if key in kept and kept[key].owner is gone:
         del kept[key]

@@ -14,6 +14,7 @@ from torchstrat.errors import DeviceError, InvalidArgumentError, WrongTypeError
 from torchstrat.logical_devices import Annotator, check_mesh_shape
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.engine import ReplicaEngine
+from torchstrat.replicas.policies import LocalUpdate
 from torchstrat.sharding.rules import ShardingRules
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")
@@ -101,10 +102,12 @@ def one_replica_per_process(
     collectives: str,
     through_host: bool = False,
     keeps_gradients: bool = False,
+    local: LocalUpdate | None = None,
     logical: LogicalLayout | None = None,
 ) -> ReplicaEngine:
     """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
-    processes can share it. ``logical``: of replicas of several processes each."""
+    processes can share it. ``local``: every replica steps variables of its own. ``logical``: of replicas of several
+    processes each."""
     if logical is not None and logical.devices > 1:
         from torchstrat.dtensor.launch import replicas_of_processes
 
@@ -122,6 +125,7 @@ def one_replica_per_process(
     from torchstrat.collectives.choose import choose_communicator
     from torchstrat.collectives.communicator import SharesMemory
     from torchstrat.collectives.shared_memory.device_copies import device_copies
+    from torchstrat.replicas.local_process import LocalProcessReplica
     from torchstrat.replicas.per_process import PerProcessReplica
     from torchstrat.replicas.step_pages import StepPages
 
@@ -129,6 +133,8 @@ def one_replica_per_process(
     copies = device_copies(device) if through_host else None
     with waiting.shown(f"waiting for all of {plan.size} processes", here=plan.rank == 0):
         communicator, why = choose_communicator(plan, device, timeout, collectives, copies)
+    if local is not None:
+        return LocalProcessReplica(strategy, communicator, device, local, why)
     return PerProcessReplica(
         strategy,
         communicator,

@@ -41,13 +41,14 @@ from torchstrat.replicas.collective_functions import AllGather, AllReduce, diffe
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.drift import compare
 from torchstrat.replicas.edits import ParameterEdits
-from torchstrat.replicas.engine import adoption_warning
+from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning
 from torchstrat.replicas.exchange import (
+    Gathered,
     gather_components,
-    gather_values,
+    gather_in_step,
+    reduce_in_step,
     reduce_number,
     reduce_values,
-    require_alike,
     weighted_mean,
 )
 from torchstrat.replicas.idle import IdleReplicas
@@ -69,7 +70,7 @@ from torchstrat.replicas.weights import StepWeights
 from torchstrat.stand_ins import wrapped_among
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variable.assignment import hand_over
-from torchstrat.variables import BufferSlot, Members, VariableRegistry
+from torchstrat.variables import Members, VariableRegistry
 
 END_OF_RUN = "the end of a run (bringing buffers and edited parameters together)"
 
@@ -174,11 +175,15 @@ class PerProcessReplica:
             communicator=self._world.split(),
         )
 
+    @property
+    def rounds(self) -> MakesRounds | None:
+        return None
+
     def device_of_replica(self, replica: int) -> str:
         return self._device
 
     @property
-    def random_streams(self) -> ReplicaStreams:
+    def replica_states(self) -> ReplicaStates:
         return self._streams
 
     def copies(self) -> list[Copies]:
@@ -212,8 +217,7 @@ class PerProcessReplica:
         compare(self._world, Belongings(self.registry, lambda one: not self._is_of_owner(one)), when)
 
     def close(self) -> None:
-        error = sys.exc_info()[1]
-        if error is not None:  # the program is on its way out, by way of a finally
+        if (error := sys.exc_info()[1]) is not None:  # the program is on its way out, by way of a finally
             self._report(error)
         self._hooks.detach()
         self._steps_outside.stop()
@@ -231,11 +235,7 @@ class PerProcessReplica:
         """Rank 0's values for every variable that was not there before. Every rank has created the same ones."""
         roster = self._rosters.now(members)
         moved_out = [] if self._storage is None else self._storage.moved_out(roster.items())
-        state = (
-            roster.layout,
-            members.changes,
-            [(id(one.module), one.name, _is_there(one)) for one in members.buffer_slots],
-        )
+        state = self._what_is_there(members, roster)
         if state != self._taken_over or moved_out:
             self._take_over(roster, moved_out)
             self._taken_over = state
@@ -243,12 +243,21 @@ class PerProcessReplica:
                 self._pages.variables_changed()
         return roster
 
-    def _take_over(self, roster: Roster, moved_out: Container[str]) -> None:
-        """``moved_out``: names of variables that have been in common memory."""
+    def _what_is_there(self, members: Members, roster: Roster) -> tuple[Any, ...]:
+        slots = [(id(one.module), one.name, one.has_values) for one in members.buffer_slots]
+        return roster.layout, members.changes, slots
+
+    def _owned_values(self, roster: Roster) -> dict[str, tuple[Any, torch.Tensor]]:
+        """Parameters and buffers by name, and what has to be there for the name to mean the same."""
         found: dict[str, tuple[Any, torch.Tensor]] = {name: (tensor, tensor) for name, tensor in roster.items()}
         for name, slot in self.registry.named_buffer_slots().items():
-            if slot.tensor is not None and _is_there(slot):
+            if slot.tensor is not None and slot.has_values:
                 found[f"buffer {name}"] = (slot.module, slot.tensor)
+        return found
+
+    def _take_over(self, roster: Roster, moved_out: Container[str]) -> None:
+        """``moved_out``: names of variables that have been in common memory."""
+        found = self._owned_values(roster)
         known = {name for name, (owner, _) in found.items() if self._is_known(name, owner)}
         self._known = {name: weakref.ref(owner) for name, (owner, _) in found.items()}
         fresh = {name: tensor for name, (_, tensor) in found.items() if name not in known}
@@ -277,16 +286,20 @@ class PerProcessReplica:
         call = f"the first values of a {type(module).__name__} (module {place}, shapes {shapes})"
         agree(self._communicator, call)
         broadcast_tensors(self._communicator, values, 0, call)
-        parameters = parameters_of(module)
+        self._watch_newborn(parameters_of(module))
+
+    def _watch_newborn(self, parameters: list[torch.Tensor]) -> None:
         self._hooks.attach(parameters, early=self._gradients.needs_early_hooks)
         if not self._gradients.is_in_pass:  # else an optimizer's step catches up with them
             self._gradients.use(self._rosters.now())
         self._edits.note(parameters)
 
-    def _take_over_member(self, buffers: ProcessBuffers, module: nn.Module, name: str, value: torch.Tensor) -> None:
+    def _take_over_member(
+        self, was_there: Callable[[nn.Module], bool], module: nn.Module, name: str, value: torch.Tensor
+    ) -> None:
         """A step is about to give a module that was there a new buffer or parameter: it gets the first rank's value, as
         the replicas of one process find the one that the first of them has made."""
-        if not buffers.was_there(module) or value.is_inference() or value.is_meta or is_lazy(value):
+        if not was_there(module) or value.is_inference() or value.is_meta or is_lazy(value):
             return
         kind_of = "parameter" if isinstance(value, nn.Parameter) else "buffer"
         call = f"the first value of {kind_of} {name!r} of module {self.registry.number_of(module)}"
@@ -296,8 +309,11 @@ class PerProcessReplica:
             value.data = torch.empty(kind[0], dtype=kind[1], device=value.device)
         broadcast_tensors(self._communicator, [value.data], 0, call)
         if isinstance(value, nn.Parameter):
-            self._hooks.attach([value], early=self._gradients.needs_early_hooks)
-            self._gradients.expect(value)
+            self._expect(value)
+
+    def _expect(self, parameter: nn.Parameter) -> None:
+        self._hooks.attach([parameter], early=self._gradients.needs_early_hooks)
+        self._gradients.expect(parameter)
 
     def _make_policy(self) -> ReplicatedUpdate:
         if not self._central:
@@ -348,15 +364,20 @@ class PerProcessReplica:
 
     # -- run --------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _begin_run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[StepWeights, Members, Roster]:
         leaves = nest.flatten((args, kwargs)) if args or kwargs else []
         self._weights = weights = StepWeights(range(self.num_replicas), batch_info_among(leaves) if leaves else None)
         self._world.forget_failure()
         adopted = self.registry.adopt(fn, leaves)
         if adopted:
-            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=4)
+            warnings.warn(adoption_warning(adopted, self._strategy), stacklevel=5)
         members = self.registry.members()
-        roster = self._take_over_initial_values(members)
+        return weights, members, self._take_over_initial_values(members)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        weights, members, roster = self._begin_run(fn, args, kwargs)
         if not weights.active:
             return PerReplica((), replica_ids=())
         if len(weights.active) == self.num_replicas:
@@ -415,7 +436,8 @@ class PerProcessReplica:
         buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
         self._policy.begin(self._communicator)
         self._step.begin(self._communicator, weights, me)
-        newborn = Newborn(self.registry, self._take_over_newborn, on_new=partial(self._take_over_member, buffers))
+        on_new = partial(self._take_over_member, buffers.was_there)
+        newborn = Newborn(self.registry, self._take_over_newborn, on_new=on_new)
         self._streams.begin([me])
         has_lazy = len(roster.tensors) < len(members.tensors)
         newborn.begin(members.modules if has_lazy else ())
@@ -546,35 +568,13 @@ class PerProcessReplica:
         return differentiable(AllReduce, value, self._exchange_all_reduce, op, "all_reduce")
 
     def _exchange_all_reduce(self, op: ReduceOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        call = f"all_reduce({op.value.lower()})"
-        kinds = [(tuple(one.shape), str(one.dtype), str(one.layout)) for one in tensors]
-        require_alike(self._communicator, call, kinds)
-        return [self._all_reduce_one(op, tensor, call) for tensor in tensors]
-
-    def _all_reduce_one(self, op: ReduceOp, tensor: torch.Tensor, call: str) -> torch.Tensor:
-        if tensor.layout != torch.strided:
-            components = gather_values(self._communicator, [tensor], call)
-            return reduction.combine(op, components, call).to(tensor.device)
-        mean = op is ReduceOp.MEAN
-        total = tensor.to(reduction.mean_dtype(tensor.dtype) if mean else tensor.dtype, copy=True).contiguous()
-        self._communicator.all_reduce(total, call).wait()
-        return total.div_(self._communicator.size) if mean else total
+        return reduce_in_step(self._communicator, op, tensors)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         return differentiable(AllGather, value, self._exchange_all_gather, axis, "all_gather")
 
-    def _exchange_all_gather(
-        self, axis: int, tensors: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-        joined, parts = [], []
-        me = self._communicator.rank
-        for tensor in tensors:
-            components = gather_values(self._communicator, [tensor], f"all_gather(axis={axis})")
-            total = reduction.gather_components(components, axis, "all_gather")
-            start = sum(component.shape[axis] for component in components[:me])
-            joined.append(total.to(tensor.device))
-            parts.append((start, tensor.shape[axis]))
-        return joined, parts
+    def _exchange_all_gather(self, axis: int, tensors: list[torch.Tensor]) -> Gathered:
+        return gather_in_step(self._communicator, axis, tensors)
 
     # -- cross-replica context --------------------------------------------------------------------------------------
 
@@ -598,8 +598,3 @@ class PerProcessReplica:
         if not isinstance(value, DistributedValues):
             return reduction.gather_plain(value, axis)
         return gather_components(self._communicator, list(value.values), axis)
-
-
-def _is_there(slot: BufferSlot) -> bool:
-    """Whether the buffer has values by now."""
-    return slot.tensor is not None and not is_lazy(slot.tensor) and not slot.tensor.is_meta

@@ -28,6 +28,10 @@ def stream_seed(seed: int, replica: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+ROUND = "round"
+"""Among what checkpoints have of a replica, beside its streams: see `torchstrat.replicas.local_state`."""
+
+
 class ReplicaStreams:
     """Swaps the state of the default generators (the CPU's and the replica's own GPU's) with the replicas' turns."""
 
@@ -129,6 +133,8 @@ class ReplicaStreams:
         self._seeds.clear()
         for replica in range(self._first_replica, self._first_replica + len(self._devices)):
             for label, kept in state.get(f"replica_{replica}", {}).items():
+                if label == ROUND:
+                    continue
                 seed = seedings.seed_of(label)
                 fresh = dict(zip(_KINDS, self._fresh(seed, replica), strict=False))
                 states = [kept.get(kind, other) for kind, other in fresh.items()]

@@ -7,6 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+
+from torchstrat.replicas.samples import sample
+
+Trace = tuple[int, int, bytes]
+
+
+def trace_of(tensor: torch.Tensor) -> Trace:
+    """Another one when somebody has changed the tensor, also through ``.data``."""
+    return tensor._version, tensor.data_ptr() if tensor.layout == torch.strided else 0, sample(tensor)
 
 
 class TensorSlot:
@@ -23,6 +33,7 @@ class TensorSlot:
         "grads",
         "is_copy",
         "is_shared",
+        "left",
         "made_by",
         "parked_grad",
         "reference",
@@ -49,6 +60,8 @@ class TensorSlot:
         self.parked_grad: tuple[weakref.ref[torch.Tensor] | None, int] | None = None
         """What the last run left in ``.grad``, and its version then."""
         self.grad_dtype: torch.dtype | None = None
+        self.left: Trace | None = None
+        """Of the tensor, when the last run ended."""
         self.trained = True
         """Whether it required a gradient when the run began."""
         self.trains: dict[int, bool] = {}
@@ -81,6 +94,14 @@ class TensorSlot:
         self.agreed = self.unedited = None
         del self.tensor
 
+    def keep_apart(self, tensor: torch.Tensor) -> None:
+        """The run has ended, and what the replicas have is each one's own. ``tensor``: the one this slot is for."""
+        self.left = trace_of(tensor)
+
+    def is_untouched(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is as the last run left it."""
+        return self.left is not None and self.left == trace_of(tensor)
+
     def is_grad_untouched(self, grad: torch.Tensor | None) -> bool:
         """Whether ``grad``, found in ``.grad``, is as the last run left it there."""
         if self.parked_grad is None:
@@ -98,3 +119,9 @@ class TensorSlot:
     def is_edited(self, replica: int) -> bool:
         """Whether that replica's component was edited in place since all were equal. For parked slots."""
         return self.versions[replica] != self.version
+
+
+def is_variable(tensor: torch.Tensor) -> bool:
+    """Lazy ones are not yet, and those on "meta" have no values; those made in inference mode can be neither trained
+    nor swapped, and are shared."""
+    return not is_lazy(tensor) and not tensor.is_meta and not tensor.is_inference()

@@ -34,6 +34,21 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor
                     tensor.copy_(received)
 
 
+def average_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Overwrite ``tensors`` with their means over all ranks, which get the same bits. All ranks pass dense tensors of
+    equal shapes and floating dtypes, in one order."""
+    with torch.no_grad():
+        for chunk in _chunks([_once(tensor.detach()) for tensor in tensors]):
+            total = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            if total.dtype == torch.float16:  # the sum may not exist where the mean does
+                total.div_(communicator.size)
+            communicator.all_reduce(total, what).wait()
+            if total.dtype != torch.float16:
+                total.div_(communicator.size)
+            for tensor, piece in zip(chunk, total.split([tensor.numel() for tensor in chunk]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
 def broadcast_gradients(
     communicator: Communicator,
     gradients: Sequence[torch.Tensor | None],

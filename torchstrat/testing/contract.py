@@ -34,6 +34,7 @@ __all__ = [
     "APART",
     "CASES",
     "IN_PROCESS",
+    "LOCAL",
     "TORCHRUN",
     "Row",
     "check",
@@ -112,6 +113,17 @@ TORCHRUN: Mapping[str, Row] = dict(
     ]
 )
 """One replica per process; ``replicas`` is the number of processes the tests start."""
+
+
+LOCAL: Mapping[str, Row] = dict(
+    [
+        _row("local_sgd x2", 2, "LocalSGDStrategy", devices=_cpus(2), period=2),
+        _row("local_sgd", 2, "LocalSGDStrategy", period=2),
+        _row("local_sgd on sockets", 2, "LocalSGDStrategy", period=2, collectives="process_group"),
+    ]
+)
+"""Replicas that step variables of their own, in this process and one per process: numbers that no single device has,
+and equal bits in all rows. They combine no gradients, so `run_row` is not for them; `run_case` is."""
 
 
 def run_row(case: Case, row: Row, timeout: timedelta = timedelta(seconds=60)) -> Snapshot:

@@ -114,11 +114,15 @@ class SpmdReplicas:
             join=lane_values.join if several else None,
         )
 
+    @property
+    def rounds(self) -> None:
+        return None
+
     def device_of_replica(self, replica: int) -> str:
         return f"{self._runtime.device.type}:{self._runtime.device.index or 0}"
 
     @property
-    def random_streams(self) -> RandomStream:
+    def replica_states(self) -> RandomStream:
         return self._stream
 
     def copies(self) -> list[Copies]:

@@ -1,0 +1,175 @@
+"""Local SGD with one replica per process: the numbers of loops by hand, and those of replicas in one process."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchstrat as ts
+from tests.support.local_steps import (
+    CHANGES,
+    KIND,
+    OPTIMIZERS,
+    Simulation,
+    Training,
+    batches,
+    changed_by_hand,
+    local_sgd,
+)
+from tests.support.replicas import EVERY_LINE
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.reduction import ReduceOp
+from torchstrat.testing import Workers, contract
+
+COLLECTIVES = ("shared_memory", "process_group")
+Found = tuple[list[list[float]], list[list[float]]]
+
+
+def close(seen: Any, wanted: Any) -> None:
+    torch.testing.assert_close(
+        torch.tensor(seen, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
+
+
+def joined(each: list[Found]) -> Found:
+    """What ranks found, as one process finds it."""
+    losses, values = zip(*each, strict=True)
+    return [list(chain(*step)) for step in zip(*losses, strict=True)], list(chain(*values))
+
+
+def train(kind: str, collectives: str) -> Found:
+    strategy = local_sgd(None, collectives=collectives)
+    try:
+        mine = Training(strategy, kind)
+        return mine.train(batches(8, 2)), mine.values()
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("collectives", COLLECTIVES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_numbers_of_loops_by_hand(two_processes: Workers, kind: str, collectives: str) -> None:
+    simulation = Simulation(kind, 2, 3)
+    losses, values = joined(two_processes.run(train, kind, collectives))
+    close(losses, simulation.train(batches(8, 2)))
+    close(values, simulation.values())
+
+
+def train_changed(name: str) -> Found:
+    strategy = local_sgd(None)
+    try:
+        mine = Training(strategy, KIND)
+        mine.train(batches(2, 2))
+        CHANGES[name](mine.job)
+        return mine.train(batches(3, 2)), mine.values()
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_program_changes_between_runs_is_rank_0s_for_all(two_processes: Workers, name: str) -> None:
+    losses, values = joined(two_processes.run(train_changed, name))
+    wanted_losses, wanted_values = changed_by_hand(name)
+    close(losses, wanted_losses)
+    close(values, wanted_values)
+
+
+# -- the contract's cases ----------------------------------------------------------------------------------------------
+
+
+def run_contract(name: str, row: str) -> contract.Snapshot | str:
+    """Or the text of the error that it ended with."""
+    strategy = contract.LOCAL[row].make()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return contract.run_case(contract.CASES[name], strategy)
+    except InvalidArgumentError as error:
+        return str(error)
+    finally:
+        strategy.close()
+
+
+OUTSIDE = {"evaluated_between_steps": {"scores"}}
+"""What code outside of runs computes: of the first replica in this process."""
+CELLS = [
+    pytest.param(name, row, marks=[] if name in EVERY_LINE and number % 2 == turn else [pytest.mark.soak])
+    for number, (name, case) in enumerate(contract.CASES.items())
+    for turn, row in enumerate(("local_sgd", "local_sgd on sockets"))
+    if ReduceOp.parse(case.gradient_reduce_op) is ReduceOp.MEAN and not case.needs_compiler
+]
+
+
+@pytest.mark.parametrize(("name", "row"), CELLS)
+def test_bits_of_replicas_in_one_process(two_processes: Workers, name: str, row: str) -> None:
+    """Of every training case: its losses, and what each replica has in the end."""
+    wanted = run_contract(name, "local_sgd x2")
+    found = two_processes.run(run_contract, name, row, timeout_seconds=240)
+    if isinstance(wanted, str):
+        assert found == [wanted] * 2
+        return
+    for rank, snapshot in enumerate(found):
+        assert not isinstance(snapshot, str), snapshot
+        for key, value in wanted.items():
+            of, _, replica = key.partition(" on replica ")
+            if of not in OUTSIDE.get(name, ()) and replica in ("", str(rank)) and (replica or rank == 0):
+                torch.testing.assert_close(snapshot[key], value, rtol=0, atol=0, equal_nan=True, msg=key)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_or_restore(replicas: int | None, folder: Path, save_as: str | None) -> Found:
+    """Five steps and a checkpoint, or the four steps after it."""
+    strategy = local_sgd(replicas)
+    try:
+        mine = Training(strategy, KIND)
+        data = batches(9, 2)
+        if save_as is not None:
+            mine.train(data[:5])
+            ts.Checkpoint(**mine.job._asdict()).save(folder / save_as)
+        else:
+            [saved] = folder.iterdir()
+            ts.Checkpoint(**mine.job._asdict()).restore(saved)
+        return mine.train(data[5:]), mine.values()
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("saver", ["processes", "one process"])
+@pytest.mark.parametrize("restorer", ["processes", "one process"])
+def test_goes_on_from_the_midst_of_a_round(two_processes: Workers, tmp_path: Path, saver: str, restorer: str) -> None:
+    def call(who: str, save_as: str | None) -> Found:
+        if who == "one process":
+            return save_or_restore(2, tmp_path, save_as)
+        return joined(two_processes.run(save_or_restore, None, tmp_path, save_as))
+
+    wanted = call(saver, "saved")
+    assert call(restorer, None) == wanted
+
+
+def restore(folder: Path) -> list[list[float]]:
+    strategy = local_sgd(None)
+    try:
+        mine = Training(strategy, KIND)
+        ts.Checkpoint(**mine.job._asdict()).restore(folder)
+        return mine.values()
+    finally:
+        strategy.close()
+
+
+def test_other_numbers_of_replicas_go_on_from_the_mean(two_processes: Workers, tmp_path: Path) -> None:
+    strategy = local_sgd(3)
+    mine = Training(strategy, KIND)
+    mine.train(batches(2, 3))
+    ts.Checkpoint(**mine.job._asdict()).save(tmp_path / "saved")
+    count = sum(parameter.numel() for parameter in mine.job.model.parameters())
+    mean = torch.tensor(mine.values(), dtype=torch.float64)[:, :count].mean(dim=0).tolist()
+    strategy.close()
+    for found in two_processes.run(restore, tmp_path / "saved"):
+        close([one[:count] for one in found], [mean])

@@ -1,0 +1,186 @@
+"""Local SGD by hand, and the same training under a strategy, in this process or in processes of a launch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import torchstrat as ts
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+OPTIMIZERS: Mapping[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "sgd with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+}
+KIND = "sgd with momentum"
+ROWS = 4
+"""Of each replica in each step."""
+
+
+class Net(nn.Sequential):
+    """With buffers that are averaged, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+        self.double()
+
+
+class Job(NamedTuple):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def build(kind: str) -> Job:
+    torch.manual_seed(0)
+    model = Net()
+    return Job(model, OPTIMIZERS[kind](model.parameters()))
+
+
+def batches(steps: int, replicas: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = (ROWS * replicas, 3), (ROWS * replicas, 2)
+    return [
+        (
+            torch.randn(shapes[0], generator=generator, dtype=torch.float64),
+            torch.randn(shapes[1], generator=generator, dtype=torch.float64),
+        )
+        for _ in range(steps)
+    ]
+
+
+def step_of(job: Job) -> Callable[[Batch], torch.Tensor]:
+    def step(batch: Batch) -> torch.Tensor:
+        inputs, targets = batch
+        job.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(job.model(inputs), targets)
+        loss.backward()
+        job.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def values(model: nn.Module) -> list[float]:
+    """All that it has."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).tolist()  # type: ignore[no-any-return]
+
+
+class Simulation:
+    """A model for each replica, and one loop over all of them."""
+
+    def __init__(self, kind: str, replicas: int, period: int) -> None:
+        first = build(kind)
+        models = [first.model, *(copy.deepcopy(first.model) for _ in range(1, replicas))]
+        self.jobs = [Job(model, OPTIMIZERS[kind](model.parameters())) for model in models]
+        self.period, self.steps = period, 0
+
+    def train(self, data: Sequence[Batch]) -> list[list[float]]:
+        """The losses: of each step those of all replicas."""
+        losses = []
+        for inputs, targets in data:
+            shares = zip(inputs.chunk(len(self.jobs)), targets.chunk(len(self.jobs)), strict=True)
+            losses.append([float(step_of(job)(share)) for job, share in zip(self.jobs, shares, strict=True)])
+            self.steps += 1
+            if self.steps % self.period == 0:
+                self.average()
+        return losses
+
+    def average(self, *kinds: str) -> None:
+        with torch.no_grad():
+            for kind in kinds or ("parameters", "buffers"):
+                for each in zip(*(getattr(job.model, kind)() for job in self.jobs), strict=True):
+                    mean = torch.stack([one.double() for one in each]).mean(dim=0)
+                    for one in each:
+                        one.copy_(mean)
+
+    def values(self) -> list[list[float]]:
+        return [values(job.model) for job in self.jobs]
+
+
+# -- what a program does between two runs ------------------------------------------------------------------------------
+
+
+def _load_weights(job: Job) -> None:
+    job.model.load_state_dict({name: value * 2 for name, value in job.model.state_dict().items()})
+
+
+def _edit_through_data(job: Job) -> None:
+    job.model[0].weight.data.mul_(0.5)  # type: ignore[index]
+
+
+def _reset_momentum(job: Job) -> None:
+    for state in job.optimizer.state.values():
+        state["momentum_buffer"].zero_()
+
+
+def _load_state(job: Job) -> None:
+    job.optimizer.load_state_dict(job.optimizer.state_dict())
+
+
+def _set_rate(job: Job) -> None:
+    job.optimizer.param_groups[0]["lr"] = 0.01
+
+
+def _step(job: Job) -> None:
+    job.optimizer.step()
+
+
+CHANGES: Mapping[str, Callable[[Job], None]] = {
+    "weights loaded": _load_weights,
+    "edited through .data": _edit_through_data,
+    "momentum reset": _reset_momentum,
+    "state loaded": _load_state,
+    "rate set": _set_rate,
+    "stepped": _step,
+}
+
+
+def changed_by_hand(name: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Two steps, a change, and three steps: the losses of these and what replicas have. The program sees the first
+    replica's, and every replica gets that, but only what was changed."""
+    simulation = Simulation(KIND, 2, 3)
+    simulation.train(batches(2, 2))
+    first, other = simulation.jobs
+    tensors = [[*job.model.parameters(), *job.model.buffers()] for job in simulation.jobs]
+    before, state = [one.clone() for one in tensors[0]], copy.deepcopy(first.optimizer.state_dict())
+    CHANGES[name](first)
+    with torch.no_grad():
+        for old, new, theirs in zip(before, *tensors, strict=True):
+            if not torch.equal(old, new):
+                theirs.copy_(new)
+    after = first.optimizer.state_dict()
+    if name == "state loaded" or str(state["state"]) != str(after["state"]):
+        other.optimizer.load_state_dict(copy.deepcopy(after))
+    other.optimizer.param_groups[0]["lr"] = first.optimizer.param_groups[0]["lr"]
+    return simulation.train(batches(3, 2)), simulation.values()
+
+
+class Training:
+    """The same under a strategy, which every process calls alike."""
+
+    def __init__(self, strategy: Any, kind: str) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.job = build(kind)
+        self.step = step_of(self.job)
+
+    def train(self, data: Sequence[Batch]) -> list[list[float]]:
+        """Of each step the losses of the replicas in this process."""
+        runs = [self.strategy.run(self.step, (batch,)) for batch in self.strategy.distribute_dataset(list(data))]
+        return [[float(loss) for loss in self.strategy.local_results(result)] for result in runs]
+
+    def values(self) -> list[list[float]]:
+        """What the replicas of this process have."""
+        found = self.strategy.run(lambda: torch.tensor(values(self.job.model), dtype=torch.float64))
+        return [one.tolist() for one in self.strategy.local_results(found)]
+
+
+def local_sgd(replicas: int | None, period: int = 3, **options: Any) -> Any:
+    """``replicas``: in this process; None: as it was launched."""
+    devices = None if replicas is None else [f"cpu:{index}" for index in range(replicas)]
+    return ts.LocalSGDStrategy(devices, period=period, **options)

@@ -1,0 +1,115 @@
+"""Update policies, for strategies of one's own. Provisional: names here may still change between minor versions.
+
+A strategy says where variables live and what becomes of the steps that replicas make; all else (turns or processes,
+gradients, random numbers, input, checkpoints) is the engine's, which `place` chooses and sets up::
+
+    class LocalSGDStrategy(ts.Strategy):
+        def __init__(self, devices=None, *, period=8):
+            self._made_with = ((devices,), {"period": period})
+            ts.policy.place(self, LocalSGD(period), devices)
+
+    ts.registry.register("my_local_sgd", LocalSGDStrategy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torchstrat.devices import resolve_compute_devices, resolve_parameter_device
+from torchstrat.errors import UnsupportedError, WrongTypeError
+from torchstrat.extended import StrategyExtended
+from torchstrat.launcher import join_job
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
+from torchstrat.replicas.policies import (
+    LocalUpdate,
+    PrimaryUpdate,
+    Replica,
+    ReplicatedUpdate,
+    ShardedUpdate,
+    UpdatePolicy,
+)
+from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
+
+__all__ = [
+    "LocalUpdate",
+    "PrimaryUpdate",
+    "Replica",
+    "ReplicatedUpdate",
+    "ShardedUpdate",
+    "UpdatePolicy",
+    "end_round",
+    "place",
+]
+
+
+def place(
+    strategy: Strategy,
+    policy: UpdatePolicy,
+    devices: Sequence[Any] | None = None,
+    *,
+    gradient_reduce_op: ReduceOp | str = "mean",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    collectives: str = "auto",
+    independent: bool = False,
+) -> None:
+    """Set up the replicas of ``strategy``, at the end of its constructor: one in each process that a launcher started,
+    on one host or many, else on ``devices`` in this process. Every process of a job calls it.
+
+    Args:
+        policy: what becomes of the steps that replicas make.
+        devices: in one process, the replicas' devices; ``["cpu:0", "cpu:1"]`` are two virtual replicas of the CPU.
+            None: every GPU of the machine, or one CPU replica. Under a launcher at most one: this process's device.
+        gradient_reduce_op: "mean" (weighted by examples) or "sum", where gradients are combined.
+        timeout, collectives, independent: as of `ts.MirroredStrategy`.
+
+    Raises `WrongTypeError` for what is no policy, `DeviceError` for devices that are repeated, unparsable or absent.
+    """
+    if not isinstance(policy, ReplicatedUpdate | PrimaryUpdate | LocalUpdate):
+        raise WrongTypeError(
+            "place needs a ReplicatedUpdate, PrimaryUpdate, ShardedUpdate or LocalUpdate, or a class derived from one "
+            f"of these; got {policy!r:.80}."
+        )
+    op = ReduceOp.parse(gradient_reduce_op)
+    check_collectives(collectives)
+    local = policy if isinstance(policy, LocalUpdate) else None
+    is_central = isinstance(policy, PrimaryUpdate)
+    home = policy.device if isinstance(policy, PrimaryUpdate) else None
+    job = join_job(independent)
+    if job is not None and job.plan.size > 1:
+        device = own_device(devices, job.plan)
+        place_of_variables = resolve_parameter_device(home, (device,)) if is_central else device
+        shares_memory = isinstance(policy, ShardedUpdate)
+        strategy._engine = one_replica_per_process(
+            strategy,
+            job.plan,
+            device,
+            op,
+            timeout,
+            central=is_central,
+            collectives="process_group" if is_central and not shares_memory else collectives,
+            through_host=shares_memory and (home is None or place_of_variables.startswith("cpu")),
+            keeps_gradients=isinstance(policy, ShardedUpdate) and policy.keeps_gradients,
+            local=local,
+        )
+        strategy.extended = StrategyExtended(strategy, (device,), (place_of_variables,))
+        return
+    found = resolve_compute_devices(devices)
+    parameter_device = resolve_parameter_device(home, found) if is_central else None
+    strategy._engine = InProcessReplicas(strategy, found, parameter_device, op, local)
+    strategy.extended = StrategyExtended(strategy, found, found if parameter_device is None else (parameter_device,))
+
+
+def end_round(strategy: Strategy) -> None:
+    """End the round of local steps now: bring the replicas of ``strategy`` together, before an evaluation or a plain
+    ``torch.save`` that is to see their mean, say. In cross-replica context; every process calls it.
+
+    Raises `UnsupportedError` where the strategy's replicas make no local steps.
+    """
+    rounds = strategy._engine.rounds
+    if rounds is None:
+        raise UnsupportedError(f"{type(strategy).__name__} has no rounds: its replicas are equal after every step.")
+    rounds.end_round()

@@ -1,0 +1,54 @@
+"""Containers and plain tensors that a replica needs a copy of: what they are, and how they are copied."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def private_value(value: Any, vectors: Container[int] = ()) -> Any:
+    """``vectors``: the ``id`` of tensors that stay themselves."""
+    if isinstance(value, torch.Tensor):
+        return value if value.requires_grad or id(value) in vectors else value.clone()
+    kind = type(value)
+    if kind is tuple:
+        return tuple(private_value(member, vectors) for member in value)
+    if kind is dict:
+        return {key: member if key == "params" else private_value(member, vectors) for key, member in value.items()}
+    if not is_container(kind):
+        return value
+    if isinstance(value, list):
+        if value and all(isinstance(member, nn.Parameter) for member in value):
+            return value
+        if kind is list:
+            return [private_value(member, vectors) for member in value]
+    own = copy.copy(value)
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if key != "params":
+                own[key] = private_value(member, vectors)
+    elif isinstance(value, list | collections.deque):
+        for index, member in enumerate(value):
+            own[index] = private_value(member, vectors)
+    return own
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_COPYING = ("__copy__", "__reduce__", "__reduce_ex__", "__setitem__", "__iter__")
+
+
+def _is_container(kind: type) -> bool:
+    """Whether it is one of Python's that can be filled, or a subclass that is copied as these are."""
+    base = next((one for one in _CONTAINERS if issubclass(kind, one)), None)
+    if base is None or kind is base or kind.__module__ == "collections":
+        return base is not None
+    return not any(name in vars(one) for one in kind.__mro__[: kind.__mro__.index(base)] for name in _COPYING)
+
+
+is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container)  # which every run asks

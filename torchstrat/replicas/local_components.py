@@ -1,0 +1,89 @@
+"""The components of replicas that step variables of their own: what each has it finds again in the next run.
+
+Outside of runs the user's objects are the first replica's. What the program does to them it does to everyone's, which
+become copies of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from torchstrat.replicas.component_buffers import copy_to
+from torchstrat.replicas.component_helpers import ComponentHelpers
+from torchstrat.replicas.components import Components
+from torchstrat.replicas.local_state import OwnValues, put_values
+from torchstrat.replicas.roster import Roster
+from torchstrat.variables import VariableRegistry
+
+
+class LocalComponents(Components):
+    """All replicas take part in every run, and the first one leads."""
+
+    _undoes = False
+
+    def __init__(self, registry: VariableRegistry, devices: tuple[torch.device, ...]) -> None:
+        super().__init__(registry, devices, None, ComponentHelpers(apart=True))
+
+    def _level(self) -> None:
+        self.refresh(self._touched())
+
+    def _touched(self) -> list[torch.Tensor]:
+        """What the program has changed since the last run. Of all else replicas find what they have left."""
+        touched = []
+        for slot in self._slots.values():
+            if slot.is_untouched(slot.tensor) and all(replica in slot.data for replica in self._replicas):
+                slot.data[self._home], slot.versions[self._home] = slot.tensor.data, slot.tensor._version
+                slot.agreed = slot.unedited = None
+            else:
+                touched.append(slot.tensor)
+        return touched
+
+    def end_apart(self, weights: list[float] | None) -> None:
+        """`end` where replicas stay apart; but buffers become alike where there are ``weights``, as a round ends."""
+        self.park()
+        if weights is None:
+            self._buffers.keep_apart()
+        else:
+            self._buffers.merge(weights, ())
+        self._settle_newborn()
+        self._leave()
+        for slot in self._slots.values():
+            slot.keep_apart(slot.tensor)
+        self._let_go(failed=False)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def own_values(self, replica: int, roster: Roster) -> OwnValues:
+        """Between runs, where replicas stay apart: what that one will find in the next."""
+        parameters = {}
+        for name, tensor in roster.items():
+            slot = self._slots.get(id(tensor))
+            is_own = slot is not None and replica in slot.data and replica != self._home and slot.is_untouched(tensor)
+            parameters[name] = slot.data[replica] if slot is not None and is_own else tensor
+        states = [dict(one.state) for one in self._registry.optimizers()]
+        if replica != self._home:
+            states = [self._helpers.state_of(one, replica, self._home) for one in self._registry.optimizers()]
+        return OwnValues(parameters, self._buffers.own_of(replica, self._registry.named_buffer_slots()), states)
+
+    def put_own_values(self, own: Mapping[int, OwnValues], roster: Roster) -> None:
+        """Every replica finds these in the next run."""
+        first = own[0]
+        put_values(self._registry, roster, first)
+        optimizers = self._registry.optimizers()
+        for optimizer, state in zip(optimizers, first.optimizers, strict=False):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        for name, tensor in roster.items():
+            slot = self._slots.get(id(tensor)) or self._new_slot(tensor)
+            for replica, values in own.items():
+                value = values.parameters.get(name, tensor)
+                value = value if value.shape == tensor.shape else tensor
+                slot.data[replica] = copy_to(value.detach(), self._devices[replica])
+                slot.versions[replica] = tensor._version
+            slot.keep_apart(tensor)
+        self._buffers.put_own(own, self._registry.named_buffer_slots())
+        for number, optimizer in enumerate(optimizers):
+            states = {r: values.optimizers[number] for r, values in own.items() if r and values.optimizers}
+            self._helpers.put_states(optimizer, states)
