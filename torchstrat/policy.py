@@ -24,7 +24,7 @@ from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.in_process import InProcessReplicas
 from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
-from torchstrat.replicas.policies import (
+from torchstrat.replicas.update_policies import (
     LocalUpdate,
     PrimaryUpdate,
     Replica,

@@ -12,7 +12,7 @@ import torch
 
 from tests.matrix.table import PlantedFault
 from torchstrat import gradients, stand_ins, variables
-from torchstrat.replicas import bucketed_gradients, in_process_gradients, nested_steps, optimizer_step, update_policies
+from torchstrat.replicas import bucketed_gradients, in_process_gradients, nested_steps, optimizer_step, step_policies
 from torchstrat.replicas.differing_edits import DifferingEdits
 
 Place = tuple[Any, str]
@@ -108,7 +108,7 @@ FAULTS = (
     ),
     _fault(
         "what step(closure) does to gradients stays with the owner",
-        partial(put, nothing, (update_policies._LeadersGradients, "_level")),
+        partial(put, nothing, (step_policies._LeadersGradients, "_level")),
         *_both("one backward", "sam-like", "torchrun central_storage"),
     ),
     _fault(

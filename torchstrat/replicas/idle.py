@@ -23,8 +23,8 @@ from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.roster import Rosters
+from torchstrat.replicas.step_policies import OWNER
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
-from torchstrat.replicas.update_policies import OWNER
 from torchstrat.values import PerReplica
 from torchstrat.variables import VariableRegistry
 

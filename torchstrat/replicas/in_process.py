@@ -40,17 +40,17 @@ from torchstrat.replicas.differing_edits import (
 )
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning, regroup
 from torchstrat.replicas.in_process_gradients import InProcessGradients
-from torchstrat.replicas.in_process_step import InProcessUpdate, LocalSteps, StepHooks
+from torchstrat.replicas.in_process_step import InProcessSteps, LocalSteps, StepHooks
 from torchstrat.replicas.local_components import LocalComponents
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
-from torchstrat.replicas.policies import LocalUpdate
 from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
+from torchstrat.replicas.update_policies import LocalUpdate
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.stand_ins import stepped_by
@@ -95,7 +95,7 @@ class InProcessReplicas:
         )
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._differing = DifferingEdits(self.registry.describe)
-        update = InProcessUpdate(self._components, self._gradients, self._differing, self._is_current)
+        update = InProcessSteps(self._components, self._gradients, self._differing, self._is_current)
         self._steps: StepHooks | LocalSteps = StepHooks(update, self._gradients, gradient_op, new_hook_key())
         if local is not None:
             self._steps = LocalSteps(self._rounds, self._components, new_hook_key())

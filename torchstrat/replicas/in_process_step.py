@@ -33,8 +33,8 @@ from torchstrat.replicas.weights import StepWeights
 from torchstrat.stand_ins import be_idle, make_stand_in, stepped_by
 
 
-class InProcessUpdate:
-    """The update policy of all replicas of one process. ``is_replica_thread()``: whether the calling thread runs a
+class InProcessSteps:
+    """The step policy of all replicas of one process. ``is_replica_thread()``: whether the calling thread runs a
     replica; PyTorch's hooks see every optimizer of the process."""
 
     steps_alone = True
@@ -214,7 +214,7 @@ class InProcessUpdate:
 class StepHooks:
     """PyTorch's hooks of one run under ``hook_key``: they go to the replica whose turn it is."""
 
-    def __init__(self, update: InProcessUpdate, gradients: InProcessGradients, op: ReduceOp, hook_key: int) -> None:
+    def __init__(self, update: InProcessSteps, gradients: InProcessGradients, op: ReduceOp, hook_key: int) -> None:
         self._update = update
         self._gradients = gradients
         self._steps = [OptimizerStep(update, own, op) for own in gradients.of_replicas]

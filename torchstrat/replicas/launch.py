@@ -14,7 +14,7 @@ from torchstrat.errors import DeviceError, InvalidArgumentError, WrongTypeError
 from torchstrat.logical_devices import Annotator, check_mesh_shape
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.engine import ReplicaEngine
-from torchstrat.replicas.policies import LocalUpdate
+from torchstrat.replicas.update_policies import LocalUpdate
 from torchstrat.sharding.rules import ShardingRules
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")

@@ -28,12 +28,12 @@ from torchstrat.replicas.local_state import OwnValues, ReplicaRounds, put_values
 from torchstrat.replicas.newborn import Newborn
 from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
 from torchstrat.replicas.per_process import PerProcessReplica
-from torchstrat.replicas.policies import LocalUpdate
 from torchstrat.replicas.process_buffers import ProcessBuffers
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.tensor_slot import Trace, trace_of
 from torchstrat.replicas.transfer import broadcast_tensors
+from torchstrat.replicas.update_policies import LocalUpdate
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import PerReplica, select_replica
 from torchstrat.variables import VariableRegistry

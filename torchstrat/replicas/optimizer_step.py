@@ -1,5 +1,5 @@
 """An optimizer's step as one replica sees it: PyTorch's global step hooks, which see every optimizer, become calls of
-an update policy, which says who steps what."""
+a step policy, which says who steps what."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepCall(NamedTuple):
     kwargs: Any
 
 
-class UpdatePolicy(Protocol):
+class StepPolicy(Protocol):
     """How a step on every replica becomes one step. All replicas make the same calls."""
 
     steps_alone: bool
@@ -81,7 +81,7 @@ class OptimizerStep:
 
     def __init__(
         self,
-        policy: UpdatePolicy,
+        policy: StepPolicy,
         gradients: BucketedGradients,
         op: ReduceOp,
         note: Callable[[Optimizer], None] = lambda _: None,

@@ -1,8 +1,8 @@
 """One replica in this process, the others in the other processes of the job.
 
 Parameters, optimizers and modules are the user's own objects on the process's device. Hooks combine gradients while
-backward runs (`bucketed_gradients`), the optimizer's step is made as an update policy says (`optimizer_step`,
-`update_policies`), and everything else that involves the others first agrees with them on what is done (`agreement`).
+backward runs (`bucketed_gradients`), the optimizer's step is made as a step policy says (`optimizer_step`,
+`step_policies`), and everything else that involves the others first agrees with them on what is done (`agreement`).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_note, add_replica_note
 from torchstrat.replicas.step_pages import StepPages
+from torchstrat.replicas.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.replicas.update_policies import OWNER, PrimaryUpdate, ReplicatedUpdate, ShardedUpdate
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.stand_ins import wrapped_among
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
@@ -315,12 +315,12 @@ class PerProcessReplica:
         self._hooks.attach([parameter], early=self._gradients.needs_early_hooks)
         self._gradients.expect(parameter)
 
-    def _make_policy(self) -> ReplicatedUpdate:
+    def _make_policy(self) -> ReplicatedSteps:
         if not self._central:
-            return ReplicatedUpdate(self._gradients, self._edits, self._differing)
+            return ReplicatedSteps(self._gradients, self._edits, self._differing)
         if self._storage is None:
-            return PrimaryUpdate(self._gradients, self._edits, self._differing)
-        return ShardedUpdate(self._gradients, self._edits, self._differing, self._storage)
+            return PrimarySteps(self._gradients, self._edits, self._differing)
+        return ShardedSteps(self._gradients, self._edits, self._differing, self._storage)
 
     def _is_of_owner(self, optimizer: Optimizer) -> bool:
         """Whether the owner alone has the optimizer's state."""
