@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,11 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
-def child_with(command: str, parent: int) -> int:
+def child_with(command: str, parent: int, before: Set[int] = frozenset()) -> int:
     """Once it has come to its command: what has just been started is a copy of its parent first."""
 
     def found() -> list[int]:
-        return [pid for pid in children_of(parent) if command in command_of(pid)]
+        return [pid for pid in children_of(parent) - before if command in command_of(pid)]
 
     wait_until(lambda: bool(found()), f"a child that runs {command}")
     (pid,) = found()
@@ -164,7 +164,7 @@ def test_programs_of_their_own(why: str, tmp_path: Path, capfd: pytest.CaptureFi
 
     with LocalCluster(1, 1, env=env, **options) as cluster:
         if not options:
-            wait_until(says_why, "the refusal")
+            wait_until(says_why, lambda: f"the refusal, after {said!r},")
         worker = cluster.process("worker", 0).pid
         assert parent_of(worker) == os.getpid()
         assert "-m torchstrat.server" in command_of(worker)
@@ -224,7 +224,8 @@ def test_who_was_given_up_starts_itself_again_and_ends_with_the_launcher_though_
 
 
 def test_who_stops_at_once_does_not_wait_for_the_imports(capfd: pytest.CaptureFixture[str]) -> None:
+    before = children_of(os.getpid())  # the fork server that other tests share, perhaps
     with LocalCluster(1, 1, env=QUIET):
-        pid = child_with("_fork_server", os.getpid())
+        pid = child_with("_fork_server", os.getpid(), before)
     assert is_gone(pid)
     assert "listens on" not in capfd.readouterr().err, "it has not come to a fork"

@@ -23,7 +23,6 @@ from tests.support.local_steps import (
 )
 from tests.support.replicas import EVERY_LINE
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.reduction import ReduceOp
 from torchstrat.testing import Workers, contract
 
 COLLECTIVES = ("shared_memory", "process_group")
@@ -101,7 +100,7 @@ CELLS = [
     pytest.param(name, row, marks=[] if name in EVERY_LINE and number % 2 == turn else [pytest.mark.soak])
     for number, (name, case) in enumerate(contract.CASES.items())
     for turn, row in enumerate(("local_sgd", "local_sgd on sockets"))
-    if ReduceOp.parse(case.gradient_reduce_op) is ReduceOp.MEAN and not case.needs_compiler
+    if ts.ReduceOp.parse(case.gradient_reduce_op) is ts.ReduceOp.MEAN and not case.needs_compiler
 ]
 
 
@@ -132,10 +131,10 @@ def save_or_restore(replicas: int | None, folder: Path, save_as: str | None) -> 
         data = batches(9, 2)
         if save_as is not None:
             mine.train(data[:5])
-            ts.Checkpoint(**mine.job._asdict()).save(folder / save_as)
+            ts.Checkpoint(**mine.job.objects()).save(folder / save_as)
         else:
             [saved] = folder.iterdir()
-            ts.Checkpoint(**mine.job._asdict()).restore(saved)
+            ts.Checkpoint(**mine.job.objects()).restore(saved)
         return mine.train(data[5:]), mine.values()
     finally:
         strategy.close()
@@ -157,7 +156,7 @@ def restore(folder: Path) -> list[list[float]]:
     strategy = local_sgd(None)
     try:
         mine = Training(strategy, KIND)
-        ts.Checkpoint(**mine.job._asdict()).restore(folder)
+        ts.Checkpoint(**mine.job.objects()).restore(folder)
         return mine.values()
     finally:
         strategy.close()
@@ -167,7 +166,7 @@ def test_other_numbers_of_replicas_go_on_from_the_mean(two_processes: Workers, t
     strategy = local_sgd(3)
     mine = Training(strategy, KIND)
     mine.train(batches(2, 3))
-    ts.Checkpoint(**mine.job._asdict()).save(tmp_path / "saved")
+    ts.Checkpoint(**mine.job.objects()).save(tmp_path / "saved")
     count = sum(parameter.numel() for parameter in mine.job.model.parameters())
     mean = torch.tensor(mine.values(), dtype=torch.float64)[:, :count].mean(dim=0).tolist()
     strategy.close()

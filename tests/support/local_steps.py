@@ -33,6 +33,10 @@ class Job(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
+    def objects(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
 
 def build(kind: str) -> Job:
     torch.manual_seed(0)

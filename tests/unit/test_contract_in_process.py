@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -39,19 +38,6 @@ CELLS = [
 ]
 
 
-@pytest.fixture
-def compiles_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Inductor compiles in this process: its pool of compilers would outlive the test."""
-    if not request.getfixturevalue("case").needs_compiler:
-        yield
-        return
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1):
-        yield
-
-
-@pytest.mark.usefixtures("compiles_alone")
 @pytest.mark.parametrize(("case", "row"), CELLS)
 def test_numbers_of_one_device(case: contract.Case, row: contract.Row) -> None:
     contract.check(case, contract.run_row(case, row), reference(case, row.replicas))

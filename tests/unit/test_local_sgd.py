@@ -138,23 +138,23 @@ def test_goes_on_from_the_midst_of_a_round(tmp_path: Path, kind: str, saved_afte
     data = batches(9, 2)
     with training(kind=kind) as mine:
         mine.train(data[:saved_after])
-        ts.Checkpoint(**mine.job._asdict()).save(tmp_path / "saved")
+        ts.Checkpoint(**mine.job.objects()).save(tmp_path / "saved")
         wanted = mine.train(data[saved_after:]), mine.values()
     with training(kind=kind) as other:
         other.train(batches(1, 2))  # of which nothing must be left
-        ts.Checkpoint(**other.job._asdict()).restore(tmp_path / "saved")
+        ts.Checkpoint(**other.job.objects()).restore(tmp_path / "saved")
         assert (other.train(data[saved_after:]), other.values()) == wanted
 
 
 def test_on_another_number_of_replicas_they_go_on_from_the_mean(tmp_path: Path) -> None:
     with training() as mine:
         mine.train(batches(2, 2))
-        ts.Checkpoint(**mine.job._asdict()).save(tmp_path / "saved")
+        ts.Checkpoint(**mine.job.objects()).save(tmp_path / "saved")
         count = sum(parameter.numel() for parameter in mine.job.model.parameters())
         parameters = torch.tensor(mine.values(), dtype=torch.float64)[:, :count]
     wanted = parameters.mean(dim=0).tolist()
     with training(replicas=3) as other:
-        ts.Checkpoint(**other.job._asdict()).restore(tmp_path / "saved")
+        ts.Checkpoint(**other.job.objects()).restore(tmp_path / "saved")
         for seen in [*other.values(), values(other.job.model)]:
             assert seen[: len(wanted)] == pytest.approx(wanted, rel=1e-12)
         other.train(batches(2, 3))  # a new round: after two steps they still differ
@@ -165,11 +165,11 @@ def test_on_another_number_of_replicas_they_go_on_from_the_mean(tmp_path: Path) 
 def test_under_another_strategy_they_go_on_from_the_mean(tmp_path: Path, make: Any) -> None:
     with training() as mine:
         mine.train(batches(2, 2))
-        ts.Checkpoint(**mine.job._asdict()).save(tmp_path / "saved")
+        ts.Checkpoint(**mine.job.objects()).save(tmp_path / "saved")
         mine.strategy.end_round()
         wanted = [parameter.tolist() for parameter in mine.job.model.parameters()]
     other = Training(make(), KIND)
-    ts.Checkpoint(**other.job._asdict()).restore(tmp_path / "saved")
+    ts.Checkpoint(**other.job.objects()).restore(tmp_path / "saved")
     assert [parameter.tolist() for parameter in other.job.model.parameters()] == wanted
     other.strategy.close()
 
@@ -228,8 +228,8 @@ def test_a_registered_strategy_with_a_policy_of_its_own(tmp_path: Path) -> None:
     strategies = [ts.registry.create("diloco", devices=["cpu:0", "cpu:1"]) for _ in range(2)]
     first, second = (Training(one, KIND) for one in strategies)
     first.train(data[:3])
-    ts.Checkpoint(**first.job._asdict()).save(tmp_path / "saved")  # with what the policy keeps
-    ts.Checkpoint(**second.job._asdict()).restore(tmp_path / "saved")
+    ts.Checkpoint(**first.job.objects()).save(tmp_path / "saved")  # with what the policy keeps
+    ts.Checkpoint(**second.job.objects()).restore(tmp_path / "saved")
     for mine in (first, second):
         mine.train(data[3:])
         close(mine.values(), wanted)
