@@ -1,6 +1,7 @@
 """Which state there is in a program, and for each kind of it: what an edit on several replicas means.
 
-The one list: `check_replicas` compares by it what has to be equal, and the table of state (tests/matrix) has its rows.
+The one list: `check_replicas` compares by it what has to be equal, the table of state (tests/matrix) has its rows, and the
+page on it in the docs is made from it.
 
 "The first replica" is the first that takes part in a run; in one process the user's own objects are its.
 """
@@ -27,11 +28,13 @@ class Belongings(NamedTuple):
 
 
 class StateKind(NamedTuple):
-    """``read``: names and digests of what has to be equal on all replicas between runs; None if nothing has to be."""
+    """``read``: names and digests of what has to be equal on all replicas between runs; None if nothing has to be.
+    ``local``: the rule where replicas step variables of their own; None: the same."""
 
     name: str
     rule: str
     read: Callable[[Belongings], Iterable[tuple[str, Digest]]] | None = None
+    local: str | None = None
 
 
 def _parameters(state: Belongings) -> Iterator[tuple[str, Digest]]:
@@ -86,27 +89,50 @@ KINDS = (
         "edits in place take effect once: what all make alike, and else the first replica's; a row that a lookup with "
         "max_norm scales counts on whichever replica; afterwards equal everywhere",
         _parameters,
+        "each replica's own until `LocalUpdate.end_round` brings them together; a change between runs is everyone's",
     ),
-    StateKind("gradient", "combined when a backward pass ends; until then, and under no_sync, each replica's own"),
+    StateKind(
+        "gradient",
+        "combined when a backward pass ends; until then, and under no_sync, each replica's own",
+        local="each replica's own",
+    ),
     StateKind(
         "buffer",
         "as `set_aggregation` says; else, where replicas differ, floating ones of modules that train are averaged and "
         "all others are the first replica's (`buffer_rules`), with a warning for those that are not torch's statistics",
         _buffers,
+        "the same, when a round ends; until then each replica's own",
     ),
     StateKind(
         "optimizer state",
         "the optimizer's alone to step; edits take effect once, and are the first replica's where they differ",
         _optimizer_state,
+        "each replica's own, from round to round; a change between runs is everyone's",
     ),
-    StateKind("hyperparameter", "of a group, also of tensors: the first replica's before each step", _hyperparameters),
+    StateKind(
+        "hyperparameter",
+        "of a group, also of tensors: the first replica's before each step",
+        _hyperparameters,
+        "the first replica's when a round ends",
+    ),
     StateKind(
         "scheduler and scaler",
         "each replica's code steps or updates its own, and the first one's is what lasts",
         _helpers,
+        "each replica's own until a round ends, and then the first one's",
     ),
-    StateKind("training mode", "each replica's own within a run; the first one's is what lasts", _modes),
-    StateKind("requires_grad", "each replica's own within a run; the first one's is what lasts", _requires_grad),
+    StateKind(
+        "training mode",
+        "each replica's own within a run; the first one's is what lasts",
+        _modes,
+        "the same, at the latest when a round ends",
+    ),
+    StateKind(
+        "requires_grad",
+        "each replica's own within a run; the first one's is what lasts",
+        _requires_grad,
+        "the same, at the latest when a round ends",
+    ),
     StateKind(
         "attribute",
         "plain attributes of modules, containers and plain tensors among them: each replica's own, from run to run; "
