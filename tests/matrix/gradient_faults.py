@@ -12,7 +12,14 @@ import torch
 
 from tests.matrix.table import PlantedFault
 from torchstrat import gradients, stand_ins, variables
-from torchstrat.replicas import bucketed_gradients, in_process_gradients, nested_steps, optimizer_step, step_policies
+from torchstrat.replicas import (
+    gradient_reducer,
+    gradient_synchronizer,
+    in_process_gradients,
+    nested_steps,
+    optimizer_step,
+    step_policies,
+)
 from torchstrat.replicas.differing_edits import DifferingEdits
 
 Place = tuple[Any, str]
@@ -53,8 +60,8 @@ def as_it_is(value: Any, made: dict[int, Any]) -> Any:
     return made.get(id(value), value)
 
 
-_factors_of = bucketed_gradients.BucketedGradients._factors_of
-_BUCKETS = bucketed_gradients.BucketedGradients
+_factors_of = gradient_reducer.GradientReducer._factors_of
+_BUCKETS = gradient_synchronizer.GradientSynchronizer
 
 
 def _both(row: str, column: str, *places: str) -> tuple[str, ...]:
@@ -83,12 +90,12 @@ FAULTS = (
     ),
     _fault(
         "shared memory is not looked for",
-        partial(put, no, (bucketed_gradients, "share_memory")),
+        partial(put, no, (gradient_reducer, "share_memory"), (gradient_synchronizer, "share_memory")),
         *_both("shared memory", "foreach"),
     ),
     _fault(
         "combined gradients have no graphs",
-        partial(put, no, (bucketed_gradients, "has_graph")),
+        partial(put, no, (gradient_synchronizer, "has_graph")),
         *_both("create_graph", "foreach", "torchrun multi_worker_mirrored"),
     ),
     _fault(
@@ -123,7 +130,7 @@ FAULTS = (
     ),
     _fault(
         "a weight of 0 is multiplied with",
-        partial(put, almost_nothing, (_BUCKETS, "_factors_of")),
+        partial(put, almost_nothing, (gradient_reducer.GradientReducer, "_factors_of")),
         *_both("nan under weight 0", "foreach", "torchrun multi_worker_mirrored"),
     ),
     _fault(

@@ -94,3 +94,23 @@ class Plan:
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
+
+
+class Plans:
+    """Of the passes of a step, by their numbers; kept as long as the variables are of the same kinds."""
+
+    def __init__(self) -> None:
+        self._signature: PlanSignature = ()
+        self._plans: list[Plan] = []
+
+    def of_pass(self, number: int, signature: PlanSignature, tensors: Sequence[torch.Tensor]) -> Plan:
+        """One that foresees nothing, at first."""
+        if self._signature != signature:
+            self._signature, self._plans = signature, []
+        while len(self._plans) <= number:
+            self._plans.append(Plan((), tensors))
+        return self._plans[number]
+
+    def remake(self, number: int, order: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """The plan of that pass has these gradients from now on."""
+        self._plans[number] = Plan(order, tensors)

@@ -19,9 +19,9 @@ from torchstrat import nest
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.replicas import plain_state
-from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
+from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.roster import Rosters
 from torchstrat.replicas.step_policies import OWNER
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -70,7 +70,7 @@ class IdleReplicas:
         active: list[int],
         registry: VariableRegistry,
         rosters: Rosters,
-        gradients: BucketedGradients,
+        gradients: GradientSynchronizer,
         keeping_state: Callable[[], AbstractContextManager[None]],
         device: torch.device,
         is_of_owner: Callable[[Optimizer], bool],

@@ -12,9 +12,9 @@ import torch
 from torchstrat.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.baton import Baton
-from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.components import Components
 from torchstrat.replicas.gradient_records import GradientStatus
+from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.in_process_communicator import InProcessCommunicator
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
@@ -40,8 +40,8 @@ Central = dict[int, tuple[torch.Tensor | None, int]]
 
 
 class InProcessGradients:
-    """The `BucketedGradients` of every replica. Hooks, on tensors that are there once, tell that of the replica whose
-    turn it is.
+    """The `GradientSynchronizer` of every replica. Hooks, on tensors that are there once, tell that of the replica
+    whose turn it is.
 
     ``combines``: False where every replica keeps its own gradients.
     """
@@ -54,11 +54,11 @@ class InProcessGradients:
         self._op = op
         self._rosters = Rosters(registry, is_only=True)
         shielded = _Shielded(self)
-        self._of = [BucketedGradients(op, uninterrupted=shielded) for _ in range(count)]
+        self._of = [GradientSynchronizer(op, uninterrupted=shielded) for _ in range(count)]
         self._communicators: dict[tuple[int, ...], InProcessCommunicator] = {}
         self._baton: Baton | None = None
         self.twins = Twins()
-        self._current: BucketedGradients | None = None  # of the replica whose turn it is
+        self._current: GradientSynchronizer | None = None  # of the replica whose turn it is
         self._replicas: list[int] = []
         self._idle: list[int] = []
         self._began = 0  # the generation of variables with which the run has begun
@@ -66,7 +66,7 @@ class InProcessGradients:
         self.hooks = GradientHooks(self, lambda: None if self._baton is None else self._baton.holder)
 
     @property
-    def of_replicas(self) -> Sequence[BucketedGradients]:
+    def of_replicas(self) -> Sequence[GradientSynchronizer]:
         return self._of
 
     # -- a run ------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class InProcessGradients:
 
     # -- called by the hooks ----------------------------------------------------------------------------------------
 
-    def _now(self, tensor: torch.Tensor | None = None) -> BucketedGradients | None:
+    def _now(self, tensor: torch.Tensor | None = None) -> GradientSynchronizer | None:
         """Those of the replica whose turn it is, which is about to use ``tensor``; None outside of runs."""
         replica = None if self._baton is None else self._baton.holder
         if replica is None:

@@ -22,7 +22,7 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.gradients import shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree
-from torchstrat.replicas.bucketed_gradients import BucketedGradients
+from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.nested_steps import StepInProgress
 from torchstrat.replicas.weights import StepWeights
@@ -82,7 +82,7 @@ class OptimizerStep:
     def __init__(
         self,
         policy: StepPolicy,
-        gradients: BucketedGradients,
+        gradients: GradientSynchronizer,
         op: ReduceOp,
         note: Callable[[Optimizer], None] = lambda _: None,
     ) -> None:

@@ -1,7 +1,7 @@
 """One replica in this process, the others in the other processes of the job.
 
 Parameters, optimizers and modules are the user's own objects on the process's device. Hooks combine gradients while
-backward runs (`bucketed_gradients`), the optimizer's step is made as a step policy says (`optimizer_step`,
+backward runs (`gradient_synchronizer`), the optimizer's step is made as a step policy says (`optimizer_step`,
 `step_policies`), and everything else that involves the others first agrees with them on what is done (`agreement`).
 """
 
@@ -34,7 +34,6 @@ from torchstrat.memory import Copies, copies_in_processes
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters, plain_state
 from torchstrat.replicas.agreement import INPUT, agree, all_equal
-from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
@@ -51,6 +50,7 @@ from torchstrat.replicas.exchange import (
     reduce_values,
     weighted_mean,
 )
+from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.idle import IdleReplicas
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
@@ -119,7 +119,7 @@ class PerProcessReplica:
         self._wrapped: tuple[int, frozenset[int]] = (-1, frozenset())
         self._rosters = Rosters(self.registry)
         owners = self._owners_of if keeps_gradients and self._storage is not None else None
-        self._gradients = BucketedGradients(gradient_op, owners, rosters=self._rosters)
+        self._gradients = GradientSynchronizer(gradient_op, owners, rosters=self._rosters)
         self._edits = ParameterEdits(self.registry.modules)
         self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)

@@ -1,7 +1,7 @@
 """Which state there is in a program, and for each kind of it: what an edit on several replicas means.
 
-The one list: `check_replicas` compares by it what has to be equal, the table of state (tests/matrix) has its rows, and the
-page on it in the docs is made from it.
+The one list: `check_replicas` compares by it what has to be equal, the table of state (tests/matrix) has its rows, and
+a page of the docs is made from it.
 
 "The first replica" is the first that takes part in a run; in one process the user's own objects are its.
 """

@@ -12,11 +12,11 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
-from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.gradient_records import GradientStatus
+from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall
 from torchstrat.replicas.transfer import broadcast_gradients
 from torchstrat.stand_ins import stepped_by
@@ -27,7 +27,7 @@ class StepLevels:
 
     def __init__(
         self,
-        gradients: BucketedGradients,
+        gradients: GradientSynchronizer,
         edits: ParameterEdits,
         differing: DifferingEdits,
         storage: CentralStorage | None,

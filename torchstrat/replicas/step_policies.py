@@ -13,11 +13,11 @@ from torchstrat.optimizer_blocks import step_in_blocks
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree
-from torchstrat.replicas.bucketed_gradients import BucketedGradients
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
+from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall, step_led
 from torchstrat.replicas.step_levels import StepLevels
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
@@ -34,7 +34,7 @@ class ReplicatedSteps:
 
     def __init__(
         self,
-        gradients: BucketedGradients,
+        gradients: GradientSynchronizer,
         edits: ParameterEdits,
         differing: DifferingEdits,
         storage: CentralStorage | None = None,
@@ -167,7 +167,7 @@ class ShardedSteps(PrimarySteps):
     does alone all ranks see without being told."""
 
     def __init__(
-        self, gradients: BucketedGradients, edits: ParameterEdits, differing: DifferingEdits, storage: CentralStorage
+        self, gradients: GradientSynchronizer, edits: ParameterEdits, differing: DifferingEdits, storage: CentralStorage
     ) -> None:
         super().__init__(gradients, edits, differing, storage)
         self._storage = storage

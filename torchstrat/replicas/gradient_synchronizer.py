@@ -1,4 +1,4 @@
-"""Gradients of one replica per process: complete, and alike on all ranks, when ``backward()`` returns.
+"""The gradients of one replica: complete, and alike on all replicas, when ``backward()`` returns.
 
 Between hosts they travel in buckets while backward runs. Where processes share memory they are added up in place when
 it ends: both cores of a busy machine have nothing to overlap.
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from torchstrat import hook_registrations
-from torchstrat._torch_private import queue_backward_callback, uncompiled
+from torchstrat._torch_private import queue_backward_callback
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
-from torchstrat.collectives.shared_memory.in_place_sum import Piece
-from torchstrat.gradients import CombinedGradient, Owned, is_plain, is_watched, share_memory, shares
+from torchstrat.gradients import CombinedGradient, is_watched, share_memory, shares
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
-from torchstrat.replicas.buckets import Bucket, Plan, PlanSignature, make_buckets
+from torchstrat.replicas.backward_pass import EndOfPass, nothing
+from torchstrat.replicas.buckets import Plan, Plans
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
+from torchstrat.replicas.gradient_reducer import GradientReducer, Owners, as_dense
 from torchstrat.replicas.gradients_with_graphs import combine_with_graphs, has_graph
 from torchstrat.replicas.hooked_gradients import HookTurns
 from torchstrat.replicas.roster import Roster, Rosters
-from torchstrat.replicas.sparse_gradients import sum_of_sparse
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.transfer import broadcast_gradients
 
@@ -41,16 +41,13 @@ _AGAIN = 1 << 21  # it was accumulated again after its bucket had been filled
 
 _NOTHING, _DENSE, _SPARSE_TOO = range(3)  # what a rank contributes to a gradient
 
-_PLAIN = (torch.float32, torch.float64)  # sums in half precision are scaled before: see `_factors_of`
+_PLAIN = (torch.float32, torch.float64)  # sums in half precision are scaled before: see `GradientReducer`
 
 _EMPTY = Roster.of({})
 
-Owners = Callable[[torch.Tensor], Owned | None]
-"""Who is to have which elements of a variable's gradient; None if every rank needs all."""
 
-
-class BucketedGradients:
-    """The gradients of one process. Each decision that starts a collective follows from what all ranks know alike.
+class GradientSynchronizer:
+    """The gradients of one replica. Each decision that starts a collective follows from what all ranks know alike.
 
     A mean is taken of whole gradients, so that what earlier passes left, which is alike on all ranks, stays as it is.
     A sum, and a mean after accumulation under ``no_sync``, *works by parts*: what was there before is remembered, only
@@ -80,7 +77,8 @@ class BucketedGradients:
         self.has_unweighted_parts = False
         """Whether the last run has accumulated under a `no_sync` of its own, and not combined: see `weigh_parts`."""
         self.records = GradientRecords(op)
-        self._plans: tuple[PlanSignature, list[Plan]] = ((), [])
+        self._reducer = GradientReducer(op, owners, self.records)
+        self._plans = Plans()
         self._plan = Plan((), ())
         self._index: dict[int, int] = {}
         self._set_roster(_EMPTY)
@@ -104,10 +102,11 @@ class BucketedGradients:
             self._summing = communicator if isinstance(communicator, SumsInPlace) else None
         self._weight = weight
         self._works_by_parts = self.needs_early_hooks
-        self._scaled = self._op is ReduceOp.MEAN and (self._no_sync or self.pending)
+        self._scaled = self._op is ReduceOp.MEAN and (self._no_sync > 0 or self.pending)
+        self._reducer.begin(communicator, self._summing, scaled=self._scaled, works_by_parts=self._works_by_parts)
         self._pass = 0
         self._ready: dict[int, None] | None = None
-        self._end_of_pass: Callable[[], object] = _nothing  # a weak reference to what is called then
+        self._end_of_pass: Callable[[], object] = nothing  # a weak reference to what is called then
         self._factors: list[float] | None = None
         self._turns.end()
         self._came_combined.clear()
@@ -123,6 +122,7 @@ class BucketedGradients:
 
     def _set_roster(self, roster: Roster) -> None:
         self._roster, self._tensors, self._index = roster, roster.tensors, roster.layout.index
+        self._reducer.use(roster.tensors)
 
     def end(self) -> None:
         """Nothing is combined until the next `begin`, and no variable is kept alive."""
@@ -229,7 +229,7 @@ class BucketedGradients:
         if index is None:
             return  # no other rank has it
         assert tensor.grad is not None
-        if self._travels and index in self._contributed:
+        if self._travels and index in self._reducer.contributed:
             # A reentrant backward pass (checkpointing) and the one around it both use the tensor.
             self._again.add(index)
         ready[index] = None
@@ -238,7 +238,7 @@ class BucketedGradients:
         elif self._travels:
             bucket = self._plan.bucket_of.get(index)
             if bucket is not None and tensor.grad.layout == torch.strided and index in bucket.waiting:
-                self._contribute(index, bucket)
+                self._reducer.contribute(index, bucket)
                 self._plan.start_complete(self._communicator, BACKWARD)
 
     def _ready_in_pass(self) -> dict[int, None]:
@@ -261,7 +261,7 @@ class BucketedGradients:
             self._begin_pass(BACKWARD)
             self._plan = self._plan_of_pass()
             self._plan.reset()
-        end_of_pass = _EndOfPass(self._end_pass)
+        end_of_pass = EndOfPass(self._end_pass)
         self._end_of_pass = weakref.ref(end_of_pass)
         queue_backward_callback(end_of_pass)
         self._ready = failed
@@ -279,12 +279,7 @@ class BucketedGradients:
         if not self._is_all:
             return Plan((), self._tensors)  # not kept: the ranks that sit this run out would not have it
         signature = tuple(kind[1:] for kind in self._roster.signature)
-        if self._plans[0] != signature:
-            self._plans = (signature, [])
-        plans = self._plans[1]
-        while len(plans) <= self._pass:
-            plans.append(Plan((), self._tensors))
-        return plans[self._pass]
+        return self._plans.of_pass(self._pass, signature, self._tensors)
 
     def _exchange_weights(self, call: str) -> list[float]:
         """The share of each rank; makes sure on the way that all ranks count with the same variables."""
@@ -306,48 +301,12 @@ class BucketedGradients:
 
     def _set_shares(self, call: str, shares: list[float]) -> None:
         self._call = call
-        self._shares = shares
-        self._contributed: set[int] = set()
         self._again: set[int] = set()
-        self._factor_after = 1.0  # of what all ranks bring
-        if self._op is ReduceOp.MEAN and shares.count(shares[0]) == len(shares):
-            self._factor_after = self._shares[0]
-        if self._scaled:
-            self._factor_after = 1.0 / self._size
+        self._reducer.begin_pass(call, shares)
 
-    def _factors_of(self, tensor: torch.Tensor) -> tuple[float, float]:
-        """What this rank's contribution is multiplied by before the sum, and the sum afterwards.
-
-        Equal shares are divided after the sum, which is exact for 2, 4, … ranks. A sum in half precision may not exist
-        where the mean does.
-        """
-        before, after = self._shares[self._communicator.rank] / self._factor_after, self._factor_after
-        if self._op is ReduceOp.SUM or (self._scaled and self.records.current(tensor).accumulated):
-            before = 1.0  # it was weighted when it was accumulated
-        return (before * after, 1.0) if tensor.dtype == torch.float16 else (before, after)
-
-    def _contribute(self, index: int, bucket: Bucket) -> None:
-        """Put this rank's share of a gradient into its bucket."""
-        tensor, view = self._tensors[index], bucket.views[index]
-        assert tensor.grad is not None
-        self._contributed.add(index)
-        bucket.waiting.discard(index)
-        with torch.no_grad():
-            view.copy_(_dense(tensor.grad))
-            if self._works_by_parts and (base := self.records.take_base(tensor)) is not None:
-                view.sub_(_dense(base))
-            factor, _ = self._factors_of(tensor)
-            if factor == 0.0:
-                view.zero_()  # whatever it is, nan not excepted
-            elif factor != 1.0:
-                view.mul_(factor)
-
-    def _contributes(self, index: int, ready: Container[int]) -> bool:
-        """Whether this rank brings anything for a gradient that some rank has combined."""
-        tensor = self._tensors[index]
-        if tensor.grad is None:
-            return False
-        return index in ready or not self._works_by_parts or self.records.current(tensor).accumulated
+    def _combine_dense(self, indices: Sequence[int], ready: Container[int]) -> None:
+        everywhere = self._no_sync > 0 or self.pending or self._for_hooks
+        self._reducer.combine_dense(indices, ready, everywhere=everywhere)
 
     def _end_pass(self) -> None:
         self._came_combined.clear()  # of a pass that accumulates nothing: torch.autograd.grad
@@ -381,17 +340,17 @@ class BucketedGradients:
         for bucket in self._plan.buckets:
             for index in list(bucket.waiting):
                 grad = self._tensors[index].grad
-                if grad is not None and grad.layout == torch.strided and self._contributes(index, ready):
-                    self._contribute(index, bucket)
+                if grad is not None and grad.layout == torch.strided and self._reducer.contributes(index, ready):
+                    self._reducer.contribute(index, bucket)
         self._plan.start_all(self._communicator, BACKWARD)
         places = self._exchange_places(ready)
         dense, sparse, again = _kinds(places)
         self._plan.wait()
         in_time = {index for index in dense - again - sparse if index in self._plan.bucket_of}
         for index in in_time:
-            self._write_back(index, self._plan.bucket_of[index].views[index])
+            self._reducer.write_back(index, self._plan.bucket_of[index].views[index])
         self._combine_dense(sorted(dense - in_time), ready)
-        self._combine_sparse(sorted(sparse - dense), ready)
+        self._reducer.combine_sparse(sorted(sparse - dense), ready)
         if self._travels:
             self._remake_plan(places, dense)
         self._pass += 1
@@ -412,8 +371,8 @@ class BucketedGradients:
         if all_equal([row[1:] for row in rows]):
             dense = [index for index, kind in enumerate(kinds) if kind == _DENSE]
             sparse = [index for index, kind in enumerate(kinds) if kind == _SPARSE_TOO]
-            if add_up is not None and self._shares.count(self._factor_after) == len(self._shares):
-                add_up(self._factor_after)
+            if add_up is not None and self._reducer.shares.count(self._reducer.factor_after) == self._size:
+                add_up(self._reducer.factor_after)
                 self.records.note_all_combined([self._tensors[index] for index in dense])
                 dense = []
         else:
@@ -424,7 +383,7 @@ class BucketedGradients:
             dense, sparse = sorted(some_dense), sorted(some_sparse - some_dense)
         if dense:
             self._combine_dense(dense, ready)
-        self._combine_sparse(sparse, ready)
+        self._reducer.combine_sparse(sparse, ready)
         self._pass += 1
         self.pending = False
 
@@ -460,14 +419,13 @@ class BucketedGradients:
         """Gradients that were accumulated under ``no_sync`` and have been zeroed or removed since."""
         for index, tensor in enumerate(self._tensors if self._works_by_parts else ()):
             state = self.records.current(tensor)
-            if state.accumulated and index not in ready and (tensor.grad is None or not _dense(tensor.grad).any()):
+            if state.accumulated and index not in ready and (tensor.grad is None or not as_dense(tensor.grad).any()):
                 state.accumulated, state.base = False, None
 
     def _exchange_places(self, ready: Iterable[int]) -> torch.Tensor:
         """Per rank and tensor: 0 for no gradient in this pass, else its place in that rank's ready order, from 1.
 
-        Gradients left over from ``no_sync`` are last.
-        """
+        Gradients left over from ``no_sync`` are last."""
         own = torch.zeros(len(self._tensors), dtype=torch.int32)
         order = dict.fromkeys(ready)
         if self._works_by_parts:
@@ -485,131 +443,7 @@ class BucketedGradients:
             return
         first = places[0]
         order = sorted(dense, key=lambda index: (first[index] == 0, int(first[index]), index))
-        self._plans[1][self._pass] = Plan(order, self._tensors)
-
-    def _combine_dense(self, indices: Sequence[int], ready: Container[int]) -> None:
-        """Combine the gradients of these tensors at once; ranks without one contribute nothing."""
-        if self._summing is not None:
-            self._combine_in_place(self._summing, indices, ready)
-            return
-        for bucket in make_buckets(indices, self._tensors):
-            bucket.reset()
-            for index in bucket.indices:
-                if self._contributes(index, ready):
-                    self._contribute(index, bucket)
-            bucket.start(self._communicator, self._call)
-            assert bucket.work is not None
-            bucket.work.wait()
-            for index in bucket.indices:
-                self._write_back(index, bucket.views[index])
-
-    def _combine_in_place(self, communicator: SumsInPlace, indices: Sequence[int], ready: Container[int]) -> None:
-        """The same without buckets: gradients are added up where they lie."""
-        groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
-        gradients = [self._tensors[index].grad for index in indices]
-        copies = share_memory([one for one in gradients if one is not None and one.layout == torch.strided])
-        with torch.no_grad():
-            for index in indices:
-                before, after = self._factors_of(self._tensors[index])
-                groups.setdefault(after, []).append((index, self._own_part(index, ready, before, copies)))
-            for after, members in groups.items():
-                everywhere = self._combine_at_owners(communicator, members, after)
-                communicator.sum_in_place([part for _, part in everywhere], after, self._call)
-                for index, combined in everywhere:
-                    self._put(index, combined)
-
-    def _combine_at_owners(
-        self, communicator: SumsInPlace, members: list[tuple[int, torch.Tensor]], after: float
-    ) -> list[tuple[int, torch.Tensor]]:
-        """Leave gradients with their owners; those that have none, and are still to be combined, are returned."""
-        if self._owners is None or self._no_sync or self.pending or self._for_hooks:
-            return members
-        everywhere = []
-        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Owned]]] = {}
-        for index, part in members:
-            owned = self._owners(self._tensors[index])
-            if owned is None:
-                everywhere.append((index, part))
-            else:
-                by_dtype.setdefault(part.dtype, []).append((index, part, owned))
-        for kept in by_dtype.values():
-            pieces: list[list[Piece]] = [[] for _ in range(self._communicator.size)]
-            for place, (_, _, owned) in enumerate(kept):
-                for rank, start, stop in owned:
-                    pieces[rank].append(Piece(place, start, stop))
-            communicator.sum_to_owners([part for _, part, _ in kept], after, pieces, self._call)
-            for index, part, owned in kept:
-                self._put(index, part)
-                combined = self.records.current(self._tensors[index]).combined
-                assert combined is not None
-                combined.owned = owned
-        return everywhere
-
-    def _own_part(self, index: int, ready: Container[int], factor: float, copies: bool) -> torch.Tensor:
-        """What this rank contributes, where it may be overwritten: its gradient itself, if that can be and no
-        ``copies`` are wanted."""
-        tensor = self._tensors[index]
-        if not self._contributes(index, ready):
-            return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-        assert tensor.grad is not None
-        self._contributed.add(index)
-        base, part = self.records.take_base(tensor) if self._works_by_parts else None, tensor.grad
-        if copies or not is_plain(part) or not part.is_contiguous():
-            part = _dense(part).detach().clone(memory_format=torch.contiguous_format)
-        if base is not None:
-            part.sub_(_dense(base))
-        if factor == 0.0:
-            return part.zero_()
-        return part if factor == 1.0 else part.mul_(factor)
-
-    def _put(self, index: int, combined: torch.Tensor) -> None:
-        """Make the combined gradient this rank's own, if it is not already."""
-        tensor = self._tensors[index]
-        earlier = self._earlier(index)
-        if earlier is not None:
-            combined.add_(_dense(earlier))
-        if tensor.grad is combined:
-            self.records.note_combined(tensor)
-            return
-        if tensor.grad is None or not is_plain(tensor.grad):
-            tensor.grad = torch.empty_like(tensor, requires_grad=False)
-        tensor.grad.copy_(combined)
-        self.records.note_combined(tensor)
-
-    def _earlier(self, index: int) -> torch.Tensor | None:
-        """What the combined gradient is to be added to: what this rank has and did not contribute."""
-        tensor = self._tensors[index]
-        state = self.records.current(tensor)
-        if not self._works_by_parts:
-            return None
-        if state.accumulated:
-            return state.base
-        return None if index in self._contributed or tensor.grad is None else tensor.grad.detach()
-
-    def _write_back(self, index: int, combined: torch.Tensor) -> None:
-        """Make the combined gradient this rank's own: in its place where one is, else a new tensor."""
-        tensor = self._tensors[index]
-        with torch.no_grad():
-            _, factor = self._factors_of(tensor)
-            if factor != 1.0:
-                combined.mul_(factor)
-            self._put(index, combined)
-
-    def _combine_sparse(self, indices: Sequence[int], ready: Container[int]) -> None:
-        for index in indices:
-            tensor = self._tensors[index]
-            own = tensor.grad.detach() if tensor.grad is not None and self._contributes(index, ready) else None
-            if own is not None:
-                self._contributed.add(index)
-            earlier = self._earlier(index)
-            if own is not None and earlier is not None:
-                own = own - earlier
-            before, after = self._factors_of(tensor)
-            if own is not None and not before:
-                own = torch.zeros_like(own)  # whatever it is, nan not excepted
-            total = sum_of_sparse(self._communicator, tensor, own, before * after, self._call)
-            tensor.grad = (total if earlier is None else total + earlier).to(tensor.device)
-            self.records.note_combined(tensor)
+        self._plans.remake(self._pass, order, self._tensors)
 
     # -- in the midst of a pass -------------------------------------------------------------------------------------
 
@@ -657,7 +491,7 @@ class BucketedGradients:
         if any(row[0] and not row[1] for row in kinds):
             self._combine_dense([index], ready)
         elif any(row[1] for row in kinds):
-            self._combine_sparse([index], ready)
+            self._reducer.combine_sparse([index], ready)
         self._for_hooks = False
         ready.pop(index, None)
 
@@ -738,7 +572,7 @@ class BucketedGradients:
         ready = {self._index[id(tensor)]: None for tensor in self.known(self.records.left_over(candidates))}
         dense, sparse, _ = _kinds(self._exchange_places(ready))
         self._combine_dense(sorted(dense), ready)
-        self._combine_sparse(sorted(sparse - dense), ready)
+        self._reducer.combine_sparse(sorted(sparse - dense), ready)
         self.pending = False
 
     # -- replicas that sit a run out --------------------------------------------------------------------------------
@@ -758,30 +592,9 @@ class BucketedGradients:
         return {name: status for name, status in found.items() if not (is_sum and status is GradientStatus.NEW)}
 
 
-class _EndOfPass:
-    """What a backward pass calls at its end. Nothing but the pass holds it."""
-
-    __slots__ = ("__weakref__", "_call")
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    @uncompiled
-    def __call__(self) -> None:
-        self._call()
-
-
-def _nothing() -> object:
-    return None
-
-
 def _kinds(places: torch.Tensor) -> tuple[set[int], set[int], set[int]]:
     """Indices with a dense gradient on some rank, with a sparse one, and with one accumulated again."""
     present, is_sparse = places != 0, places.bitwise_and(_SPARSE) != 0
     kinds = (present & ~is_sparse, is_sparse, places.bitwise_and(_AGAIN) != 0)
     dense, sparse, again = (set(kind.any(dim=0).nonzero().flatten().tolist()) for kind in kinds)
     return dense, sparse, again
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -1,0 +1,226 @@
+"""Gradients added up over replicas at once: where they lie, at their owners, or in buckets that are made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+
+from torchstrat.collectives.communicator import Communicator, SumsInPlace
+from torchstrat.collectives.shared_memory.in_place_sum import Piece
+from torchstrat.gradients import Owned, is_plain, share_memory
+from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.buckets import Bucket, make_buckets
+from torchstrat.replicas.gradient_records import GradientRecords
+from torchstrat.replicas.sparse_gradients import sum_of_sparse
+
+Owners = Callable[[torch.Tensor], Owned | None]
+"""Who is to have which elements of a variable's gradient; None if every rank needs all."""
+
+
+class GradientReducer:
+    """What a rank contributes to a sum, and what becomes of it, in one pass after the other. All ranks make the same
+    calls."""
+
+    def __init__(self, op: ReduceOp, owners: Owners | None, records: GradientRecords) -> None:
+        self._op = op
+        self._owners = owners
+        self._records = records
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._communicator: Any = None  # a `Communicator` from the first run on
+        self._summing: SumsInPlace | None = None
+        self._scaled = self._works_by_parts = False
+        self.shares: list[float] = []
+        """Of the ranks, in the pass that goes on."""
+        self.contributed: set[int] = set()
+        """What this rank has brought in it."""
+        self.factor_after = 1.0
+        """Of what all ranks bring."""
+
+    def begin(
+        self, communicator: Communicator, summing: SumsInPlace | None, *, scaled: bool, works_by_parts: bool
+    ) -> None:
+        """A run begins. ``summing``: the communicator, if it adds up in place; ``scaled``: parts have been weighted as
+        they were accumulated."""
+        self._communicator, self._summing = communicator, summing
+        self._scaled, self._works_by_parts = scaled, works_by_parts
+
+    def use(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The variables are these from now on."""
+        self._tensors = tensors
+
+    def begin_pass(self, call: str, shares: list[float]) -> None:
+        self._call = call
+        self.shares = shares
+        self.contributed = set()
+        self.factor_after = 1.0
+        if self._op is ReduceOp.MEAN and shares.count(shares[0]) == len(shares):
+            self.factor_after = shares[0]
+        if self._scaled:
+            self.factor_after = 1.0 / self._communicator.size
+
+    def _factors_of(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """What this rank's contribution is multiplied by before the sum, and the sum afterwards.
+
+        Equal shares are divided after the sum, which is exact for 2, 4, … ranks. A sum in half precision may not exist
+        where the mean does.
+        """
+        before, after = self.shares[self._communicator.rank] / self.factor_after, self.factor_after
+        if self._op is ReduceOp.SUM or (self._scaled and self._records.current(tensor).accumulated):
+            before = 1.0  # it was weighted when it was accumulated
+        return (before * after, 1.0) if tensor.dtype == torch.float16 else (before, after)
+
+    def contribute(self, index: int, bucket: Bucket) -> None:
+        """Put this rank's share of a gradient into its bucket."""
+        tensor, view = self._tensors[index], bucket.views[index]
+        assert tensor.grad is not None
+        self.contributed.add(index)
+        bucket.waiting.discard(index)
+        with torch.no_grad():
+            view.copy_(as_dense(tensor.grad))
+            if self._works_by_parts and (base := self._records.take_base(tensor)) is not None:
+                view.sub_(as_dense(base))
+            factor, _ = self._factors_of(tensor)
+            if factor == 0.0:
+                view.zero_()  # whatever it is, nan not excepted
+            elif factor != 1.0:
+                view.mul_(factor)
+
+    def contributes(self, index: int, ready: Container[int]) -> bool:
+        """Whether this rank brings anything for a gradient that some rank has combined."""
+        tensor = self._tensors[index]
+        if tensor.grad is None:
+            return False
+        return index in ready or not self._works_by_parts or self._records.current(tensor).accumulated
+
+    def combine_dense(self, indices: Sequence[int], ready: Container[int], *, everywhere: bool) -> None:
+        """Combine the gradients of these tensors at once; ranks without one contribute nothing. ``everywhere``: all
+        ranks are to have them, whoever owns them."""
+        if self._summing is not None:
+            self._combine_in_place(self._summing, indices, ready, everywhere)
+            return
+        for bucket in make_buckets(indices, self._tensors):
+            bucket.reset()
+            for index in bucket.indices:
+                if self.contributes(index, ready):
+                    self.contribute(index, bucket)
+            bucket.start(self._communicator, self._call)
+            assert bucket.work is not None
+            bucket.work.wait()
+            for index in bucket.indices:
+                self.write_back(index, bucket.views[index])
+
+    def _combine_in_place(
+        self, communicator: SumsInPlace, indices: Sequence[int], ready: Container[int], is_everywhere: bool
+    ) -> None:
+        """The same without buckets: gradients are added up where they lie."""
+        groups: dict[float, list[tuple[int, torch.Tensor]]] = {}
+        gradients = [self._tensors[index].grad for index in indices]
+        copies = share_memory([one for one in gradients if one is not None and one.layout == torch.strided])
+        with torch.no_grad():
+            for index in indices:
+                before, after = self._factors_of(self._tensors[index])
+                groups.setdefault(after, []).append((index, self._own_part(index, ready, before, copies)))
+            for after, members in groups.items():
+                everywhere = members
+                if self._owners is not None and not is_everywhere:
+                    everywhere = self._combine_at_owners(communicator, self._owners, members, after)
+                communicator.sum_in_place([part for _, part in everywhere], after, self._call)
+                for index, combined in everywhere:
+                    self._put(index, combined)
+
+    def _combine_at_owners(
+        self, communicator: SumsInPlace, owners: Owners, members: list[tuple[int, torch.Tensor]], after: float
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Leave gradients with their owners; those that have none, and are still to be combined, are returned."""
+        everywhere = []
+        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Owned]]] = {}
+        for index, part in members:
+            owned = owners(self._tensors[index])
+            if owned is None:
+                everywhere.append((index, part))
+            else:
+                by_dtype.setdefault(part.dtype, []).append((index, part, owned))
+        for kept in by_dtype.values():
+            pieces: list[list[Piece]] = [[] for _ in range(self._communicator.size)]
+            for place, (_, _, owned) in enumerate(kept):
+                for rank, start, stop in owned:
+                    pieces[rank].append(Piece(place, start, stop))
+            communicator.sum_to_owners([part for _, part, _ in kept], after, pieces, self._call)
+            for index, part, owned in kept:
+                self._put(index, part)
+                combined = self._records.current(self._tensors[index]).combined
+                assert combined is not None
+                combined.owned = owned
+        return everywhere
+
+    def _own_part(self, index: int, ready: Container[int], factor: float, copies: bool) -> torch.Tensor:
+        """What this rank contributes, where it may be overwritten: its gradient itself, if that can be and no
+        ``copies`` are wanted."""
+        tensor = self._tensors[index]
+        if not self.contributes(index, ready):
+            return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        assert tensor.grad is not None
+        self.contributed.add(index)
+        base, part = self._records.take_base(tensor) if self._works_by_parts else None, tensor.grad
+        if copies or not is_plain(part) or not part.is_contiguous():
+            part = as_dense(part).detach().clone(memory_format=torch.contiguous_format)
+        if base is not None:
+            part.sub_(as_dense(base))
+        if factor == 0.0:
+            return part.zero_()
+        return part if factor == 1.0 else part.mul_(factor)
+
+    def _put(self, index: int, combined: torch.Tensor) -> None:
+        """Make the combined gradient this rank's own, if it is not already."""
+        tensor = self._tensors[index]
+        earlier = self._earlier(index)
+        if earlier is not None:
+            combined.add_(as_dense(earlier))
+        if tensor.grad is combined:
+            self._records.note_combined(tensor)
+            return
+        if tensor.grad is None or not is_plain(tensor.grad):
+            tensor.grad = torch.empty_like(tensor, requires_grad=False)
+        tensor.grad.copy_(combined)
+        self._records.note_combined(tensor)
+
+    def _earlier(self, index: int) -> torch.Tensor | None:
+        """What the combined gradient is to be added to: what this rank has and did not contribute."""
+        tensor = self._tensors[index]
+        state = self._records.current(tensor)
+        if not self._works_by_parts:
+            return None
+        if state.accumulated:
+            return state.base
+        return None if index in self.contributed or tensor.grad is None else tensor.grad.detach()
+
+    def write_back(self, index: int, combined: torch.Tensor) -> None:
+        """Make the combined gradient this rank's own: in its place where one is, else a new tensor."""
+        tensor = self._tensors[index]
+        with torch.no_grad():
+            _, factor = self._factors_of(tensor)
+            if factor != 1.0:
+                combined.mul_(factor)
+            self._put(index, combined)
+
+    def combine_sparse(self, indices: Sequence[int], ready: Container[int]) -> None:
+        for index in indices:
+            tensor = self._tensors[index]
+            own = tensor.grad.detach() if tensor.grad is not None and self.contributes(index, ready) else None
+            if own is not None:
+                self.contributed.add(index)
+            earlier = self._earlier(index)
+            if own is not None and earlier is not None:
+                own = own - earlier
+            before, after = self._factors_of(tensor)
+            if own is not None and not before:
+                own = torch.zeros_like(own)  # whatever it is, nan not excepted
+            total = sum_of_sparse(self._communicator, tensor, own, before * after, self._call)
+            tensor.grad = (total if earlier is None else total + earlier).to(tensor.device)
+            self._records.note_combined(tensor)
+
+
+def as_dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
