@@ -22,7 +22,7 @@ from torchstrat.errors import UnsupportedError, WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
 from torchstrat.replicas.update_policies import (
     LocalUpdate,

@@ -12,21 +12,18 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchstrat as ts
-from torchstrat.replicas.in_process import InProcessReplicas
 
 
 @final
 class MicroBatches(ts.Strategy):
     """``parts`` replicas on the CPU, which take turns.
 
-    A strategy is put together from parts: an engine, which runs the replicas (see `torchstrat.replicas.engine` for what
-    an engine of your own has to do), and `ts.StrategyExtended`, the interface for library code.
+    `ts.policy.place` sets the replicas up. The policy says what becomes of the steps that they make: here gradients are
+    combined; `ts.policy.LocalUpdate` is for replicas that step variables of their own.
     """
 
     def __init__(self, parts: int = 4) -> None:
-        devices = tuple(f"cpu:{part}" for part in range(parts))
-        self._engine = InProcessReplicas(self, devices)
-        self.extended = ts.StrategyExtended(self, devices, devices)
+        ts.policy.place(self, ts.policy.ReplicatedUpdate(), [f"cpu:{part}" for part in range(parts)])
 
 
 ts.registry.register("micro_batches", MicroBatches)

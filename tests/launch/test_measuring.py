@@ -58,7 +58,7 @@ def test_lines_of_other_processes_are_put_down_to_the_test_that_asked_for_them(t
     assert part.summary is not None
     assert part.summary["processes"] >= 3  # pytest's and two
     coverings = Coverings(tmp_path)
-    file = "torchstrat/replicas/per_process.py"  # used in processes of a group alone
+    file = "torchstrat/replicas/per_process/engine.py"  # used in processes of a group alone
     everywhere = set(range(len((ROOT / file).read_text().splitlines())))
     assert coverings.of(file, everywhere).certain == {test}
     assert coverings.sources.keys() >= {file}

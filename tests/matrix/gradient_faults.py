@@ -12,15 +12,10 @@ import torch
 
 from tests.matrix.table import PlantedFault
 from torchstrat import gradients, stand_ins, variables
-from torchstrat.replicas import (
-    gradient_reducer,
-    gradient_synchronizer,
-    in_process_gradients,
-    nested_steps,
-    optimizer_step,
-    step_policies,
-)
+from torchstrat.replicas import gradient_reducer, gradient_synchronizer, nested_steps, optimizer_step
 from torchstrat.replicas.differing_edits import DifferingEdits
+from torchstrat.replicas.in_process import gradients as in_process_gradients
+from torchstrat.replicas.per_process import step_policies
 
 Place = tuple[Any, str]
 

@@ -19,9 +19,9 @@ from torchstrat.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.data import prefetch
 from torchstrat.parameter_server.dispatch import Recent
 from torchstrat.parameter_server.dispatcher import Dispatcher
-from torchstrat.replicas import worker_threads
 from torchstrat.replicas.central.state import CentralState
-from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.in_process import worker_threads
+from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.variables import VariableRegistry, WeakOrdered
 

@@ -14,7 +14,8 @@ from torchstrat.collectives import process_group, standstill, words
 from torchstrat.collectives.failures import FailureBoard
 from torchstrat.collectives.shared_memory.lockstep import Lockstep
 from torchstrat.dtensor.devices import LogicalDevices
-from torchstrat.replicas import agreement, per_process
+from torchstrat.replicas import agreement
+from torchstrat.replicas.per_process import engine as per_process
 from torchstrat.variable import assignment, variable
 
 SHARED, SOCKETS = "torchrun mirrored", "torchrun multi_worker_mirrored"

@@ -33,16 +33,17 @@ from torch.utils.checkpoint import checkpoint
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
-from torchstrat.replicas import component_attributes, hyperparameters, renormed_rows
+from torchstrat.replicas import hyperparameters, renormed_rows
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.central.state import Entry
-from torchstrat.replicas.component_attributes import ComponentAttributes
-from torchstrat.replicas.component_helpers import ComponentHelpers
-from torchstrat.replicas.components import Components
-from torchstrat.replicas.kept_attributes import KeptAttributes
-from torchstrat.replicas.state_edits import StateEdits
+from torchstrat.replicas.in_process import component_attributes
+from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
+from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
+from torchstrat.replicas.in_process.components import Components
+from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
+from torchstrat.replicas.in_process.tensor_slot import TensorSlot
+from torchstrat.replicas.per_process.state_edits import StateEdits
 from torchstrat.replicas.state_kinds import KINDS
-from torchstrat.replicas.tensor_slot import TensorSlot
 from torchstrat.variables import VariableRegistry
 
 Batch = tuple[torch.Tensor, torch.Tensor]

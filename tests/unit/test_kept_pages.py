@@ -19,8 +19,8 @@ from torchstrat.kept_pages import environment_that_keeps_pages, give_back_pages,
 from torchstrat.launch import LocalCluster
 from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.tasks import Peer, Task
-from torchstrat.replicas import step_pages
-from torchstrat.replicas.step_pages import StepPages
+from torchstrat.replicas.per_process import step_pages
+from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.server import main
 
 NEW, OLD = (2, 36), (2, 35)

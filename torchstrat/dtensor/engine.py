@@ -37,7 +37,7 @@ from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.agreement import INPUT, agree, all_equal, fingerprint
 from torchstrat.replicas.engine import ReplicaStates, adoption_warning
-from torchstrat.replicas.per_process import PerProcessReplica
+from torchstrat.replicas.per_process.engine import PerProcessReplica
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.sharding.layout import ShardedEntry
 from torchstrat.sharding.rules import ShardingRules

@@ -20,7 +20,7 @@ from torchstrat.extended import destinations as placing
 from torchstrat.memory import MemoryEstimate
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp, VariableAggregation
-from torchstrat.replicas.drift import PeriodicChecks
+from torchstrat.replicas.per_process.drift import PeriodicChecks
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.values import require_callable
 from torchstrat.variable.storage import VariablePlacement

@@ -1,4 +1,5 @@
-"""Containers and plain tensors that a replica needs a copy of: what they are, and how they are copied."""
+"""Containers and plain tensors that a replica needs a copy of: what they are, how they are copied, and whether they
+have been changed."""
 
 from __future__ import annotations
 
@@ -52,3 +53,32 @@ def _is_container(kind: type) -> bool:
 
 
 is_container: Callable[[type], bool] = functools.lru_cache(1024)(_is_container)  # which every run asks
+
+
+SEQUENCES = (list, tuple, collections.deque)
+
+
+def trace(value: Any) -> Any:
+    """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
+    if isinstance(value, torch.Tensor):
+        return (_Identity(value), 0 if value.is_inference() else value._version)
+    kind = type(value)
+    if not (kind is tuple or is_container(kind)):
+        return _Identity(value)
+    if issubclass(kind, dict):
+        return {key: trace(member) for key, member in value.items()}
+    return [trace(member) for member in value] if issubclass(kind, SEQUENCES) else set(value)
+
+
+class _Identity:
+    """Holds the object, so that no other one can have its address."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]

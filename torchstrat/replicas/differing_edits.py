@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from torchstrat.gradients import CombinedGradient
 from torchstrat.replicas.hyperparameters import Difference, is_plain
+from torchstrat.replicas.in_process.tensor_slot import TensorSlot
 from torchstrat.replicas.optimizer_views import SharedState
 from torchstrat.replicas.samples import sample
-from torchstrat.replicas.tensor_slot import TensorSlot
 
 
 class DifferingEdits:

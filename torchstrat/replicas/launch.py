@@ -125,9 +125,9 @@ def one_replica_per_process(
     from torchstrat.collectives.choose import choose_communicator
     from torchstrat.collectives.communicator import SharesMemory
     from torchstrat.collectives.shared_memory.device_copies import device_copies
-    from torchstrat.replicas.local_process import LocalProcessReplica
-    from torchstrat.replicas.per_process import PerProcessReplica
-    from torchstrat.replicas.step_pages import StepPages
+    from torchstrat.replicas.per_process.engine import PerProcessReplica
+    from torchstrat.replicas.per_process.local_engine import LocalProcessReplica
+    from torchstrat.replicas.per_process.step_pages import StepPages
 
     pages = StepPages(device)  # before the communicator's threads
     copies = device_copies(device) if through_host else None

@@ -11,7 +11,7 @@ from torchstrat.context import ReplicaContext
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.extended import StrategyExtended
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.strategy import Strategy
 from torchstrat.value_functions import ValueContext
 from torchstrat.variable.storage import VariablePlacement

@@ -13,7 +13,7 @@ from torchstrat.errors import WrongTypeError
 from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.replicas.launch import (
     LogicalLayout,
     annotator_of,

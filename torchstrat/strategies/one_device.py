@@ -9,7 +9,7 @@ from torchstrat.devices import resolve_compute_devices
 from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import require_one_process
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.storage import VariablePlacement

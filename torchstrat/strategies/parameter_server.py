@@ -33,7 +33,7 @@ from torchstrat.parameter_server.variables.elementwise import Kinds
 from torchstrat.parameter_server.variables.remote_storage import RemoteStorage, recipe_of_variable
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process import InProcessReplicas
+from torchstrat.replicas.in_process.engine import InProcessReplicas
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.storage import Cell, Storage, VariablePlacement

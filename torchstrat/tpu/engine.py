@@ -19,8 +19,8 @@ from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.engine import adoption_warning, regroup
+from torchstrat.replicas.in_process.worker_threads import WorkerThreads
 from torchstrat.replicas.weights import StepWeights
-from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.run_options import RunOptions
 from torchstrat.sharding.grid import DeviceGrid, Sharding
 from torchstrat.tpu import lane_values

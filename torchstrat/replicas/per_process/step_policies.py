@@ -15,11 +15,11 @@ from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
-from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall, step_led
-from torchstrat.replicas.step_levels import StepLevels
+from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.per_process.step_levels import StepLevels
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 from torchstrat.stand_ins import bare_step, be_idle, make_stand_in, stepped_by, wrapped_by
 

@@ -8,7 +8,6 @@ changed since is for all. (An edit through ``.data`` is not noticed: it leaves n
 
 from __future__ import annotations
 
-import collections
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 
-from torchstrat.replicas.containers import is_container
+from torchstrat.replicas.containers import SEQUENCES, is_container, trace
 
 _NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
-_SEQUENCES = (list, tuple, collections.deque)
 _Attributes = dict[str, Any]
 
 
@@ -115,37 +113,11 @@ def _is_equal(value: Any, other: Any) -> bool:
         return are_comparable and not (value.requires_grad or other.requires_grad) and torch.equal(value, other)
     if not (kind is tuple or is_container(kind)):
         return kind in _PLAIN and bool(value == other)
-    if issubclass(kind, _SEQUENCES):
+    if issubclass(kind, SEQUENCES):
         return len(value) == len(other) and all(map(_is_equal, value, other))
     if issubclass(kind, dict):
         return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
     return bool(value == other)
-
-
-def trace(value: Any) -> Any:
-    """Changes when somebody edits the value: the objects in a container, a tensor's count of edits."""
-    if isinstance(value, torch.Tensor):
-        return (_Identity(value), 0 if value.is_inference() else value._version)
-    kind = type(value)
-    if not (kind is tuple or is_container(kind)):
-        return _Identity(value)
-    if issubclass(kind, dict):
-        return {key: trace(member) for key, member in value.items()}
-    return [trace(member) for member in value] if issubclass(kind, _SEQUENCES) else set(value)
-
-
-class _Identity:
-    """Holds the object, so that no other one can have its address."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _memory(value: Any) -> int | None:

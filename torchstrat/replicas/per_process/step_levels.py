@@ -14,10 +14,10 @@ from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
-from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall
+from torchstrat.replicas.per_process.edits import ParameterEdits
 from torchstrat.replicas.transfer import broadcast_gradients
 from torchstrat.stand_ins import stepped_by
 

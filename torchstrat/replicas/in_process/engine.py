@@ -2,7 +2,7 @@
 
 The replicas run one after the other and alternate only where they need each other: at the end of a backward pass, at an
 optimizer's step, in `all_reduce`, `all_gather` and `merge_call`. Plain training steps therefore need no change, and the
-order of everything is the same in every run. See `baton`, `components`, `in_process_gradients` and `in_process_step`.
+order of everything is the same in every run. See `baton`, `components`, `gradients` and `steps`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from torchstrat.gradients import check_weight
 from torchstrat.memory import Copies, copies_in_one_process, local_copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
-from torchstrat.replicas.baton import Baton
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.components import Components
 from torchstrat.replicas.differing_edits import (
     DifferingEdits,
     data_edited_differently,
@@ -39,9 +37,12 @@ from torchstrat.replicas.differing_edits import (
     state_edited_differently,
 )
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning, regroup
-from torchstrat.replicas.in_process_gradients import InProcessGradients
-from torchstrat.replicas.in_process_step import InProcessSteps, LocalSteps, StepHooks
-from torchstrat.replicas.local_components import LocalComponents
+from torchstrat.replicas.in_process.baton import Baton
+from torchstrat.replicas.in_process.components import Components
+from torchstrat.replicas.in_process.gradients import InProcessGradients
+from torchstrat.replicas.in_process.local_components import LocalComponents
+from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps, StepHooks
+from torchstrat.replicas.in_process.worker_threads import WorkerThreads
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
 from torchstrat.replicas.loss_check import LossCheck
@@ -52,7 +53,6 @@ from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 from torchstrat.replicas.weights import StepWeights
-from torchstrat.replicas.worker_threads import WorkerThreads
 from torchstrat.stand_ins import stepped_by
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variables import VariableRegistry

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.containers import private_value
-from torchstrat.replicas.kept_attributes import KeptAttributes
+from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
 from torchstrat.replicas.optimizer_views import LeaderView, ReplicaView, SharedState, real_state
 from torchstrat.stand_ins import wrapped_by
 

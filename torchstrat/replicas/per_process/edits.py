@@ -16,10 +16,10 @@ from torch import nn
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.replicas import renormed_rows
 from torchstrat.replicas.agreement import fingerprint
+from torchstrat.replicas.per_process.state_edits import StateEdits
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.samples import sample
-from torchstrat.replicas.state_edits import StateEdits
 
 
 class ParameterEdits:

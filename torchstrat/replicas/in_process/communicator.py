@@ -16,7 +16,7 @@ from torchstrat import gradients as arithmetic
 from torchstrat.collectives.communicator import Work
 from torchstrat.collectives.shared_memory.in_place_sum import Piece
 from torchstrat.collectives.words import Words
-from torchstrat.replicas.baton import Baton
+from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.thread_state import OwnSettings
 
 

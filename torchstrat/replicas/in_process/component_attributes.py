@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchstrat.replicas.containers import is_container, private_value
-from torchstrat.replicas.kept_attributes import KeptAttributes
+from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
 
 _MOST_MEMBERS = 1_000
 """Of a container: longer ones hold data, which replicas share."""

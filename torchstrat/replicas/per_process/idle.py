@@ -22,8 +22,8 @@ from torchstrat.replicas import plain_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
+from torchstrat.replicas.per_process.step_policies import OWNER
 from torchstrat.replicas.roster import Rosters
-from torchstrat.replicas.step_policies import OWNER
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 from torchstrat.values import PerReplica
 from torchstrat.variables import VariableRegistry

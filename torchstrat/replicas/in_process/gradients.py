@@ -11,14 +11,14 @@ import torch
 
 from torchstrat.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.baton import Baton
-from torchstrat.replicas.components import Components
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.in_process_communicator import InProcessCommunicator
+from torchstrat.replicas.in_process.baton import Baton
+from torchstrat.replicas.in_process.communicator import InProcessCommunicator
+from torchstrat.replicas.in_process.components import Components
+from torchstrat.replicas.in_process.twins import Twins
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.replicas.twins import Twins
 from torchstrat.replicas.weights import StepWeights
 from torchstrat.variables import Members, VariableRegistry
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchstrat.errors import ReplicaDivergenceError
-from torchstrat.replicas.worker_threads import Gate, WorkerThreads
+from torchstrat.replicas.in_process.worker_threads import Gate, WorkerThreads
 
 Combine = Callable[[dict[int, Any]], dict[int, Any]]
 """From every body's payload, by id, to every body's result. Runs once, while all bodies stand still."""

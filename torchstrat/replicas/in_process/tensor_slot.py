@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from torchstrat.replicas.samples import sample
-
-Trace = tuple[int, int, bytes]
-
-
-def trace_of(tensor: torch.Tensor) -> Trace:
-    """Another one when somebody has changed the tensor, also through ``.data``."""
-    return tensor._version, tensor.data_ptr() if tensor.layout == torch.strided else 0, sample(tensor)
+from torchstrat.replicas.samples import Trace, trace_of
 
 
 class TensorSlot:

@@ -38,8 +38,6 @@ from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.differing_edits import DifferingEdits
-from torchstrat.replicas.drift import compare
-from torchstrat.replicas.edits import ParameterEdits
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning
 from torchstrat.replicas.exchange import (
     Gathered,
@@ -51,19 +49,21 @@ from torchstrat.replicas.exchange import (
     weighted_mean,
 )
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.idle import IdleReplicas
 from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, put_hooks, remove_hooks
-from torchstrat.replicas.process_buffers import ProcessBuffers
+from torchstrat.replicas.per_process.drift import compare
+from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.per_process.idle import IdleReplicas
+from torchstrat.replicas.per_process.process_buffers import ProcessBuffers
+from torchstrat.replicas.per_process.step_pages import StepPages
+from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_note, add_replica_note
-from torchstrat.replicas.step_pages import StepPages
-from torchstrat.replicas.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
