@@ -20,6 +20,7 @@ from tests.support.local_steps import (
     batches,
     changed_by_hand,
     local_sgd,
+    rates_by_hand,
 )
 from tests.support.replicas import EVERY_LINE
 from torchstrat.errors import InvalidArgumentError
@@ -74,6 +75,23 @@ def train_changed(name: str) -> Found:
 def test_what_the_program_changes_between_runs_is_rank_0s_for_all(two_processes: Workers, name: str) -> None:
     losses, values = joined(two_processes.run(train_changed, name))
     wanted_losses, wanted_values = changed_by_hand(name)
+    close(losses, wanted_losses)
+    close(values, wanted_values)
+
+
+def train_at_rates() -> Found:
+    strategy = local_sgd(None)
+    try:
+        mine = Training(strategy, KIND)
+        with pytest.warns(UserWarning, match="have set lr of group 0 of SGD differently"):
+            return mine.train_at_rates(), mine.values()
+    finally:
+        strategy.close()
+
+
+def test_rates_that_ranks_set_are_their_own_until_a_round_ends(two_processes: Workers) -> None:
+    losses, values = joined(two_processes.run(train_at_rates))
+    wanted_losses, wanted_values = rates_by_hand()
     close(losses, wanted_losses)
     close(values, wanted_values)
 

@@ -164,6 +164,17 @@ def changed_by_hand(name: str) -> tuple[list[list[float]], list[list[float]]]:
     return simulation.train(batches(3, 2)), simulation.values()
 
 
+def rates_by_hand() -> tuple[list[list[float]], list[list[float]]]:
+    """Each replica sets a rate of its own in the first of four steps; the first one's is everyone's when a round ends,
+    after three."""
+    simulation = Simulation(KIND, 2, 3)
+    for replica, job in enumerate(simulation.jobs):
+        job.optimizer.param_groups[0]["lr"] = 0.02 * (replica + 1)
+    losses = simulation.train(batches(3, 2))
+    simulation.jobs[1].optimizer.param_groups[0]["lr"] = 0.02
+    return losses + simulation.train(batches(4, 2)[3:]), simulation.values()
+
+
 class Training:
     """The same under a strategy, which every process calls alike."""
 
@@ -177,6 +188,17 @@ class Training:
         """Of each step the losses of the replicas in this process."""
         runs = [self.strategy.run(self.step, (batch,)) for batch in self.strategy.distribute_dataset(list(data))]
         return [[float(loss) for loss in self.strategy.local_results(result)] for result in runs]
+
+    def train_at_rates(self) -> list[list[float]]:
+        """As `rates_by_hand`."""
+
+        def set_rate() -> None:
+            context = ts.get_replica_context()
+            assert context is not None
+            self.job.optimizer.param_groups[0]["lr"] = 0.02 * (context.replica_id_in_sync_group + 1)
+
+        self.strategy.run(set_rate)
+        return self.train(batches(4, 2))
 
     def values(self) -> list[list[float]]:
         """What the replicas of this process have."""

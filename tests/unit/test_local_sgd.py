@@ -20,6 +20,7 @@ from tests.support.local_steps import (
     batches,
     changed_by_hand,
     local_sgd,
+    rates_by_hand,
     values,
 )
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
@@ -84,6 +85,14 @@ def test_what_the_program_changes_between_runs_is_for_all(name: str) -> None:
         CHANGES[name](mine.job)
         losses, seen = changed_by_hand(name)
         close(mine.train(batches(3, 2)), losses)
+        close(mine.values(), seen)
+
+
+def test_rates_that_replicas_set_are_their_own_until_a_round_ends() -> None:
+    with training() as mine:
+        losses, seen = rates_by_hand()
+        with pytest.warns(UserWarning, match="have set lr of group 0 of SGD differently"):
+            close(mine.train_at_rates(), losses)
         close(mine.values(), seen)
 
 

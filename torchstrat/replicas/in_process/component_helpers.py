@@ -159,15 +159,21 @@ class ComponentHelpers:
         """Of the optimizers."""
         return self._states.values()
 
-    def end(self) -> None:
+    def end(self, *, is_round: bool = False) -> None:
+        """``is_round``: a round of replicas that are apart ends, of which only states last."""
         for helper, attributes, owner in self.helpers:
             helper.__dict__ = own = attributes[owner]
             if id(helper) in self._states:
                 own["state"] = real_state(own.get("state"))
             if self.kept is not None:
-                self.kept.keep(helper, owner, [(r, other) for r, other in attributes.items() if r != owner])
+                others = [(r, _lasting(other) if is_round else other) for r, other in attributes.items() if r != owner]
+                self.kept.keep(helper, owner, others)
         self.helpers, self._known, self._replicas = [], set(), []
         self._states, self._stepping, self._apart = {}, set(), {}
+
+
+def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name == "state"}
 
 
 def _private(

@@ -128,9 +128,9 @@ class Components:
         self._install(self._home)
         self.streams.end()
 
-    def _let_go(self, *, failed: bool) -> None:
+    def _let_go(self, *, failed: bool, is_round: bool = False) -> None:
         self._buffers.end(failed=failed)
-        self._helpers.end()
+        self._helpers.end(is_round=is_round)
         self._attributes.end(self._leader)
         for slot in list(self._slots.values()):  # a slot goes when nothing but it has held its tensor
             slot.release()

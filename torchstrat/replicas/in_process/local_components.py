@@ -51,7 +51,7 @@ class LocalComponents(Components):
         self._leave()
         for slot in self._slots.values():
             slot.keep_apart(slot.tensor)
-        self._let_go(failed=False)
+        self._let_go(failed=False, is_round=weights is not None)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
