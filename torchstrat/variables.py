@@ -141,6 +141,8 @@ class VariableRegistry:
         self._lone_tensors = WeakOrdered()
         self._copied = WeakOrdered()  # modules that the current run has copied
         self._lone_before = 0  # how many of them there had been when the current run began
+        self.is_in_step = False
+        """Whether replicas run a step now."""
         self.looks_for_flat = False
         """Whether variables and gradients that share memory have to be told, for replicas of one process."""
         self._flat_seen: set[int] = set()
@@ -193,14 +195,14 @@ class VariableRegistry:
     def _on_copy(self, module: nn.Module) -> None:
         self.changes += 1
         self._modules.add(module)
-        if self.on_member is not None:
+        if self.is_in_step:
             self._copied.add(module)
         if self.on_copy is not None:
             self._copying.add(self._step)
             self.on_copy(module)
 
     def _on_helper(self, helper: Any) -> None:
-        if self.on_member is not None and self._is_lone(helper):
+        if self.is_in_step and self._is_lone(helper):
             self._add_lone(helper)
             return
         self.changes += 1

@@ -43,12 +43,12 @@ class Newborn:
         for module in modules:
             if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
                 self.watch(module)
-        self._registry.on_member = self._on_member
+        self._registry.on_member, self._registry.is_in_step = self._on_member, True
         self._registry.open(classes=self._registry.may_create)
 
     def end(self) -> None:
         self._registry.close()
-        self._registry.on_member = None
+        self._registry.on_member, self._registry.is_in_step = None, False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
