@@ -160,20 +160,26 @@ class ComponentHelpers:
         return self._states.values()
 
     def end(self, *, is_round: bool = False) -> None:
-        """``is_round``: a round of replicas that are apart ends, of which only states last."""
+        """``is_round``: a round of replicas that are apart ends, and what they have set becomes the first one's."""
         for helper, attributes, owner in self.helpers:
             helper.__dict__ = own = attributes[owner]
             if id(helper) in self._states:
                 own["state"] = real_state(own.get("state"))
             if self.kept is not None:
-                others = [(r, _lasting(other) if is_round else other) for r, other in attributes.items() if r != owner]
+                others = [(replica, other) for replica, other in attributes.items() if replica != owner]
+                if is_round:
+                    others = [(replica, _without_settings(helper, other)) for replica, other in others]
                 self.kept.keep(helper, owner, others)
         self.helpers, self._known, self._replicas = [], set(), []
         self._states, self._stepping, self._apart = {}, set(), {}
 
 
-def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name == "state"}
+def _without_settings(helper: Any, attributes: dict[str, Any]) -> dict[str, Any]:
+    """What is a replica's own also after a round: an optimizer's hyperparameters are not, nor are plain values that
+    others keep (see `hyperparameters.level` and `plain_state.level`, which do this between processes)."""
+    if isinstance(helper, Optimizer):
+        return {name: value for name, value in attributes.items() if name != "param_groups"}
+    return {name: value for name, value in attributes.items() if not hyperparameters.is_plain(value)}
 
 
 def _private(
