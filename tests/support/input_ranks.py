@@ -93,7 +93,9 @@ class InMemoryWords:
     """What all ranks say about one thing."""
 
     def __init__(self, group: InMemoryGroup, thing: int, rank: int) -> None:
-        self._told, self._said, self._size, self._rank = group.told, group.words[thing], group.size, rank
+        self._told, self._size, self._rank = group.told, group.size, rank
+        with self._told:  # two ranks at once would each make a dictionary of their own
+            self._said = group.words[thing]
 
     def tell(self, word: str) -> None:
         with self._told:
