@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from tests.support.local_steps import (
     Training,
     batches,
     changed_by_hand,
+    close,
     local_sgd,
     rates_by_hand,
 )
@@ -28,12 +28,6 @@ from torchstrat.testing import Workers, contract
 
 COLLECTIVES = ("shared_memory", "process_group")
 Found = tuple[list[list[float]], list[list[float]]]
-
-
-def close(seen: Any, wanted: Any) -> None:
-    torch.testing.assert_close(
-        torch.tensor(seen, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12
-    )
 
 
 def joined(each: list[Found]) -> Found:

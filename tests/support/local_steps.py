@@ -68,6 +68,12 @@ def step_of(job: Job) -> Callable[[Batch], torch.Tensor]:
     return step
 
 
+def close(seen: Any, wanted: Any) -> None:
+    torch.testing.assert_close(
+        torch.tensor(seen, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
+
+
 def values(model: nn.Module) -> list[float]:
     """All that it has."""
     tensors = [*model.parameters(), *model.buffers()]

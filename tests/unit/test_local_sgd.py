@@ -19,6 +19,7 @@ from tests.support.local_steps import (
     Training,
     batches,
     changed_by_hand,
+    close,
     local_sgd,
     rates_by_hand,
     values,
@@ -34,12 +35,6 @@ def training(replicas: int = 2, period: int = 3, kind: str = KIND) -> Iterator[T
         yield Training(strategy, kind)
     finally:
         strategy.close()
-
-
-def close(seen: Any, wanted: Any) -> None:
-    torch.testing.assert_close(
-        torch.tensor(seen, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12
-    )
 
 
 @pytest.mark.parametrize("period", [1, 3])

@@ -78,7 +78,7 @@ def agree_and_sum(
 
 def _checked(communicator: Communicator, call: str, headers: list[list[float]], count: int) -> list[list[float]]:
     if headers.count(headers[0]) == len(headers):  # nearly always
-        return [headers[0][1 : count + 1]] * len(headers)
+        return numbers_in(headers[:1], count) * len(headers)
     own = headers[communicator.rank][0]
     if [other[0] for other in headers].count(own) != len(headers):
         is_over = not all(is_of(AGREEMENT, other) for other in headers)  # those in other calls cannot go on

@@ -101,7 +101,7 @@ def mean_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def put_values(registry: VariableRegistry, roster: Roster, own: OwnValues) -> None:
-    """In the user's objects, where they still have these shapes."""
+    """In the user's objects: parameters and buffers that still have these shapes, and the state of optimizers."""
     slots, parameters = registry.named_buffer_slots(), dict(roster.items())
     pairs = [(parameters.get(name), value) for name, value in own.parameters.items()]
     pairs += [(slots[name].tensor, value) for name, value in own.buffers.items() if name in slots]
@@ -109,6 +109,9 @@ def put_values(registry: VariableRegistry, roster: Roster, own: OwnValues) -> No
         for tensor, value in pairs:
             if tensor is not None and tensor.shape == value.shape:
                 tensor.copy_(value)
+    for optimizer, state in zip(registry.optimizers(), own.optimizers, strict=False):
+        optimizer.state.clear()
+        optimizer.state.update(state)
 
 
 def _copied(value: Any) -> Any:

@@ -69,12 +69,7 @@ class LocalComponents(Components):
 
     def put_own_values(self, own: Mapping[int, OwnValues], roster: Roster) -> None:
         """Every replica finds these in the next run."""
-        first = own[0]
-        put_values(self._registry, roster, first)
-        optimizers = self._registry.optimizers()
-        for optimizer, state in zip(optimizers, first.optimizers, strict=False):
-            optimizer.state.clear()
-            optimizer.state.update(state)
+        put_values(self._registry, roster, own[0])
         for name, tensor in roster.items():
             slot = self._slots.get(id(tensor)) or self._new_slot(tensor)
             for replica, values in own.items():
@@ -84,6 +79,6 @@ class LocalComponents(Components):
                 slot.versions[replica] = tensor._version
             slot.keep_apart(tensor)
         self._buffers.put_own(own, self._registry.named_buffer_slots())
-        for number, optimizer in enumerate(optimizers):
+        for number, optimizer in enumerate(self._registry.optimizers()):
             states = {r: values.optimizers[number] for r, values in own.items() if r and values.optimizers}
             self._helpers.put_states(optimizer, states)

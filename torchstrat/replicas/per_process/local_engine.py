@@ -153,11 +153,8 @@ class LocalProcessReplica(PerProcessReplica):
         )
 
     def _write_own(self, own: dict[int, OwnValues]) -> None:
-        mine, roster = own[self._world.rank], self._rosters.now()
-        put_values(self.registry, roster, mine)
-        for optimizer, state in zip(self.registry.optimizers(), mine.optimizers, strict=False):
-            optimizer.state.clear()
-            optimizer.state.update(state)
+        roster = self._rosters.now()
+        put_values(self.registry, roster, own[self._world.rank])
         self._buffers = None
         self._outside.note(roster)
 
