@@ -129,6 +129,23 @@ def tensors_in_storage(tensor: torch.Tensor) -> int:
     return others
 
 
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors show the same memory, or parts of it. False for what has none that could be shown."""
+    try:
+        mine, theirs = one.untyped_storage(), other.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return bool(mine._cdata == theirs._cdata)
+
+
+def alias_of(value: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool = False) -> torch.Tensor:
+    """A tensor of class ``kind`` over the memory of ``value``, without its history and its attributes."""
+    if kind is torch.Tensor:
+        return value.detach().requires_grad_(requires_grad)
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
+    return made
+
+
 _TRANSFORMS_TAKE = (
     ("torch._functorch.eager_transforms", ("_wrap_for_grad", "_wrap_functional_tensor")),
     ("torch._functorch.vmap", ("_add_batch_dim",)),

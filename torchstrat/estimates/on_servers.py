@@ -13,6 +13,7 @@ from torchstrat.estimates.program import Program
 from torchstrat.estimates.rows import Row
 from torchstrat.memory import Holding, state_bytes_for
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache, NoServers
 from torchstrat.parameter_server.variables.elementwise import Kinds
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement
 
@@ -36,7 +37,9 @@ class _Tally:
 
 def rows(program: Program, ps: int, workers: int, partitioner: Partitioner | None, batch: Any) -> Iterator[Row]:
     """Of tables that travel by rows, as many rows as ``batch`` reads; none where there is no batch."""
-    variables = CapturedVariables(program.registry, Placement(ps, partitioner), Kinds())
+    variables = CapturedVariables(
+        program.registry, Placement(ps, partitioner), Kinds(), CoordinatorCache(NoServers(), timeout_seconds=0)
+    )
     variables.place_new()
     forward = program.forward(batch, 1)
     rows_read = {} if forward is None else forward.rows_read

@@ -103,12 +103,17 @@ class ClusterCoordinator:
         )
         self._where = self._dispatcher.where  # one for all results
         self._on_server_loss: OnServerLoss = FromNowhere() if strategy._on_server_loss == RESTORE else RaiseLoss()
+        job.cache.functions = self._dispatcher
+        job.attempt = self._attempt
         job.on_server_lost = self._dispatcher.servers_lost
         job.on_worker_lost = self._dispatcher.worker_lost
         job.on_worker_leaves = self._dispatcher.worker_leaves
         job.start_workers(self._dispatcher.worker_joined)
         _collect_garbage_once()
         return self
+
+    def _attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        return self._on_server_loss.attempt(call, after_restore)
 
     # -- functions --------------------------------------------------------------------------------------------------
 

@@ -178,6 +178,11 @@ class Dispatcher:
             return self._unfinished == 0 or self._is_quiet()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether every function that was scheduled has ended."""
+        return not self._works
+
+    @property
     def is_done(self) -> bool:
         with self._lock:
             return self._unfinished == 0

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat import waiting
+from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.checkpoint.pieces import goes_by_rows, is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
@@ -28,7 +30,7 @@ from torchstrat.parameter_server.messages import (
     InitialOp,
     NewOptimizer,
     NewShard,
-    ShardEdit,
+    RepeatedOps,
     ShardKey,
     StateOfShard,
     VariableSpec,
@@ -39,6 +41,7 @@ from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import token_of_spec
 from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_without_gradient
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
@@ -49,7 +52,6 @@ from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import (
     CoordinatorSender,
     VariableAccess,
-    shard_edits,
     shard_keys,
 )
 from torchstrat.variables import VariableRegistry
@@ -87,7 +89,8 @@ class Job:
         self.access = VariableAccess(self.servers, lambda: sender)
         self.placement = Placement(num_servers, partitioner)
         self._kinds = kinds or Kinds()
-        self.variables = CapturedVariables(registry, self.placement, self._kinds)
+        self.cache = CoordinatorCache(_CacheServers(self), timeout_seconds)
+        self.variables = CapturedVariables(registry, self.placement, self._kinds, self.cache)
         self.catalog = Catalog(registry, self.variables.spec_of)
         self.first_function = 0
         """Function numbers below were used by an earlier coordinator of the same servers."""
@@ -95,6 +98,8 @@ class Job:
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
         self.on_worker_leaves: Callable[[Peer], int] = lambda peer: 0
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
+        self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
+        """`OnServerLoss.attempt`."""
         self._registry = registry
         self._structure = FixedStructure()
         self._rows_only = rows_only is not False
@@ -288,6 +293,7 @@ class Job:
         then()
 
     def close(self, *, finished: bool) -> None:
+        self.cache.close()
         self.membership.close(finished=finished)
 
     def held_bytes(self) -> dict[int, int]:
@@ -305,11 +311,8 @@ class Job:
         self._structure.check(self._registry.modules())
         self._tell_default_dtype()
         self._commit_new()
-        by_server: dict[int, list[ShardEdit]] = defaultdict(list)
-        for spec, value in self.variables.take_changed():
-            for server, edit in shard_edits(spec, "assign", value, None):
-                by_server[server].append(edit)
-        self.access.send_push({server: {"edits": tuple(edits)} for server, edits in by_server.items()})
+        self.variables.follow_replaced()
+        self.cache.push_written()
 
     def _commit_new(self) -> None:
         """What servers cannot take is refused in the call that brings it, and is not in the way of later ones."""
@@ -319,7 +322,7 @@ class Job:
             new = self.variables.to_create()
             if new:
                 self._create([self._new_shard(spec, number) for spec in new for number in range(len(spec.shards))])
-                self.variables.created()
+                self.variables.created(with_these_values=not self._takes_over)
             self._add_optimizers()
         except CommunicationError:  # says nothing about them
             raise
@@ -341,7 +344,8 @@ class Job:
                 f"{spec.name!r} is {what}, and parameter servers hold dense tensors. Make it dense, or keep it as a "
                 "plain attribute of its module, which travels with the functions that use it."
             )
-        value = pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous()
+        with DisableTorchFunctionSubclass():  # what is here, not what the servers have
+            value = pieces(spec, tensor.detach())[number].to("cpu", copy=True).contiguous()
         return NewShard(spec, number, value, whole_for=self.variables.whole_for(spec))
 
     def _create(self, shards: Iterable[NewShard]) -> None:
@@ -502,8 +506,9 @@ class Job:
     def pull_variables(self, specs: Iterable[VariableSpec]) -> None:
         """The same for single variables. What the coordinator holds no copy of is left out."""
         held = [spec for spec in specs if not _is_meta(self.variables.tensor(spec.number))]
+        moment = self.cache.moment_of_reading()
         for spec, value in zip(held, self.access.read(held), strict=True):
-            self.variables.store(spec, value)
+            self.cache.store(spec, value, moment)
 
     # -- optimizer state --------------------------------------------------------------------------------------------
 
@@ -563,6 +568,35 @@ class Job:
                 if spec is not None:
                     found[tensor] = spec
         return found
+
+
+class _CacheServers:
+    """The servers, as the cache of the coordinator asks them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = weakref.proxy(job)
+        self._repeated = 0
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self._job.access.read(specs)
+        return found
+
+    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
+        self._job.access.push([(spec, "assign", value, None) for spec, value in values])
+
+    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+        self._job.access.edit(spec, "assign", value, rows)
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
+        self._repeated += 1
+        seed = hash((self._job.seed, spec.number, self._repeated)) % 2**63
+        orders: dict[int, list[RepeatedOps]] = defaultdict(list)
+        for number, shard in enumerate(spec.shards):
+            orders[shard.server].append(RepeatedOps((spec.number, number), recipe, seed))
+        self._job.servers.ask("ps.repeat", orders)
+
+    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        return self._job.attempt(call, after_restore)
 
 
 def _as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:

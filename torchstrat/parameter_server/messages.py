@@ -75,6 +75,16 @@ class NewShard:
 
 
 @dataclass(frozen=True)
+class RepeatedOps:
+    """What was done on the coordinator to a variable of which it has no values, to be done to a shard of it.
+    ``seed``: for what is drawn."""
+
+    key: ShardKey
+    recipe: tuple[InitialOp, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
 class NewOptimizer:
     """An optimizer of the job. ``blob``: what `pack_optimizer` makes of it. One entry in ``groups`` per parameter
     group: the numbers of its variables, in order."""

@@ -57,6 +57,7 @@ class VariableServer:
     ``ps.push``                 `Push`                                     `PushReply`
     ``ps.fence``                a worker's incarnation                     None, when none of its pushes is at work
     ``ps.forget_below``         id of a function                           None
+    ``ps.repeat``               list of `RepeatedOps`                      None
     ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
     ``ps.optimizer_options``    optimizer                                  by group, what steps have set
@@ -99,6 +100,7 @@ class VariableServer:
         }
         work: dict[str, Callable[[Any], Any]] = {
             "ps.create": store.create,
+            "ps.repeat": store.repeat,
             "ps.add_optimizer": store.add_optimizer,
             "ps.optimizer_state": lambda payload: store.optimizer_state(*payload),
             "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),

@@ -23,6 +23,7 @@ from torchstrat.parameter_server.messages import (
     NewShard,
     Push,
     PushReply,
+    RepeatedOps,
     RowsRequest,
     ShardKey,
     Snapshot,
@@ -36,7 +37,7 @@ from torchstrat.parameter_server.server.edits import apply_edit, check_edit
 from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
 from torchstrat.parameter_server.server.row_optimizer import RowState
 from torchstrat.parameter_server.server.steps import HeldOptimizer
-from torchstrat.parameter_server.variables.initial_values import replay
+from torchstrat.parameter_server.variables.initial_values import repeat, replay
 from torchstrat.parameter_server.worker import phases
 
 if TYPE_CHECKING:
@@ -92,6 +93,15 @@ class VariableStore:
                     variable = self._variables.setdefault(shard.spec.number, HeldVariable(shard.spec))
                 with self._locked([variable.spec.number]) as held:
                     held.add((variable.spec.number, shard.shard), value)
+
+    def repeat(self, orders: Sequence[RepeatedOps]) -> None:
+        """Do to shards what was done on the coordinator to the variable without its values."""
+        for order in orders:
+            with self._locked([order.key[0]]) as shards:
+                spec = self._variables[order.key[0]].spec
+                shard = spec.shards[order.key[1]]
+                rows = spec.shape[0] if spec.shape else 1
+                repeat(order.recipe, shards.changing(order.key), order.seed, shard.start, rows)
 
     def add_optimizer(self, new: NewOptimizer) -> None:
         """Make an optimizer known. Again is fine, also with more variables and groups after those it had: all its

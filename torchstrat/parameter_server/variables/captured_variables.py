@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.bonds import Bonds
+from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.elementwise import Kinds
 from torchstrat.parameter_server.variables.placement import Placement
 from torchstrat.variables import BufferSlot, VariableRegistry
@@ -19,8 +21,9 @@ from torchstrat.variables import BufferSlot, VariableRegistry
 class CapturedVariables:
     """Parameters, buffers and leaf tensors of the registry, by the variables they became. Held weakly."""
 
-    def __init__(self, registry: VariableRegistry, placement: Placement, kinds: Kinds) -> None:
+    def __init__(self, registry: VariableRegistry, placement: Placement, kinds: Kinds, cache: CoordinatorCache) -> None:
         self._registry = registry
+        self._cache = cache
         self._placement = placement
         self._kinds = kinds
         self._specs: dict[int, VariableSpec] = {}
@@ -29,8 +32,6 @@ class CapturedVariables:
         self._buffers: dict[int, BufferSlot] = {}
         self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
         self._beside: dict[int, VariableSpec] = {}
-        self._versions: dict[int, int] = {}
-        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}  # buffers, in whose place another tensor may be
         self._to_create: list[VariableSpec] = []
         self._whole_for: dict[int, str] = {}
 
@@ -92,8 +93,13 @@ class CapturedVariables:
         self._to_create = [spec for spec in self._to_create if self.tensor(spec.number) is not None]
         return list(self._to_create)
 
-    def created(self) -> None:
-        """The servers have all of `to_create` now."""
+    def created(self, *, with_these_values: bool) -> None:
+        """The servers have all of `to_create` now. ``with_these_values``: those that it has here; else perhaps others,
+        which an earlier coordinator left there."""
+        for spec in self._to_create:
+            tensor = self.tensor(spec.number)
+            if tensor is not None:
+                self._cache.adopt(spec, tensor, is_current=with_these_values)
         self._to_create.clear()
 
     def give_up_new(self) -> None:
@@ -106,8 +112,7 @@ class CapturedVariables:
             if slot is not None:
                 del self._slots[id(slot.module), slot.name]
             self._parameters.pop(spec.number, None)
-            del self._specs[spec.number], self._versions[spec.number]
-            self._seen.pop(spec.number, None)
+            del self._specs[spec.number]
         self._to_create.clear()
 
     def place_now(self, tensor: torch.Tensor) -> None:
@@ -147,7 +152,6 @@ class CapturedVariables:
         self._specs[spec.number] = spec
         self._to_create.append(spec)
         self._numbers[id(tensor)] = spec.number
-        self._note(spec.number, tensor)
 
     def whole_for(self, spec: VariableSpec) -> str:
         """The class of the optimizer because of which a variable is not cut; empty if it is not for any."""
@@ -169,41 +173,21 @@ class CapturedVariables:
     def states(self) -> list[Any]:
         """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""
         found: list[Any] = []
-        for reference in self._parameters.values():
-            tensor = reference()
-            found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
+        with DisableTorchFunctionSubclass():
+            for reference in self._parameters.values():
+                tensor = reference()
+                found += (None, None) if tensor is None else (tensor._version, tensor.requires_grad)
+            for number, slot in self._buffers.items():
+                tensor = slot.tensor
+                is_known = self._cache.tensor(number) is tensor
+                found += (None, None) if tensor is None else (tensor._version, is_known)
+            return found + self._cache.traceless_changes()
+
+    def follow_replaced(self) -> None:
+        """Modules may have put another tensor in a buffer's place: that is its value."""
         for number, slot in self._buffers.items():
-            tensor = slot.tensor
-            found += (None, None) if tensor is None else (tensor._version, self._seen[number]() is tensor)
-        return found
-
-    # -- values -----------------------------------------------------------------------------------------------------
-
-    def store(self, spec: VariableSpec, value: torch.Tensor) -> None:
-        """``value`` has just been read from the servers. Nothing where the program dropped it, or holds none (meta)."""
-        tensor = self.tensor(spec.number)
-        if tensor is None or tensor.is_meta:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            tensor.copy_(value)
-        self._note(spec.number, tensor)
-
-    def take_changed(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
-        """Variables that the coordinator's program has written since they were last equal to the servers'."""
-        for number, spec in self._specs.items():
-            tensor = self.tensor(number)
-            if tensor is None or tensor.is_meta:
-                continue
-            is_other = number in self._seen and self._seen[number]() is not tensor
-            if is_other or tensor._version != self._versions[number]:
-                self._note(number, tensor)
-                yield spec, tensor
-
-    def _note(self, number: int, tensor: torch.Tensor) -> None:
-        """The servers have what it holds."""
-        self._versions[number] = tensor._version
-        if number in self._buffers:
-            self._seen[number] = weakref.ref(tensor)
+            if slot.tensor is not None and self._cache.tensor(number) is not slot.tensor:
+                self._cache.replace(number, slot.tensor)
 
 
 def _possible_tables(modules: Iterable[nn.Module]) -> Iterator[int]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +165,33 @@ def recipe_of(tensor: torch.Tensor, name: str = "a tensor") -> tuple[InitialOp, 
     return tuple(op for noted in recorded.ops for op in _as_ops(noted, tensor, name))
 
 
+@contextmanager
+def repeated_on_servers(tensor: torch.Tensor, name: str) -> Iterator[list[InitialOp]]:
+    """A block that changes ``tensor``, on ``meta``, whose values are on servers. The list that it gets has, after it,
+    what was done to them; see `repeat`. Raises `UnsupportedError` as `recipe_of` does."""
+    before, ops = _recorded(tensor), list[InitialOp]()
+    _set(tensor, _Recorded())
+    try:
+        with RecordInitialisers():  # type: ignore[no-untyped-call]
+            yield ops
+        recorded = _recorded(tensor)
+        assert recorded is not None
+        if recorded.obstacle is not None:
+            raise UnsupportedError(
+                f"{name} is on meta, so the coordinator has no values of it, and {recorded.obstacle} cannot be done "
+                "to a shard of it. Fill it with numbers or random values, assign rows (table.weight[ids] = rows), or "
+                "change it in a scheduled function."
+            )
+        ops += [op for noted in recorded.ops for op in _as_ops(noted, tensor, name)]
+    finally:
+        _set(tensor, before)
+
+
+def repeat(recipe: Sequence[InitialOp], shard: torch.Tensor, seed: int, start_row: int, total_rows: int) -> None:
+    """Do to the rows of a shard, in place, what was done to the whole variable; see `replay`."""
+    shard.copy_(replay(recipe, shard.shape, shard.dtype, seed, start_row, total_rows, now=shard))
+
+
 def replay(
     recipe: Sequence[InitialOp],
     shape: Sequence[int],
@@ -172,39 +200,43 @@ def replay(
     start_row: int,
     total_rows: int,
     name: str = "a variable",
+    now: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The initial value of rows ``[start_row, start_row + shape[0])`` of a variable of ``total_rows`` rows, on the CPU.
 
     Drawn in blocks of rows, each with a generator of its own, seeded with ``seed`` and the number of the block within
     the whole variable: one seed gives the same variable however it is split, and shards never repeat each other.
-    Raises `InvalidArgumentError` for operators that no `RecordInitialisers` has noted.
+    ``now``: the values that these rows have, which the recipe goes on from. Raises `InvalidArgumentError` for operators
+    that no `RecordInitialisers` has noted.
     """
     for op in recipe:
         if op.name not in _DRAWS and op.name not in _ADJUSTS:
             raise InvalidArgumentError(f"{name} is to be initialised with {op.name!r}, which is no known initialiser.")
     if not shape:
-        return _draw_block(recipe, (), dtype, _block_seed(seed, 0), 0)
+        return _draw_block(
+            recipe, torch.empty((), dtype=dtype) if now is None else now.clone(), _block_seed(seed, 0), 0
+        )
     result = torch.empty(tuple(shape), dtype=dtype)
     row_elements = max(1, math.prod(shape[1:]))
     rows_per_block = max(1, _ELEMENTS_PER_BLOCK // row_elements)
     stop_row = start_row + shape[0]
     for number in range(start_row // rows_per_block, -(-stop_row // rows_per_block)):
         first, last = number * rows_per_block, min((number + 1) * rows_per_block, total_rows)
-        block = _draw_block(recipe, (last - first, *shape[1:]), dtype, _block_seed(seed, number), first)
         low, high = max(first, start_row), min(last, stop_row)
+        block = torch.empty((last - first, *shape[1:]), dtype=dtype)
+        if now is not None:
+            block[low - first : high - first] = now[low - start_row : high - start_row]
+        _draw_block(recipe, block, _block_seed(seed, number), first)
         result[low - start_row : high - start_row] = block[low - first : high - first]
     return result
 
 
-def _draw_block(
-    recipe: Sequence[InitialOp], shape: tuple[int, ...], dtype: torch.dtype, seed: int, first_row: int
-) -> torch.Tensor:
+def _draw_block(recipe: Sequence[InitialOp], block: torch.Tensor, seed: int, first_row: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    block = torch.empty(shape, dtype=dtype)
     for op in recipe:
         target = block
         if op.row is not None:
-            if not first_row <= op.row < first_row + shape[0]:
+            if not first_row <= op.row < first_row + len(block):
                 continue
             target = block[op.row - first_row]
         random: dict[str, Any] = {"generator": generator} if op.name in _DRAWS - {"fill_", "zero_"} else {}
@@ -309,7 +341,7 @@ def _recorded(tensor: torch.Tensor) -> _Recorded | None:
     return found
 
 
-def _set(tensor: torch.Tensor, recorded: _Recorded) -> None:
+def _set(tensor: torch.Tensor, recorded: _Recorded | None) -> None:
     # An attribute of the storage: torch keeps its Python object for as long as the storage itself lives.
     setattr(tensor.untyped_storage(), _ATTRIBUTE, recorded)
 

@@ -1,0 +1,255 @@
+"""Tensors of the coordinator's program that stand for variables on servers: each asks before it is read or written.
+
+A parameter or buffer that has been placed keeps its object and its memory, and gets a class of its own, which PyTorch
+asks before it does anything with the tensor (``__torch_function__``), on any thread. What shows the same memory (views,
+``detach()``, ``.data``, the values of ``state_dict()``) asks in the same way. Whether the memory is current, and what a
+write means, is the cache's to say: `torchstrat.parameter_server.variables.coordinator_cache`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchstrat import _torch_private
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.operands import tensors_in
+from torchstrat.parameter_server.needs_no_values import NEEDS_NO_VALUES
+
+
+class Holder(Protocol):
+    """Whose memory a tensor shows."""
+
+    @property
+    def shown(self) -> str:
+        """What ``repr`` says instead of the values; empty where these are current."""
+
+    def call(self, call: TensorCall) -> Any:
+        """Its result, when the tensors that it reads are current."""
+
+    def read(self, alias: Alias) -> None:
+        """Make the memory current."""
+
+
+class TensorCall:
+    """A call of PyTorch's with tensors that ask among its arguments. ``aliases``: these."""
+
+    __slots__ = ("aliases", "args", "func", "kwargs")
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        found = (_aliases.get(id(one)) for one in tensors_in((args, kwargs)) if isinstance(one, CachedTensor))
+        self.aliases = [alias for alias in found if alias is not None]
+
+    def run(self) -> Any:
+        with DisableTorchFunctionSubclass():
+            return self.func(*self.args, **self.kwargs)
+
+    @property
+    def holders(self) -> list[Any]:
+        return list({id(alias.holder): alias.holder for alias in self.aliases}.values())
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes a tensor that asks in place, as far as its name says. What does so all the same is seen by
+        the tensor's version afterwards, and refused where it was not waited with."""
+        return any(isinstance(one, CachedTensor) for one in tensors_in(_targets(self.func, self.args, self.kwargs)))
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether the memory may be changed afterwards by code that leaves no trace in a tensor's version."""
+        return self.func in _HANDS_OUT
+
+
+class Alias:
+    """What is known of one tensor. Not in its ``__dict__``, which is the program's. ``unread``: the moment of which its
+    values are, until somebody has read them; only while functions run."""
+
+    __slots__ = ("holder", "tensor", "unread")
+
+    def __init__(self, tensor: torch.Tensor, holder: Holder, unread: int | None) -> None:
+        key = id(tensor)
+        self.tensor = weakref.ref(tensor, lambda _: _aliases.pop(key, None))
+        self.holder, self.unread = holder, unread
+
+
+_aliases: dict[int, Alias] = {}
+"""By the ``id`` of the tensor."""
+
+
+class CachedTensor:
+    """Mixed into the class of a tensor."""
+
+    @property
+    def _alias(self) -> Alias | None:
+        """None: another thread has just made it an ordinary one."""
+        return _aliases.get(id(self))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in NEEDS_NO_VALUES:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+
+        call = TensorCall(func, args, kwargs)
+        # Another thread may just have made them ordinary tensors.
+        return call.aliases[0].holder.call(call) if call.aliases else call.run()
+
+    def _read(self) -> torch.Tensor:
+        """The current values: an ordinary tensor over the same memory."""
+        alias = self._alias
+        if alias is not None:
+            alias.holder.read(alias)
+        with DisableTorchFunctionSubclass():
+            return _of(self).detach()
+
+    def __repr__(self, **options: Any) -> str:
+        """Never waits for a server: debuggers and loggers call it."""
+        alias = self._alias
+        if alias is not None and alias.holder.shown:
+            return alias.holder.shown
+        with DisableTorchFunctionSubclass():
+            return repr(_torch_private.alias_of(_of(self), _own_class(self), _of(self).requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy is an ordinary tensor of the program's own."""
+        if id(self) not in memo:
+            value = self._read().clone()
+            memo[id(self)] = _torch_private.alias_of(value, _own_class(self), _of(self).requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files and other processes have the values, in an ordinary tensor."""
+        plain = _torch_private.alias_of(self._read(), _own_class(self), _of(self).requires_grad)
+        vars(plain).update(vars(self))
+        return plain.__reduce_ex__(protocol)
+
+
+_classes: dict[type[torch.Tensor], type[torch.Tensor]] = {}
+
+
+def can_ask(tensor: torch.Tensor) -> bool:
+    """Whether its class leaves room: not one that PyTorch asks already, and for another reason."""
+    kind = type(tensor)
+    return kind.__torch_function__ is _PLAIN and kind.__torch_dispatch__ is _PLAIN_DISPATCH
+
+
+_PLAIN: Any = nn.Parameter.__torch_function__
+_PLAIN_DISPATCH: Any = torch.Tensor.__torch_dispatch__
+
+
+def let_ask(tensor: Any, holder: Holder, unread: int | None = None) -> None:
+    """From now on ``tensor`` asks ``holder``."""
+    kind = type(tensor)
+    if kind not in _classes:
+        made: Any = type(kind)
+        _classes[kind] = made(kind.__name__, (CachedTensor, kind), {"__module__": kind.__module__})
+    _aliases[id(tensor)] = Alias(tensor, holder, unread)
+    tensor.__class__ = _classes[kind]
+
+
+def let_alone(tensor: torch.Tensor) -> None:
+    """It is an ordinary tensor again, with the values that it has."""
+    known: Any = tensor
+    if isinstance(known, CachedTensor):
+        known.__class__ = _own_class(known)
+        _aliases.pop(id(tensor), None)
+
+
+def alias_of(tensor: torch.Tensor) -> Alias | None:
+    return _aliases.get(id(tensor))
+
+
+def _of(tensor: CachedTensor) -> torch.Tensor:
+    return cast(torch.Tensor, tensor)
+
+
+def _own_class(tensor: Any) -> type[torch.Tensor]:
+    kind: type[torch.Tensor] = type(tensor).__mro__[2]
+    return kind
+
+
+def aliases_in(result: Any, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors in ``result`` that show ``memory`` and do not ask yet."""
+    for tensor in tensors_in(result):
+        if type(tensor) is torch.Tensor and _torch_private.share_storage(tensor, memory):
+            yield tensor
+
+
+# -- what a call does -----------------------------------------------------------------------------------------------
+
+
+def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call changes in place."""
+    name = getattr(func, "__name__", "")
+    if func in _MAY_WRITE:
+        return _MAY_WRITE[func](*args, **kwargs)
+    if name in _IN_PLACE or func == _DATA_SET or (name.endswith("_") and not name.endswith("__")):
+        return args[0] if args else kwargs
+    return kwargs.get("out")
+
+
+def _by_norm(input: Any, running_mean: Any, running_var: Any, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+    is_training = kwargs.get("training", rest[2] if len(rest) > 2 else False)
+    return (running_mean, running_var) if is_training else None
+
+
+def _by_instance_norm(input: Any, running_mean: Any = None, running_var: Any = None, *_: Any, **__: Any) -> Any:  # noqa: A002
+    return running_mean, running_var
+
+
+def _by_lookup(input: Any, weight: Any, _: Any = None, max_norm: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+    return None if max_norm is None else weight
+
+
+_MAY_WRITE: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: _by_norm,
+    F.instance_norm: _by_instance_norm,
+    F.embedding: _by_lookup,
+    F.embedding_bag: _by_lookup,
+}
+_IN_PLACE = frozenset(
+    {"__setitem__"}
+    | {
+        f"__i{name}__"
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "div",
+            "mod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
+            "matmul",
+        ]
+    }
+)
+_DATA: Any = torch.Tensor.data
+_DATA_SET = _DATA.__set__
+_HANDS_OUT = frozenset(
+    {
+        _DATA.__get__,
+        _DATA_SET,
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.storage,
+        torch.Tensor.data_ptr,
+        torch.Tensor.__dlpack__,
+    }
+)
+"""What gives memory to code that changes it without leaving a trace in ``_version``, or does so itself."""

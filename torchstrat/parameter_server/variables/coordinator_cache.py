@@ -1,0 +1,510 @@
+"""The coordinator's copies of variables: reading one gives the servers' value, writing one changes it.
+
+A copy is current while no function has run since it was read, and none is running: then reads and writes are those of
+an ordinary tensor, and what was written goes to the servers with the next call that tells them anything. Otherwise
+
+- a read brings the value first. While functions run it is one of that moment, and is used once;
+- a write waits until no function is half-way, brings the value, changes it, and sends it before any function goes on:
+  nothing that functions trained is undone;
+- what was written where nobody could ask (a NumPy array over the memory, an alias from before the variable was placed)
+  is found by comparing bytes. It is sent where no function has changed the variable meanwhile, and refused by name
+  where one has.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from torchstrat import _torch_private
+from torchstrat._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
+from torchstrat.errors import ContextError, InvalidArgumentError
+from torchstrat.parameter_server.messages import InitialOp, VariableSpec
+from torchstrat.parameter_server.variables.cached_tensors import (
+    Alias,
+    TensorCall,
+    alias_of,
+    aliases_in,
+    can_ask,
+    let_alone,
+    let_ask,
+)
+from torchstrat.parameter_server.variables.given_rows import given_rows
+from torchstrat.parameter_server.variables.initial_values import repeated_on_servers
+from torchstrat.parameter_server.worker.watched_parameter import is_same
+
+SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
+"""``off`` in the environment: the coordinator's tensors are ordinary ones, with the values that were last pulled."""
+
+_LEAST_AHEAD_BYTES, _MOST_AHEAD_BYTES = 1 << 20, 64 << 20
+
+
+class Functions(Protocol):
+    """What has been scheduled."""
+
+    @property
+    def next_function(self) -> int:
+        """How many there are."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every function that was scheduled has ended."""
+
+    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
+        """A block in which no function is half-way, and none begins."""
+
+
+class NoFunctions:
+    """Before there is a coordinator that could schedule any."""
+
+    next_function = 0
+    is_settled = True
+
+    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Servers(Protocol):
+    """Where the values are."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
+
+    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None: ...
+
+    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """``value`` is that of these rows (``(n,)`` int64; None: of all)."""
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
+        """The servers do this to their values."""
+
+    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        """``call()``; ``after_restore()`` where servers had to be restored before or in it."""
+
+
+class NoServers:
+    """Where variables are only planned."""
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
+        raise AssertionError("there are no servers to read from")
+
+    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
+        raise AssertionError("there are no servers to write to")
+
+    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
+        return call()
+
+
+class CoordinatorCache:
+    """All copies of one job. For any thread."""
+
+    def __init__(self, servers: Servers, timeout_seconds: float) -> None:
+        self.functions: Functions = NoFunctions()
+        self._servers = servers
+        self._timeout_seconds = timeout_seconds
+        self._copies: dict[int, CachedVariable] = {}
+        self._handed_out: dict[int, CachedVariable] = {}
+        self._lock = threading.RLock()
+        self._asks = os.environ.get(SWITCH, "").lower() != "off"
+        self._process = os.getpid()
+        self._ahead = (-1, 0)  # when, and how many bytes the last read brought that nobody had asked for
+
+    # -- which there are --------------------------------------------------------------------------------------------
+
+    def adopt(self, spec: VariableSpec, tensor: torch.Tensor, *, is_current: bool) -> None:
+        """``tensor`` stands for a variable from now on. ``is_current``: it has the value that the servers have."""
+        copy = self._copies[spec.number] = self._new(spec, tensor)
+        copy.settled_at = self.functions.next_function if is_current else -1
+
+    def replace(self, number: int, tensor: torch.Tensor) -> None:
+        """The program has put ``tensor`` in the place of what stood for a variable: that is to be its value."""
+        copy = self._copies[number]
+        if copy.tensor() is not tensor:
+            spec = copy.spec
+            self.release(number)
+            copy = self._copies[number] = self._new(spec, tensor)
+            copy.is_replaced = True
+
+    def _new(self, spec: VariableSpec, tensor: torch.Tensor) -> CachedVariable:
+        return CachedVariable(self, spec, tensor, asks=self._asks and can_ask(tensor))
+
+    def tensor(self, number: int) -> torch.Tensor | None:
+        """What stands for a variable, as far as the cache knows."""
+        copy = self._copies.get(number)
+        return None if copy is None else copy.tensor()
+
+    def release(self, number: int) -> None:
+        """The variable is no longer one of the servers', or another tensor stands for it: an ordinary tensor again."""
+        copy = self._copies.pop(number, None)
+        self._handed_out.pop(number, None)
+        if copy is not None:
+            copy.release()
+
+    def close(self) -> None:
+        """All are ordinary tensors again, with the values that they have."""
+        with self._lock:
+            for number in list(self._copies):
+                self.release(number)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._copies
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def is_current(self, copy: CachedVariable) -> bool:
+        return copy.settled_at == self.functions.next_function
+
+    def store(self, spec: VariableSpec, value: torch.Tensor, moment: int | None) -> None:
+        """The servers have ``value``. ``moment``: what `moment_of_reading` said before they were asked."""
+        copy = self._copies.get(spec.number)
+        tensor = None if copy is None else copy.tensor()
+        if copy is None or tensor is None or tensor.is_meta:
+            return
+        with untouched_by_surroundings():
+            tensor.copy_(value)
+        copy.note()
+        copy.settled_at = -1 if moment is None else moment
+        copy.moment += 1
+        alias = alias_of(tensor)
+        if alias is not None:
+            alias.unread = copy.moment
+
+    def moment_of_reading(self) -> int | None:
+        """To be asked before values are: how many functions had been scheduled if none was running, else None."""
+        functions = self.functions
+        number = functions.next_function
+        return number if functions.is_settled else None
+
+    def bring(self, copies: Sequence[CachedVariable]) -> None:
+        """Make these current, and what is likely to be read next."""
+        self._require_here(copies)
+        self._servers.attempt(lambda: self._bring_now(copies), lambda: self.bring(copies))
+
+    def _bring_now(self, copies: Sequence[CachedVariable]) -> None:
+        with self._lock:
+            self._pull([*copies, *self._next_after(copies)])
+
+    def _pull(self, copies: Sequence[CachedVariable]) -> None:
+        self.push_written(copies)
+        moment = self.moment_of_reading()
+        for copy, value in zip(copies, self._servers.read([copy.spec for copy in copies]), strict=True):
+            self.store(copy.spec, value, moment)
+
+    def _next_after(self, copies: Sequence[CachedVariable]) -> list[CachedVariable]:
+        """Copies that are not current, in order of creation after these: more of them each time that something had to
+        be brought, since a program that reads one parameter after another will ask for all of them."""
+        when, brought = self._ahead
+        now = self.functions.next_function
+        limit = min(max(brought * 4, _LEAST_AHEAD_BYTES), _MOST_AHEAD_BYTES) if when == now else _LEAST_AHEAD_BYTES
+        self._ahead = now, limit
+        asked = {copy.spec.number for copy in copies}
+        found: list[CachedVariable] = []
+        for number in sorted(self._copies):
+            copy = self._copies[number]
+            if number < min(asked) or number in asked or self.is_current(copy):
+                continue
+            tensor = copy.tensor()
+            if tensor is None or tensor.is_meta or copy.is_unread:
+                continue
+            limit -= tensor.nbytes
+            if limit < 0:
+                break
+            found.append(copy)
+        return found
+
+    def _require_here(self, copies: Iterable[CachedVariable]) -> None:
+        if os.getpid() != self._process:
+            names = ", ".join(copy.spec.name for copy in copies)
+            raise ContextError(
+                f"{names} of a ParameterServerStrategy was used in a process that the coordinator has forked (of a "
+                "DataLoader, perhaps), which has no connection to the servers. Give that process the values that it "
+                "needs, as a copy: tensor.detach().clone()."
+            )
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+        """Make a call that changes some of these in place."""
+        if not all(map(self.is_current, copies)) and self.functions.is_settled:
+            self.bring(copies)
+        if all(map(self.is_current, copies)):
+            return self._run(copies, call)
+        self._require_here(copies)
+        return self._servers.attempt(lambda: self._write_now(copies, call), lambda: self._write_in_vain(copies, call))
+
+    def _run(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+        if call.hands_out:  # before it does: what it changes is found by what there was
+            for copy in copies:
+                self.hand_out(copy)
+        return call.run()
+
+    def _write_now(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+        names = ", ".join(copy.spec.name for copy in copies)
+        with self._lock, self.functions.paused(self._timeout_seconds, f"writing {names} on the coordinator"):
+            self._pull(copies)
+            is_done = False
+            try:
+                result = self._run(copies, call)
+                is_done = True
+            finally:
+                if not is_done:  # it may have written a part: the next read brings what there was
+                    self._put_back(copies)
+            written = self.written(copies)
+            for copy in written:
+                copy.require_shape()
+            self._assign(written)
+            return result
+
+    def _write_in_vain(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
+        """All servers went back to a checkpoint: what was written just before is lost with the rest."""
+        result = call.run()
+        self._put_back(copies)
+        return result
+
+    def write_without_values(self, copy: CachedVariable, call: TensorCall) -> Any:
+        """Make a call that changes a table on ``meta``, of which the coordinator has no values: the servers do the same
+        to theirs."""
+        self._require_here([copy])
+        tensor = copy.tensor()
+        assert tensor is not None
+        with DisableTorchFunctionSubclass():
+            edit = given_rows(call, tensor, copy.spec.name)
+        if edit is not None:
+            self._servers.attempt(lambda: self._servers.assign_rows(copy.spec, *edit), lambda: None)
+            return call.args[0]
+        with repeated_on_servers(tensor, copy.spec.name) as recipe:
+            result = call.run()
+        self._servers.attempt(lambda: self._servers.repeat(copy.spec, tuple(recipe)), lambda: None)
+        copy._watch(result, self, hands_out=False)
+        return result
+
+    def _put_back(self, copies: Iterable[CachedVariable]) -> None:
+        for copy in copies:
+            copy.note()
+            copy.settled_at = -1
+            copy.moment += 1
+
+    def _assign(self, copies: Sequence[CachedVariable]) -> None:
+        with untouched_by_surroundings():
+            values = [(copy.spec, tensor.detach()) for copy in copies if (tensor := copy.tensor()) is not None]
+            if values:
+                self._servers.assign(values)
+        for copy in copies:
+            copy.note()
+
+    def written(self, copies: Iterable[CachedVariable] | None = None) -> list[CachedVariable]:
+        """Those whose memory has changed since it was equal to the servers'."""
+        with DisableTorchFunctionSubclass():
+            return [copy for copy in (self._copies.values() if copies is None else copies) if copy.is_written()]
+
+    def push_written(self, copies: Iterable[CachedVariable] | None = None) -> None:
+        """Send what the program has written. Raises `InvalidArgumentError` where functions have changed it since."""
+        with self._lock:
+            written = self.written(copies)
+            for copy in written:
+                copy.require_shape()
+            if all(copy.is_replaced or self.is_current(copy) for copy in written):
+                self._assign(written)
+            else:
+                with self.functions.paused(self._timeout_seconds, "sending what the coordinator has written"):
+                    self._assign_unless_changed(written)
+
+    def _assign_unless_changed(self, written: Sequence[CachedVariable]) -> None:
+        behind = [copy for copy in written if not copy.is_replaced and not self.is_current(copy)]
+        held = self._servers.read([copy.spec for copy in behind])
+        changed = [
+            copy
+            for copy, value in zip(behind, held, strict=True)
+            if copy.before is None or not is_same(copy.before, value)
+        ]
+        self._put_back(changed)
+        self._assign([copy for copy in written if copy not in changed])
+        if changed:
+            names = ", ".join(copy.spec.name for copy in changed)
+            raise InvalidArgumentError(
+                f"{names} was written on the coordinator through memory that it shares with something else (a NumPy "
+                "array, a view or .data taken earlier), after functions had changed it on the servers since that "
+                "memory was read. What was written there is given up, and the servers keep what was trained. Write to "
+                "the parameter itself (with torch.no_grad(): parameter.copy_(…)), or wait for the functions with "
+                "coordinator.join() and take the array anew."
+            )
+
+    def check_unforeseen(self, copies: Iterable[CachedVariable]) -> None:
+        """After a call that was not known to write: raise where it has, and was not waited with."""
+        with DisableTorchFunctionSubclass():
+            written = [copy for copy in copies if not self.is_current(copy) and copy.is_written()]
+        if written:
+            self._put_back(written)
+            names = ", ".join(copy.spec.name for copy in written)
+            raise ContextError(
+                f"a call on the coordinator has changed {names} in place while scheduled functions run. It is not "
+                "known to do that, so it did not wait for them, and what it wrote is given up. Call "
+                "coordinator.join() before it, or write its result with parameter.copy_(…)."
+            )
+
+    def hand_out(self, copy: CachedVariable) -> None:
+        """The memory is about to be given to code that changes it without a trace."""
+        if copy.before is None:
+            copy.keep_before()
+        self._handed_out[copy.spec.number] = copy
+
+    def traceless_changes(self) -> list[bool]:
+        """Of each copy whose memory others may change without a trace, whether they have."""
+        if not self._handed_out:
+            return []
+        for number, copy in list(self._handed_out.items()):
+            if not copy.is_written() and not copy.is_shared():
+                copy.before = None
+                del self._handed_out[number]
+        return [copy.is_written() for copy in self._handed_out.values()]
+
+
+class CachedVariable:
+    """One variable's copy. ``settled_at``: how many functions had been scheduled, all of which had ended, when it had
+    the servers' value; -1: it is of a moment while functions ran. ``moment``: counts the values that it has had.
+    ``before``: the servers' value, where what is written now may leave no trace in the tensor's version.
+    ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do not have."""
+
+    def __init__(self, cache: CoordinatorCache, spec: VariableSpec, tensor: torch.Tensor, *, asks: bool) -> None:
+        self._cache = weakref.ref(cache)
+        self.spec = spec
+        self.settled_at = -1
+        self.moment = 0
+        self.before: torch.Tensor | None = None
+        self.is_replaced = False
+        self.is_meta = tensor.is_meta
+        self._tensor = weakref.ref(tensor)
+        self._version = tensor._version
+        if asks:
+            let_ask(tensor, self)
+            if not self.is_meta and self.is_shared():  # with what was made before it was placed
+                cache.hand_out(self)
+
+    def tensor(self) -> torch.Tensor | None:
+        return self._tensor()
+
+    def release(self) -> None:
+        tensor = self._tensor()
+        if tensor is not None:
+            let_alone(tensor)
+
+    def is_shared(self) -> bool:
+        """Whether anything else shows the memory."""
+        tensor = self._tensor()
+        if tensor is None:
+            return False
+        with DisableTorchFunctionSubclass():
+            return _torch_private.tensors_in_storage(tensor) > 1
+
+    # -- what servers have ------------------------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """The servers have what it holds."""
+        tensor = self._tensor()
+        if tensor is not None:
+            with DisableTorchFunctionSubclass():
+                self._version = tensor._version
+            self.is_replaced = False
+            if self.before is not None:
+                self.keep_before()
+
+    def keep_before(self) -> None:
+        tensor = self._tensor()
+        if tensor is not None:
+            with untouched_by_surroundings():
+                self.before = tensor.detach().clone()
+
+    def is_written(self) -> bool:
+        tensor = self._tensor()
+        if tensor is None or tensor.is_meta:
+            return False
+        return (
+            self.is_replaced
+            or tensor._version != self._version
+            or (self.before is not None and not is_same(self.before, tensor))
+        )
+
+    def require_shape(self) -> None:
+        tensor = self._tensor()
+        assert tensor is not None
+        if tuple(tensor.shape) != self.spec.shape or tensor.dtype != self.spec.dtype:
+            raise InvalidArgumentError(
+                f"{self.spec.name} {self.spec.shape} {self.spec.dtype} was made {tuple(tensor.shape)} {tensor.dtype} "
+                "on the coordinator. Variables on parameter servers keep their shape and dtype: make such changes "
+                "within the first `with strategy.scope():`."
+            )
+
+    # -- Holder -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the value is of a moment that nobody has looked at."""
+        tensor = self._tensor()
+        alias = None if tensor is None else alias_of(tensor)
+        return alias is not None and alias.unread == self.moment
+
+    @property
+    def shown(self) -> str:
+        cache = self._cache()
+        if cache is None or cache.is_current(self):
+            return ""
+        return (
+            f"<{self.spec.name}: {self.spec.kind} of shape {self.spec.shape}, {self.spec.dtype}, on parameter servers; "
+            "functions have run since it was read, and reading it (.detach()) brings its value>"
+        )
+
+    def _bring(self, cache: CoordinatorCache, aliases: Sequence[Alias]) -> None:
+        behind: dict[int, Any] = {id(alias.holder): alias.holder for alias in aliases if not _is_fresh(cache, alias)}
+        if behind:
+            cache.bring(list(behind.values()))
+        for alias in aliases:
+            alias.unread = None
+
+    def call(self, call: TensorCall) -> Any:
+        cache = self._cache()
+        if cache is None:
+            return call.run()
+        copies: list[CachedVariable] = call.holders
+        on_meta = [copy for copy in copies if copy.is_meta]
+        if on_meta and call.writes:
+            return cache.write_without_values(on_meta[0], call)
+        if call.writes:
+            result = cache.write([copy for copy in copies if not copy.is_meta], call)
+        else:
+            self._bring(cache, call.aliases)
+            result = call.run()
+            cache.check_unforeseen(copies)
+        for copy in copies:
+            copy._watch(result, cache, hands_out=call.hands_out)
+        return result
+
+    def read(self, alias: Alias) -> None:
+        cache = self._cache()
+        if cache is not None:
+            self._bring(cache, [alias])
+
+    def _watch(self, result: Any, cache: CoordinatorCache, *, hands_out: bool) -> None:
+        tensor = self._tensor()
+        if tensor is None:
+            return
+        if hands_out and not self.is_meta:
+            cache.hand_out(self)
+        with DisableTorchFunctionSubclass():
+            for one in aliases_in(result, tensor):
+                let_ask(one, self, None if cache.is_current(self) else self.moment)
+
+
+def _is_fresh(cache: CoordinatorCache, alias: Alias) -> bool:
+    holder: Any = alias.holder
+    return holder.is_meta or cache.is_current(holder) or (alias.unread is not None and alias.unread == holder.moment)
