@@ -112,11 +112,23 @@ swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._sw
 _DisableFuncTorch = look_up("_C._DisableFuncTorch")
 
 
+_tracing_state = look_up("_C._get_tracing_state")
+_set_tracing_state = look_up("_C._set_tracing_state")
+
+
 @contextmanager
 def untouched_by_surroundings() -> Iterator[None]:
-    """In this block tensors are what they are, whatever modes and transforms of torch.func the calling code is in."""
-    with DisableTorchFunction(), _DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
-        yield
+    """In this block tensors are what they are, whatever modes, traces and transforms of torch.func the calling code is
+    in."""
+    trace = _tracing_state()
+    if trace is not None:
+        _set_tracing_state(None)
+    try:
+        with DisableTorchFunction(), _DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        if trace is not None:
+            _set_tracing_state(trace)
 
 
 _storage_use_count = look_up("_C._storage_Use_Count")
@@ -155,14 +167,21 @@ _transforms = {
 }
 
 
+_before_transforms: list[Callable[[Any], None]] = []
+
+
 def before_transforms_take(callback: Callable[[Any], None]) -> None:
     """From now on call ``callback(tensor)`` before a transform of torch.func wraps a tensor. It does so without asking
     the tensor's class (``__torch_function__``). For good, in the whole process."""
+    _before_transforms.append(callback)
+    if len(_before_transforms) > 1:
+        return
 
     def asking(take: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(take)
         def asked(tensor: Any, *args: Any) -> Any:
-            callback(tensor)
+            for each in _before_transforms:
+                each(tensor)
             return take(tensor, *args)
 
         return asked

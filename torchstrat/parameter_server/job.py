@@ -506,9 +506,9 @@ class Job:
     def pull_variables(self, specs: Iterable[VariableSpec]) -> None:
         """The same for single variables. What the coordinator holds no copy of is left out."""
         held = [spec for spec in specs if not _is_meta(self.variables.tensor(spec.number))]
-        moment = self.cache.moment_of_reading()
+        read_at = self.cache.now()
         for spec, value in zip(held, self.access.read(held), strict=True):
-            self.cache.store(spec, value, moment)
+            self.cache.store(spec, value, read_at)
 
     # -- optimizer state --------------------------------------------------------------------------------------------
 

@@ -114,4 +114,5 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    with DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()

@@ -67,8 +67,8 @@ class TensorCall:
 
 
 class Alias:
-    """What is known of one tensor. Not in its ``__dict__``, which is the program's. ``unread``: the moment of which its
-    values are, until somebody has read them; only while functions run."""
+    """What is known of one tensor. Not in its ``__dict__``, which is the program's. ``unread``: which reading its
+    values are of, until somebody has looked at them; it counts while functions run."""
 
     __slots__ = ("holder", "tensor", "unread")
 
@@ -80,6 +80,17 @@ class Alias:
 
 _aliases: dict[int, Alias] = {}
 """By the ``id`` of the tensor."""
+
+
+@_torch_private.uncompiled
+def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What PyTorch's compiler cannot see through: it leaves the call to Python, which asks each time."""
+    if func in NEEDS_NO_VALUES:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    call = TensorCall(func, args, kwargs)
+    # Another thread may just have made them ordinary tensors.
+    return call.aliases[0].holder.call(call) if call.aliases else call.run()
 
 
 class CachedTensor:
@@ -94,14 +105,7 @@ class CachedTensor:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in NEEDS_NO_VALUES:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-
-        call = TensorCall(func, args, kwargs)
-        # Another thread may just have made them ordinary tensors.
-        return call.aliases[0].holder.call(call) if call.aliases else call.run()
+        return _ask(func, args, kwargs or {})
 
     def _read(self) -> torch.Tensor:
         """The current values: an ordinary tensor over the same memory."""
@@ -138,12 +142,13 @@ _classes: dict[type[torch.Tensor], type[torch.Tensor]] = {}
 
 def can_ask(tensor: torch.Tensor) -> bool:
     """Whether its class leaves room: not one that PyTorch asks already, and for another reason."""
-    kind = type(tensor)
-    return kind.__torch_function__ is _PLAIN and kind.__torch_dispatch__ is _PLAIN_DISPATCH
+    kind: Any = type(tensor)
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__) in _ORDINARY
 
 
-_PLAIN: Any = nn.Parameter.__torch_function__
-_PLAIN_DISPATCH: Any = torch.Tensor.__torch_dispatch__
+_ORDINARY = frozenset(
+    getattr(each.__torch_function__, "__func__", each.__torch_function__) for each in (torch.Tensor, nn.Parameter)
+)
 
 
 def let_ask(tensor: Any, holder: Holder, unread: int | None = None) -> None:
@@ -158,10 +163,15 @@ def let_ask(tensor: Any, holder: Holder, unread: int | None = None) -> None:
 
 def let_alone(tensor: torch.Tensor) -> None:
     """It is an ordinary tensor again, with the values that it has."""
-    known: Any = tensor
-    if isinstance(known, CachedTensor):
-        known.__class__ = _own_class(known)
+    if isinstance(tensor, CachedTensor):
+        cast(Any, tensor).__class__ = _own_class(tensor)
         _aliases.pop(id(tensor), None)
+
+
+def bring_alone(tensor: Any) -> None:
+    """Make what ``tensor`` shows current, before code that does not ask reads it. Nothing for other tensors."""
+    if isinstance(tensor, CachedTensor):
+        tensor._read()
 
 
 def alias_of(tensor: torch.Tensor) -> Alias | None:

@@ -13,6 +13,7 @@ an ordinary tensor, and what was written goes to the servers with the next call 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -31,6 +32,7 @@ from torchstrat.parameter_server.variables.cached_tensors import (
     TensorCall,
     alias_of,
     aliases_in,
+    bring_alone,
     can_ask,
     let_alone,
     let_ask,
@@ -45,6 +47,10 @@ SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
 _LEAST_AHEAD_BYTES, _MOST_AHEAD_BYTES = 1 << 20, 64 << 20
 
 
+Moment = tuple[int, int]
+"""How many functions have been scheduled, and how many of them had not ended."""
+
+
 class Functions(Protocol):
     """What has been scheduled."""
 
@@ -53,8 +59,8 @@ class Functions(Protocol):
         """How many there are."""
 
     @property
-    def is_settled(self) -> bool:
-        """Whether every function that was scheduled has ended."""
+    def unfinished(self) -> int:
+        """How many of them have not ended."""
 
     def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
         """A block in which no function is half-way, and none begins."""
@@ -64,7 +70,7 @@ class NoFunctions:
     """Before there is a coordinator that could schedule any."""
 
     next_function = 0
-    is_settled = True
+    unfinished = 0
 
     def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -118,14 +124,17 @@ class CoordinatorCache:
         self._lock = threading.RLock()
         self._asks = os.environ.get(SWITCH, "").lower() != "off"
         self._process = os.getpid()
-        self._ahead = (-1, 0)  # when, and how many bytes the last read brought that nobody had asked for
+        self._ahead: tuple[Moment, int] = (
+            (-1, 0),
+            0,
+        )  # when, and how many bytes the last read brought that nobody had asked for
 
     # -- which there are --------------------------------------------------------------------------------------------
 
     def adopt(self, spec: VariableSpec, tensor: torch.Tensor, *, is_current: bool) -> None:
         """``tensor`` stands for a variable from now on. ``is_current``: it has the value that the servers have."""
         copy = self._copies[spec.number] = self._new(spec, tensor)
-        copy.settled_at = self.functions.next_function if is_current else -1
+        copy.read_at = self.now() if is_current else None
 
     def replace(self, number: int, tensor: torch.Tensor) -> None:
         """The program has put ``tensor`` in the place of what stood for a variable: that is to be its value."""
@@ -137,6 +146,8 @@ class CoordinatorCache:
             copy.is_replaced = True
 
     def _new(self, spec: VariableSpec, tensor: torch.Tensor) -> CachedVariable:
+        if self._asks:
+            _ask_before_transforms()
         return CachedVariable(self, spec, tensor, asks=self._asks and can_ask(tensor))
 
     def tensor(self, number: int) -> torch.Tensor | None:
@@ -162,11 +173,22 @@ class CoordinatorCache:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def is_current(self, copy: CachedVariable) -> bool:
-        return copy.settled_at == self.functions.next_function
+    def now(self) -> Moment:
+        return self.functions.next_function, self.functions.unfinished
 
-    def store(self, spec: VariableSpec, value: torch.Tensor, moment: int | None) -> None:
-        """The servers have ``value``. ``moment``: what `moment_of_reading` said before they were asked."""
+    def is_current(self, copy: CachedVariable) -> bool:
+        """Whether it has the servers' value, which nothing changes but the program."""
+        return copy.read_at == self.now() and copy.read_at[1] == 0
+
+    def is_fresh(self, alias: Alias | None) -> bool:
+        """Whether the memory may be read by a tensor. While functions run: once, and not after one has ended."""
+        if alias is None:
+            return False
+        copy: Any = alias.holder
+        return copy.is_meta or self.is_current(copy) or (alias.unread == copy.readings and copy.read_at == self.now())
+
+    def store(self, spec: VariableSpec, value: torch.Tensor, read_at: Moment) -> None:
+        """The servers have ``value``. ``read_at``: what `now` said before they were asked."""
         copy = self._copies.get(spec.number)
         tensor = None if copy is None else copy.tensor()
         if copy is None or tensor is None or tensor.is_meta:
@@ -174,17 +196,11 @@ class CoordinatorCache:
         with untouched_by_surroundings():
             tensor.copy_(value)
         copy.note()
-        copy.settled_at = -1 if moment is None else moment
-        copy.moment += 1
+        copy.read_at = read_at
+        copy.readings += 1
         alias = alias_of(tensor)
         if alias is not None:
-            alias.unread = copy.moment
-
-    def moment_of_reading(self) -> int | None:
-        """To be asked before values are: how many functions had been scheduled if none was running, else None."""
-        functions = self.functions
-        number = functions.next_function
-        return number if functions.is_settled else None
+            alias.unread = copy.readings
 
     def bring(self, copies: Sequence[CachedVariable]) -> None:
         """Make these current, and what is likely to be read next."""
@@ -192,20 +208,20 @@ class CoordinatorCache:
         self._servers.attempt(lambda: self._bring_now(copies), lambda: self.bring(copies))
 
     def _bring_now(self, copies: Sequence[CachedVariable]) -> None:
-        with self._lock:
+        with self._lock, untouched_by_surroundings():
             self._pull([*copies, *self._next_after(copies)])
 
     def _pull(self, copies: Sequence[CachedVariable]) -> None:
         self.push_written(copies)
-        moment = self.moment_of_reading()
+        read_at = self.now()
         for copy, value in zip(copies, self._servers.read([copy.spec for copy in copies]), strict=True):
-            self.store(copy.spec, value, moment)
+            self.store(copy.spec, value, read_at)
 
     def _next_after(self, copies: Sequence[CachedVariable]) -> list[CachedVariable]:
         """Copies that are not current, in order of creation after these: more of them each time that something had to
         be brought, since a program that reads one parameter after another will ask for all of them."""
         when, brought = self._ahead
-        now = self.functions.next_function
+        now = self.now()
         limit = min(max(brought * 4, _LEAST_AHEAD_BYTES), _MOST_AHEAD_BYTES) if when == now else _LEAST_AHEAD_BYTES
         self._ahead = now, limit
         asked = {copy.spec.number for copy in copies}
@@ -215,7 +231,7 @@ class CoordinatorCache:
             if number < min(asked) or number in asked or self.is_current(copy):
                 continue
             tensor = copy.tensor()
-            if tensor is None or tensor.is_meta or copy.is_unread:
+            if tensor is None or tensor.is_meta or self.is_fresh(alias_of(tensor)):
                 continue
             limit -= tensor.nbytes
             if limit < 0:
@@ -236,7 +252,7 @@ class CoordinatorCache:
 
     def write(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
         """Make a call that changes some of these in place."""
-        if not all(map(self.is_current, copies)) and self.functions.is_settled:
+        if not all(map(self.is_current, copies)) and not self.functions.unfinished:
             self.bring(copies)
         if all(map(self.is_current, copies)):
             return self._run(copies, call)
@@ -292,8 +308,7 @@ class CoordinatorCache:
     def _put_back(self, copies: Iterable[CachedVariable]) -> None:
         for copy in copies:
             copy.note()
-            copy.settled_at = -1
-            copy.moment += 1
+            copy.read_at = None
 
     def _assign(self, copies: Sequence[CachedVariable]) -> None:
         with untouched_by_surroundings():
@@ -371,16 +386,16 @@ class CoordinatorCache:
 
 
 class CachedVariable:
-    """One variable's copy. ``settled_at``: how many functions had been scheduled, all of which had ended, when it had
-    the servers' value; -1: it is of a moment while functions ran. ``moment``: counts the values that it has had.
+    """One variable's copy. ``read_at``: when it had the servers' value; None: it has another. ``readings``: how often
+    that was brought.
     ``before``: the servers' value, where what is written now may leave no trace in the tensor's version.
     ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do not have."""
 
     def __init__(self, cache: CoordinatorCache, spec: VariableSpec, tensor: torch.Tensor, *, asks: bool) -> None:
         self._cache = weakref.ref(cache)
         self.spec = spec
-        self.settled_at = -1
-        self.moment = 0
+        self.read_at: Moment | None = None
+        self.readings = 0
         self.before: torch.Tensor | None = None
         self.is_replaced = False
         self.is_meta = tensor.is_meta
@@ -448,13 +463,6 @@ class CachedVariable:
     # -- Holder -----------------------------------------------------------------------------------------------------
 
     @property
-    def is_unread(self) -> bool:
-        """Whether the value is of a moment that nobody has looked at."""
-        tensor = self._tensor()
-        alias = None if tensor is None else alias_of(tensor)
-        return alias is not None and alias.unread == self.moment
-
-    @property
     def shown(self) -> str:
         cache = self._cache()
         if cache is None or cache.is_current(self):
@@ -465,7 +473,7 @@ class CachedVariable:
         )
 
     def _bring(self, cache: CoordinatorCache, aliases: Sequence[Alias]) -> None:
-        behind: dict[int, Any] = {id(alias.holder): alias.holder for alias in aliases if not _is_fresh(cache, alias)}
+        behind: dict[int, Any] = {id(alias.holder): alias.holder for alias in aliases if not cache.is_fresh(alias)}
         if behind:
             cache.bring(list(behind.values()))
         for alias in aliases:
@@ -502,9 +510,10 @@ class CachedVariable:
             cache.hand_out(self)
         with DisableTorchFunctionSubclass():
             for one in aliases_in(result, tensor):
-                let_ask(one, self, None if cache.is_current(self) else self.moment)
+                let_ask(one, self, self.readings)
 
 
-def _is_fresh(cache: CoordinatorCache, alias: Alias) -> bool:
-    holder: Any = alias.holder
-    return holder.is_meta or cache.is_current(holder) or (alias.unread is not None and alias.unread == holder.moment)
+@functools.cache
+def _ask_before_transforms() -> None:
+    """Those of torch.func take hold of tensors without asking their class."""
+    _torch_private.before_transforms_take(bring_alone)
