@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 def look_up(path: str, module: ModuleType = torch) -> Any:
@@ -280,6 +281,16 @@ registration_hooks: tuple[dict[int, Any], ...] = tuple(
 _optimizer_module = importlib.import_module("torch.optim.optimizer")  # not to be had as an attribute of torch.optim
 optimizer_pre_hooks: dict[int, Any] = look_up("_global_optimizer_pre_hooks", _optimizer_module)
 optimizer_post_hooks: dict[int, Any] = look_up("_global_optimizer_post_hooks", _optimizer_module)
+
+
+_HOOKS_OF_OTHERS = 1 << 48
+
+
+def number_hooks_apart() -> None:
+    """Hooks that come with an object from another process have its numbers: those that are registered here from now on
+    get others, and take no other's place."""
+    handle: Any = RemovableHandle
+    handle.next_id = max(handle.next_id, _HOOKS_OF_OTHERS)
 
 
 def new_hook_key() -> int:

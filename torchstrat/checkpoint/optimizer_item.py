@@ -64,7 +64,8 @@ class OptimizerItem:
             packed = self._optimizer.state_dict()
         known = ("state", "param_groups")
         writes.values += [((self.name, key), value) for key, value in packed.items() if key not in known]
-        others = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        held = dict.items(self._optimizer.state)  # here: that of parameter servers would ask them for the rest
+        others = {key: value for key, value in held if not isinstance(key, torch.Tensor)}
         if others:
             writes.values.append(((self.name, OTHER_STATE), others))
         for number, group in enumerate(self._optimizer.param_groups):

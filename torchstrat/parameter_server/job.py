@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from torchstrat import waiting
 from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.checkpoint.pieces import goes_by_rows, is_block
+from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
 from torchstrat.optimizer_tiers import Kind, Tier
@@ -42,9 +42,11 @@ from torchstrat.parameter_server.travel.outgoing import token_of_spec
 from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
+from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
 from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_without_gradient
 from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
+from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state, split_state
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.parameter_server.variables.reading import Reading
@@ -52,7 +54,6 @@ from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.variable_access import (
     CoordinatorSender,
     VariableAccess,
-    shard_keys,
 )
 from torchstrat.variables import VariableRegistry
 
@@ -294,6 +295,9 @@ class Job:
 
     def close(self, *, finished: bool) -> None:
         self.cache.close()
+        for optimizer in self._registry.optimizers():
+            if isinstance(optimizer.state, RemoteOptimizerState):
+                optimizer.state = defaultdict(dict, dict.items(optimizer.state))
         self.membership.close(finished=finished)
 
     def held_bytes(self) -> dict[int, int]:
@@ -313,6 +317,7 @@ class Job:
         self._commit_new()
         self.variables.follow_replaced()
         self.cache.push_written()
+        self._push_states()
 
     def _commit_new(self) -> None:
         """What servers cannot take is refused in the call that brings it, and is not in the way of later ones."""
@@ -383,6 +388,7 @@ class Job:
                 self._warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
             self._optimizers[number] = groups
+            self._keep_state(optimizer, is_current=not self._takes_over)
 
     def _warn_of_rows(self, optimizer: Optimizer, kind: Kind) -> None:
         """Once per job, where an optimizer does not do here what it does on one device."""
@@ -515,27 +521,34 @@ class Job:
     def pull_optimizer(self, optimizer: Optimizer) -> None:
         """Bring the state that the servers keep into the coordinator's object, as if it had stepped here."""
         self.pull_options([optimizer])
-        number = self._number_of(optimizer)
-        specs = self._specs_of(optimizer)
-        wanted = shard_keys(specs.values())
-        answers = self.servers.ask("ps.optimizer_state", {server: (number, keys) for server, keys in wanted.items()})
-        states = {key: state for of_server in answers.values() for key, state in of_server.items()}
-        for tensor, spec in specs.items():
-            parts = [states.get((spec.number, shard)) for shard in range(len(spec.shards))]
-            if parts[0]:
-                optimizer.state[tensor] = join_state(spec, parts)
-            else:  # a checkpoint without state may have been restored since the last time
-                optimizer.state.pop(tensor, None)
+        state: Any = optimizer.state
+        state.refresh() if isinstance(state, RemoteOptimizerState) else self._keep_state(optimizer, is_current=False)
 
     def push_optimizer(self, optimizer: Optimizer) -> None:
         """Give the servers the state that the coordinator's object holds: none, where it holds none."""
-        number = self._number_of(optimizer)
+        number, held = self._number_of(optimizer), dict(dict.items(optimizer.state))
         by_server: dict[int, dict[ShardKey, StateOfShard]] = defaultdict(dict)
         for tensor, spec in self._specs_of(optimizer).items():
-            for shard, part in enumerate(split_state(spec, optimizer.state.get(tensor) or {})):
+            for shard, part in enumerate(split_state(spec, held.get(tensor) or {})):
                 by_server[spec.shards[shard].server][spec.number, shard] = part
         self.servers.ask("ps.load_optimizer_state", {server: (number, states) for server, states in by_server.items()})
+        self._keep_state(optimizer, is_current=True)
         self.push_options(optimizer)
+
+    def _keep_state(self, optimizer: Optimizer, *, is_current: bool) -> None:
+        """Let ``optimizer.state`` ask the servers; ``is_current``: they have what it holds."""
+        if self.cache.is_on and self._specs_of(optimizer):
+            CoordinatorState.attach(self, optimizer, is_current=is_current)
+
+    def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
+        """What the servers have of an optimizer."""
+        return read_state(self.servers, self._number_of(optimizer), self._specs_of(optimizer))
+
+    def _push_states(self) -> None:
+        """Send what the program has changed in ``optimizer.state`` in place."""
+        for optimizer in self._registry.optimizers():
+            if isinstance(optimizer.state, RemoteOptimizerState):
+                CoordinatorState.of(optimizer).push_changed()
 
     def pull_options(self, optimizers: Iterable[Optimizer]) -> None:
         """Bring what steps have set in parameter groups, on the servers, into the coordinator's objects."""
@@ -606,24 +619,3 @@ def _as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:
     return tensor is None or tensor.is_meta
-
-
-def split_state(spec: VariableSpec, state: StateOfShard) -> list[StateOfShard]:
-    """An optimizer's state of a whole variable, for each of its shards: what goes by rows is cut, the rest copied."""
-    parts: list[StateOfShard] = [{} for _ in spec.shards]
-    for name, value in state.items():
-        cut = bool(spec.shape) and goes_by_rows(value, spec.shape[0], spec.shape)
-        values = [part.contiguous() for part in pieces(spec, value)] if cut else [value] * len(parts)
-        for part, own in zip(parts, values, strict=True):
-            part[name] = own
-    return parts
-
-
-def join_state(spec: VariableSpec, parts: Sequence[StateOfShard | None]) -> StateOfShard:
-    """The reverse of `split_state`."""
-    first, shape = parts[0] or {}, spec.shard_shape(0)
-    joined: StateOfShard = {}
-    for name, value in first.items():
-        is_cut = len(parts) > 1 and goes_by_rows(value, shape[0], shape)
-        joined[name] = torch.cat([(part or first)[name] for part in parts]) if is_cut else value
-    return joined

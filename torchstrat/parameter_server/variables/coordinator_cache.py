@@ -122,7 +122,7 @@ class CoordinatorCache:
         self._copies: dict[int, CachedVariable] = {}
         self._handed_out: dict[int, CachedVariable] = {}
         self._lock = threading.RLock()
-        self._asks = os.environ.get(SWITCH, "").lower() != "off"
+        self.is_on = os.environ.get(SWITCH, "").lower() != "off"
         self._process = os.getpid()
         self._ahead: tuple[Moment, int] = (
             (-1, 0),
@@ -146,9 +146,9 @@ class CoordinatorCache:
             copy.is_replaced = True
 
     def _new(self, spec: VariableSpec, tensor: torch.Tensor) -> CachedVariable:
-        if self._asks:
+        if self.is_on:
             _ask_before_transforms()
-        return CachedVariable(self, spec, tensor, asks=self._asks and can_ask(tensor))
+        return CachedVariable(self, spec, tensor, asks=self.is_on and can_ask(tensor))
 
     def tensor(self, number: int) -> torch.Tensor | None:
         """What stands for a variable, as far as the cache knows."""
@@ -168,13 +168,14 @@ class CoordinatorCache:
             for number in list(self._copies):
                 self.release(number)
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._copies
-
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def now(self) -> Moment:
         return self.functions.next_function, self.functions.unfinished
+
+    def paused(self, who: str) -> AbstractContextManager[None]:
+        """A block in which no function is half-way, for ``who``."""
+        return self.functions.paused(self._timeout_seconds, who)
 
     def is_current(self, copy: CachedVariable) -> bool:
         """Whether it has the servers' value, which nothing changes but the program."""
@@ -267,7 +268,7 @@ class CoordinatorCache:
 
     def _write_now(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
         names = ", ".join(copy.spec.name for copy in copies)
-        with self._lock, self.functions.paused(self._timeout_seconds, f"writing {names} on the coordinator"):
+        with self._lock, self.paused(f"writing {names} on the coordinator"):
             self._pull(copies)
             is_done = False
             try:
@@ -332,7 +333,7 @@ class CoordinatorCache:
             if all(copy.is_replaced or self.is_current(copy) for copy in written):
                 self._assign(written)
             else:
-                with self.functions.paused(self._timeout_seconds, "sending what the coordinator has written"):
+                with self.paused("sending what the coordinator has written"):
                     self._assign_unless_changed(written)
 
     def _assign_unless_changed(self, written: Sequence[CachedVariable]) -> None:

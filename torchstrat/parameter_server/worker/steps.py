@@ -8,6 +8,7 @@ they do anywhere; the optimizer itself steps a stand-in without parameters.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,17 +18,19 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat._torch_private import DisableTorchFunction
+from torchstrat._torch_private import DisableTorchFunction, number_hooks_apart
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
-from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
+from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
+from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.row_gradients import ROWS
+from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.optimizer_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
 
@@ -53,6 +56,7 @@ class StepHook:
             cls._workers += 1
             if cls._workers == 1:
                 warm_up.begin()
+                number_hooks_apart()
                 cls._handle = register_optimizer_step_pre_hook(_before_step)
 
     @classmethod
@@ -89,6 +93,7 @@ class RemoteSteps:
         self._reached = reached
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
+        self._last_hooks = LastHooks()
         self._watched: list[Optimizer] = []
         self.left = LeftGradients(copies.parameters)
         self.stepped = False
@@ -103,24 +108,37 @@ class RemoteSteps:
 
     def __exit__(self, *_: Any) -> None:
         _here.before = None
+        self._last_hooks.clear()
 
     def watch(self, captured: Iterable[Any]) -> None:
-        """What the function that begins reaches: the optimizers among it have no state here, now and when it ends."""
+        """What the function that begins reaches: the state of optimizers among it is on the servers."""
         self._watched = [value for value in captured if isinstance(value, Optimizer) and hasattr(value, "state")]
+        for optimizer in self._watched:
+            if not isinstance(optimizer.state, RemoteOptimizerState):
+                optimizer.state = RemoteOptimizerState(_StateOnServers(self, optimizer), {})
+            _forget(optimizer.state)
 
     def check_states(self) -> None:
-        """Raise `UnsupportedError` where the function has given an optimizer state of its own, which nobody would send
-        anywhere: by methods other than ``step()``."""
-        found = [optimizer for optimizer in self._watched if optimizer.state and any(optimizer.state.values())]
+        """Raise `UnsupportedError` where the function has changed an optimizer's state, or given it some of its own,
+        which nobody would send anywhere: by other ways than ``step()``."""
+        found = [optimizer for optimizer in self._watched if _is_changed(optimizer.state)]
         for optimizer in found:
-            optimizer.state.clear()
+            _forget(optimizer.state)
         if found:
             raise UnsupportedError(
-                f"a scheduled function has put state into {type(found[0]).__name__}.state outside of its step(). The "
-                "state of optimizers is on the parameter servers, which make the steps; a worker would keep this for "
-                "itself, and what it changes by it would overwrite the steps of others. Call step() alone, or use a "
-                "synchronous strategy such as MirroredStrategy for optimizers with steps of several parts (SAM)."
+                f"a scheduled function has put state into {type(found[0]).__name__}.state, or changed what is there, "
+                "outside of its step(). The state of optimizers is on the parameter servers, which make the steps; a "
+                "worker would keep this for itself, and what it changes by it would overwrite the steps of others. "
+                "Change it on the coordinator, or use a synchronous strategy such as MirroredStrategy, also for "
+                "optimizers with steps of several parts (SAM)."
             )
+
+    def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
+        """What the servers have of it."""
+        number = self._number_of(optimizer)
+        tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        specs = {tensor: spec for tensor in tensors if (spec := self._copies.spec_of(tensor)) is not None}
+        return {} if number is None else read_state(self._access.servers, number, specs)
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """What PyTorch asks before a step of this thread: what to call instead, or None."""
@@ -128,6 +146,14 @@ class RemoteSteps:
         if number is None:
             self._check_foreign(optimizer)
             return None
+        if optimizer._optimizer_step_pre_hooks:  # hooks of the user's, which may change gradients: after those
+            self._last_hooks.put(optimizer, self._step)
+            return None
+        return self._step(optimizer, args, kwargs)
+
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        number = self._number_of(optimizer)
+        assert number is not None
         if closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
@@ -137,6 +163,8 @@ class RemoteSteps:
         self.left.check(optimizer, self._name_of)
         with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
             self._push(number, optimizer)
+        for other in self._watched:
+            _forget(other.state)
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
 
     def _name_of(self, tensor: torch.Tensor) -> str:
@@ -171,6 +199,47 @@ class RemoteSteps:
                 parts[server]["edits"] = (*parts[server].get("edits", ()), edit)
         self._copies.fill(self._copies.dense(reached), partial(self._access.send_push, parts))
         self.stepped = True
+
+
+class _StateOnServers:
+    """Keeps ``optimizer.state`` of a worker: read while a function runs, until the next step."""
+
+    def __init__(self, steps: RemoteSteps, optimizer: Optimizer) -> None:
+        self._steps, self._optimizer = steps, weakref.ref(optimizer)
+        self.is_read = False
+
+    def is_current(self) -> bool:
+        return self.is_read
+
+    def read(self) -> dict[torch.Tensor, StateOfShard]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        found = self._steps.state_of(optimizer)
+        self.is_read = True
+        return found
+
+    def change(self, state: RemoteOptimizerState, make: Callable[[], Any]) -> Any:
+        optimizer = self._optimizer()
+        raise UnsupportedError(
+            f"a scheduled function changes {type(optimizer).__name__}.state, which is on the parameter servers and "
+            "belongs to all workers. Change it on the coordinator, where that waits until no function is half-way."
+        )
+
+
+def _is_changed(state: Any) -> bool:
+    if isinstance(state, RemoteOptimizerState):
+        return state.is_changed()
+    return bool(state) and any(state.values())
+
+
+def _forget(state: Any) -> None:
+    """What was read of the servers' state, or is nobody's."""
+    if isinstance(state, RemoteOptimizerState):
+        state._keeper.is_read = False  # type: ignore[attr-defined]
+        dict.clear(state)
+        state.note()
+    else:
+        state.clear()
 
 
 class _Gradients:
