@@ -29,7 +29,7 @@ from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.known_worker import KnownWorker
 from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
-from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.parameter_server.worker import copies
 from torchstrat.parameter_server.worker.copies import Copies
@@ -214,16 +214,8 @@ RANDOM = "random numbers"
 FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers in (1, 2) for workers in (1, 2)}
 PROCESSES = "processes: 2 servers, 2 workers"
 
-STALE = "a copy that is old is written"
-UNSEEN = "what goes past a parameter's version is not seen"
-NO_STATE = "workers and the coordinator have no optimizer state"
 LAST_WRITER = "the last writer's floating buffer stays"
 CAUSES = {
-    STALE: "the coordinator's copy of a variable is as old as the last reading; an edit in place sends the whole copy "
-    "(variables/captured_variables.py, take_changed), and what functions have done since is undone",
-    UNSEEN: "variables/captured_variables.py compares versions, which writes through .data do not change",
-    NO_STATE: "servers make the steps and hold the state. `optimizer.state` is empty on workers, and on the "
-    "coordinator as load_state_dict or state_dict left it; edits of it go nowhere",
     LAST_WRITER: "worker/copies.py sends floating buffers as values, integral ones as differences",
 }
 
@@ -251,7 +243,6 @@ PUT_BACK = ("hyperparameter", "hyperparameter, a tensor", "training mode", "requ
 
 def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> Expected:
     """``is_heard``: warnings of workers come to this process, else to their own stderr."""
-    is_tensor = row.startswith(("parameter", "buffer"))
     if column == LEFT and workers > 1:
         return refused(UnsupportedError, "earlier function left.*begin functions with", "each worker has its own")
     if row == "scheduler" and column in (IN_FUNCTION, RAISED):
@@ -263,12 +254,8 @@ def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> E
         return documented("holds until the function ends, and is put back", says.get(row, "") if is_heard else "")
     if row == "attribute" and column in (IN_FUNCTION, RAISED):
         return documented("Python state is a copy per worker")
-    if is_tensor and column == IN_PLACE:
-        return known_wrong(STALE)
-    if is_tensor and column == DATA:
-        return known_wrong(UNSEEN)
-    if row == "optimizer state" and column in (IN_FUNCTION, IN_PLACE, AFTER_READING, ASSIGNED):
-        return known_wrong(NO_STATE)
+    if row == "optimizer state" and column == IN_FUNCTION:
+        return refused(UnsupportedError, "put state into .* or changed what is there", "the servers make the steps")
     if column == AT_ONCE and row.startswith("buffer") and row != "buffer, a counter":
         return known_wrong(LAST_WRITER)
     if row == RANDOM and column == ASSIGNED:
@@ -398,7 +385,7 @@ FAULTS = [
     ),
     PlantedFault(
         "what the coordinator writes is not sent",
-        _off(CapturedVariables, "take_changed", lambda self: iter(())),
+        _off(CoordinatorCache, "push_written", lambda self, copies=None: None),
         (*_at("parameter", INIT), *_at("buffer, floating", LOADED)),
     ),
     PlantedFault(

@@ -463,3 +463,6 @@ def _secret_of(environ: Mapping[str, str]) -> str:
                 "one with `openssl rand -hex 32`."
             ) from None
     return new_secret()
+
+
+LocalCluster = Cluster  # its name before notebooks shared it; programs import it from here

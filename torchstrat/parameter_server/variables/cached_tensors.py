@@ -8,8 +8,10 @@ write means, is the cache's to say: `torchstrat.parameter_server.variables.coord
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 
 from torchstrat import _torch_private
 from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
 from torchstrat.parameter_server.needs_no_values import NEEDS_NO_VALUES
 
@@ -87,10 +90,25 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """What PyTorch's compiler cannot see through: it leaves the call to Python, which asks each time."""
     if func in NEEDS_NO_VALUES:
         with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if result is True and func == _IS_META:
+            _refuse_skipped_initialiser(sys._getframe(2))
+        return result
     call = TensorCall(func, args, kwargs)
     # Another thread may just have made them ordinary tensors.
     return call.aliases[0].holder.call(call) if call.aliases else call.run()
+
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of the class
+
+
+def _refuse_skipped_initialiser(caller: FrameType) -> None:
+    """Functions of ``torch.nn.init`` that cannot work on ``meta`` return without a word where `is_meta` says so."""
+    if caller.f_globals is vars(nn.init):
+        raise UnsupportedError(
+            f"nn.init.{caller.f_code.co_name} was called on a weight that is on meta, so the coordinator has no values "
+            "of it. Call it within the `with strategy.scope():` that makes the weight, or use another initialiser."
+        )
 
 
 class CachedTensor:

@@ -181,7 +181,11 @@ class CapturedVariables:
                 tensor = slot.tensor
                 is_known = self._cache.tensor(number) is tensor
                 found += (None, None) if tensor is None else (tensor._version, is_known)
-            return found + self._cache.traceless_changes()
+        return found
+
+    def has_traceless_changes(self) -> bool:
+        """Whether anything was written that `states` does not show."""
+        return self._cache.has_traceless_changes()
 
     def follow_replaced(self) -> None:
         """Modules may have put another tensor in a buffer's place: that is its value."""

@@ -375,15 +375,17 @@ class CoordinatorCache:
             copy.keep_before()
         self._handed_out[copy.spec.number] = copy
 
-    def traceless_changes(self) -> list[bool]:
-        """Of each copy whose memory others may change without a trace, whether they have."""
-        if not self._handed_out:
-            return []
+    def has_traceless_changes(self) -> bool:
+        """Whether memory was changed by others, who leave no trace in its tensor's version."""
+        found = False
         for number, copy in list(self._handed_out.items()):
-            if not copy.is_written() and not copy.is_shared():
+            with DisableTorchFunctionSubclass():
+                is_written = copy.is_written()
+            if not is_written and not copy.is_shared():
                 copy.before = None
                 del self._handed_out[number]
-        return [copy.is_written() for copy in self._handed_out.values()]
+            found = found or is_written
+        return found
 
 
 class CachedVariable:

@@ -51,7 +51,7 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
 
     def is_changed(self) -> bool:
         """Whether entries, or their tensors in place, have changed since."""
-        return _marks(self) != self._noted
+        return bool(self._noted or dict.__len__(self)) and _marks(self) != self._noted
 
     def _fill(self) -> None:
         if not self._keeper.is_current():

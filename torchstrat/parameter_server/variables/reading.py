@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.variables import VariableRegistry
 
@@ -24,7 +25,7 @@ _members = operator.attrgetter("training", "_parameters", "_modules", "_buffers"
 
 class Reading:
     """Of modules: their members, modes and plain attributes. Of variables: whether they were written, or take
-    gradients. Of optimizers: parameter groups and hyperparameters.
+    gradients. Of optimizers: parameter groups and hyperparameters, and whether their state was changed here.
 
     It keeps nothing of the program alive but hyperparameters. Members are told apart by id: that of a module or a
     parameter is not given to another one unnoticed, since the registry and the variables count who is there, and a
@@ -41,6 +42,7 @@ class Reading:
             self._read_modules(modules)
             self._marks += map(attributes.mark, modules)
             self._marks += variables.states()
+            self._is_comparable = not variables.has_traceless_changes()
             for optimizer in registry.optimizers():
                 self._read_groups(optimizer)
 
@@ -64,6 +66,9 @@ class Reading:
 
     def _read_groups(self, optimizer: Optimizer) -> None:
         marks, kept = self._marks, self._hyperparameters
+        state = getattr(optimizer, "state", None)
+        if isinstance(state, RemoteOptimizerState):
+            self._is_comparable = self._is_comparable and not state.is_changed()
         groups = optimizer.param_groups
         marks += (id(optimizer), len(groups))
         for group in groups:

@@ -1,0 +1,432 @@
+"""The coordinator's tensors of a job on parameter servers: a read has what the servers have, a write changes that."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torchstrat as ts
+from tests.support.gates import close_gate, pass_gate
+from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
+from torchstrat.parameter_server.variables.coordinator_cache import SWITCH
+from torchstrat.testing.fake_cluster import FakeCluster
+
+
+class Job:
+    """A model on servers, and functions that add 1 to every parameter, and to the buffers' means."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
+        self.coordinator = ts.ClusterCoordinator(self.strategy)
+        with self.strategy.scope():
+            self.model = model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+            self.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        self.weight = model[0].weight
+        self.first = model[0].weight.detach().clone()
+
+        def step() -> None:
+            for parameter in model.parameters():
+                parameter.grad = -torch.ones_like(parameter)
+            optimizer.step()
+            model[1].running_mean += 1
+
+        def held() -> torch.Tensor:
+            return model[0].weight.detach().clone()
+
+        self.step, self._held = step, held
+
+    def train(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.coordinator.schedule(self.step)
+        self.coordinator.join()
+
+    def trained(self, times: int = 1) -> torch.Tensor:
+        """The weight after so many steps from the beginning."""
+        total, velocity = 0.0, 0.0
+        for _ in range(times):
+            velocity = 0.5 * velocity + 1
+            total += velocity
+        return self.first + total
+
+    def on_servers(self) -> torch.Tensor:
+        found: torch.Tensor = self.coordinator.schedule(self._held).get()
+        return found
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with FakeCluster(workers=1, ps=2) as cluster:
+        made = Job(cluster)
+        yield made
+        made.strategy.close()
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one.detach() - other.detach()).abs().max() < 1e-6)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+READS: dict[str, Callable[[Job], torch.Tensor]] = {
+    "detach": lambda job: job.weight.detach(),
+    "data": lambda job: job.weight.data,
+    "numpy": lambda job: torch.from_numpy(job.weight.detach().numpy()),
+    "an operator": lambda job: job.weight * 1,
+    "a view": lambda job: torch.stack([job.weight[row] for row in range(3)]),
+    "a list": lambda job: torch.tensor(job.weight.tolist()),
+    "deepcopy": lambda job: copy.deepcopy(job.model)[0].weight,
+    "state_dict": lambda job: job.model.state_dict()["0.weight"],
+    "parameters_to_vector": lambda job: nn.utils.parameters_to_vector([job.weight]).reshape(3, 4),
+    "a forward pass": lambda job: F.linear(torch.eye(4), job.weight).T,
+    "an autograd function": lambda job: _Doubled.apply(job.weight) / 2,
+    "func.vmap": lambda job: torch.vmap(lambda row, weight: weight @ row, (0, None))(torch.eye(4), job.weight).T,
+    "func.grad": lambda job: torch.func.grad(lambda x: (job.weight.T * x).sum())(torch.ones(4, 3)).T,
+    "func.functional_call": lambda job: (
+        torch.func.functional_call(job.model[0], dict(job.model[0].named_parameters()), torch.eye(4)).T
+        - job.model[0].bias.unsqueeze(1)
+    ),
+    "jit.trace": lambda job: torch.jit.trace(_Product(job.weight), torch.eye(4))(torch.eye(4)).T,
+    "torch.save": lambda job: _saved(job.model)[0].weight,
+}
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class _Product(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def _saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_has_what_functions_have_trained(read: Callable[[Job], torch.Tensor], job: Job) -> None:
+    job.train()
+    assert equal(read(job), job.trained())
+    job.train()
+    assert equal(read(job), job.trained(2))
+
+
+def test_a_thread_reads_what_functions_have_trained(job: Job) -> None:
+    job.train()
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(job.weight.detach().clone()))
+    thread.start()
+    thread.join(60)
+    assert equal(found[0], job.trained())
+
+
+def test_a_compiled_forward_pass_reads_what_functions_have_trained(job: Job) -> None:
+    compiled = torch.compile(job.model[0], backend="aot_eager")
+    x = torch.eye(4)
+    for steps in (0, 1, 2):
+        if steps:
+            job.train()
+        assert equal((compiled(x) - job.model[0].bias).T, job.trained(steps))
+
+
+def test_buffers_are_read_as_parameters_are(job: Job) -> None:
+    job.train(2)
+    assert job.model[1].running_mean.tolist() == [2.0] * 3
+    job.model[1].running_mean = job.model[1].running_mean * 10  # another tensor in its place
+    job.train()
+    assert job.model[1].running_mean.tolist() == [21.0] * 3
+
+
+def test_a_view_and_a_state_dict_follow_the_parameter(job: Job) -> None:
+    view, state = job.weight[1], job.model.state_dict()
+    job.train()
+    assert equal(view, job.trained()[1])
+    assert equal(state["0.weight"], job.trained())
+
+
+def test_what_can_be_said_without_values_reads_nothing(job: Job) -> None:
+    job.train()
+    with _refused_reads(job):
+        assert job.weight.shape == (3, 4)
+        assert (job.weight.is_leaf, job.weight.requires_grad, job.weight.is_sparse) == (True, True, False)
+        assert isinstance(job.weight, nn.Parameter)
+        assert "on parameter servers" in repr(job.weight)
+    assert repr(job.weight.detach().clone()) in repr(job.weight.detach())
+    assert "on parameter servers" not in repr(job.weight)
+
+
+def _refused_reads(job: Job) -> Any:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(job.strategy._job.access, "read", lambda specs: pytest.fail("the servers were asked"))
+    return _Undone(patch)
+
+
+class _Undone:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _fill(weight: Any, how: Callable[[Any], object]) -> None:
+    with torch.no_grad():
+        how(weight)
+
+
+WRITES: dict[str, tuple[Callable[[Any], object], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mul_": (lambda weight: weight.mul_(2), lambda before: before * 2),
+    "an operator": (lambda weight: weight.__iadd__(1), lambda before: before + 1),
+    "rows": (lambda weight: weight.__setitem__(1, 7.0), lambda before: _with_row(before, 7.0)),
+    "a view": (lambda weight: weight[1].fill_(7.0), lambda before: _with_row(before, 7.0)),
+    "data": (lambda weight: weight.data.mul_(2), lambda before: before * 2),
+    "data, a view": (lambda weight: weight.data[1].fill_(7.0), lambda before: _with_row(before, 7.0)),
+    "data, assigned": (lambda weight: setattr(weight, "data", torch.ones(3, 4)), torch.ones_like),
+    "nn.init": (lambda weight: nn.init.constant_(weight, 3.0), lambda before: torch.full_like(before, 3.0)),
+    "out=": (lambda weight: torch.add(torch.ones(3, 4), 1, out=weight), lambda before: torch.full_like(before, 2.0)),
+    "foreach": (lambda weight: torch._foreach_mul_([weight], 2), lambda before: before * 2),
+    "vector_to_parameters": (
+        lambda weight: nn.utils.vector_to_parameters(torch.ones(12), [weight]), torch.ones_like,
+    ),
+    "an optimizer": (lambda weight: _stepped(weight), lambda before: before - 0.5),
+}  # fmt: skip
+
+
+def _with_row(before: torch.Tensor, value: float) -> torch.Tensor:
+    after = before.clone()
+    after[1] = value
+    return after
+
+
+def _stepped(weight: nn.Parameter) -> None:
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5).step()
+
+
+@pytest.mark.parametrize(("write", "expected"), WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("when", ["at rest", "functions in flight"])
+def test_a_write_changes_what_functions_have_trained(
+    write: Callable[[Any], object], expected: Callable[[torch.Tensor], torch.Tensor], when: str, job: Job
+) -> None:
+    if when == "at rest":
+        job.train(3)
+        _fill(job.weight, write)
+        assert equal(job.on_servers(), expected(job.trained(3)))
+    else:
+        for _ in range(3):
+            job.coordinator.schedule(job.step)
+        before = job.weight.detach().clone()
+        _fill(job.weight, write)
+        job.coordinator.join()
+        found = job.weight.detach().clone()
+        steps = [job.trained(number) for number in range(4)]
+        rest = [job.trained(3) - step for step in steps]  # what the functions after the write add
+        possible = [expected(step) + more for step, more in zip(steps, rest, strict=True)]
+        assert any(equal(before, step) for step in steps)
+        assert any(equal(found, one) for one in possible)
+        assert equal(job.on_servers(), found)
+
+
+def test_an_array_is_written_while_functions_run(job: Job) -> None:
+    gate = close_gate("array")
+    job.coordinator.schedule(pass_gate, args=("array",))
+    job.weight.detach().numpy()[1] = 7.0
+    gate.set()
+    assert equal(job.on_servers(), _with_row(job.first, 7.0))
+
+
+def test_an_array_that_is_kept_is_sent_while_nothing_else_changes_the_variable(job: Job) -> None:
+    array = job.weight.detach().numpy()
+    array[0] = 7
+    assert job.on_servers()[0].tolist() == [7.0] * 4
+    array[0] = 8
+    job.coordinator.schedule(job._held)  # changes nothing
+    array[1] = 9
+    assert job.on_servers()[:2].tolist() == [[8.0] * 4, [9.0] * 4]
+
+
+def test_an_array_that_is_old_is_refused_by_name(job: Job) -> None:
+    array = job.weight.detach().numpy()
+    job.train()
+    array[0] = 7
+    with pytest.raises(InvalidArgumentError, match=r"weight of module 0 was written .* after functions had changed it"):
+        job.train()
+    job.train()
+    assert equal(job.weight, job.trained(2))  # nothing that was trained is lost
+
+
+def test_a_write_of_another_shape_is_refused(job: Job) -> None:
+    job.model.double()
+    with pytest.raises(InvalidArgumentError, match="keep their shape and dtype"):
+        job.train()
+
+
+def test_what_is_written_below_python_is_refused_while_functions_run(job: Job) -> None:
+    gate = close_gate("unforeseen")
+    job.coordinator.schedule(pass_gate, args=("unforeseen",))
+    with pytest.raises(ContextError, match="has changed weight of module 0 in place"):
+        _unforeseen(job.weight)
+    gate.set()
+    job.coordinator.join()
+    assert equal(job.on_servers(), job.first)
+
+
+def _unforeseen(weight: Any) -> Any:
+    """An operator that writes, under a name that does not say so."""
+
+    def detach(tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            tensor.mul_(2)
+
+    return torch.overrides.handle_torch_function(detach, (weight,), weight)
+
+
+def test_state_of_an_optimizer_is_read_and_changed(job: Job) -> None:
+    assert not job.optimizer.state[job.weight]
+    job.train(2)
+    momentum = job.optimizer.state[job.weight]["momentum_buffer"]
+    assert equal(momentum, torch.full((3, 4), -1.5))
+    momentum.zero_()
+    job.train()
+    assert equal(job.optimizer.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
+    job.optimizer.state.clear()
+    job.train()
+    assert equal(job.optimizer.state[job.weight]["momentum_buffer"], torch.full((3, 4), -1.0))
+    kept = job.optimizer.state[job.weight]["momentum_buffer"]
+    job.train()
+    kept.zero_()
+    with pytest.raises(InvalidArgumentError, match=r"state of SGD was changed .* before functions ran"):
+        job.train()
+
+
+def test_state_of_an_optimizer_in_a_function_is_read_and_not_changed(job: Job) -> None:
+    model, optimizer = job.model, job.optimizer
+
+    def read() -> float:
+        return float(optimizer.state[model[0].weight]["momentum_buffer"].sum())
+
+    def change() -> None:
+        optimizer.state[model[0].weight]["momentum_buffer"].zero_()
+
+    def clear() -> None:
+        optimizer.state.clear()
+
+    job.train(2)
+    assert job.coordinator.schedule(read).get() == pytest.approx(-18.0)
+    for each in (change, clear):
+        with pytest.raises(UnsupportedError, match=r"SGD\.state"):
+            job.coordinator.schedule(each).get()
+        with pytest.raises(UnsupportedError):
+            job.coordinator.join()
+    assert job.coordinator.schedule(read).get() == pytest.approx(-18.0)
+
+
+# -- tables without values ---------------------------------------------------------------------------------------------
+
+META_WRITES: dict[str, Callable[[nn.Embedding], object]] = {
+    "nn.init": lambda table: nn.init.constant_(table.weight, 2.0),
+    "a row": lambda table: _fill(table.weight, lambda weight: weight.__setitem__(0, 2.0)),
+    "rows by ids": lambda table: _fill(
+        table.weight, lambda weight: weight.__setitem__(torch.tensor([5, 0]), torch.full((2, 4), 2.0))
+    ),
+    "a slice": lambda table: _fill(table.weight, lambda weight: weight.__setitem__(slice(0, 6), torch.full((4,), 2.0))),
+    "a mask": lambda table: _fill(table.weight, lambda weight: weight.__setitem__(torch.arange(50) < 6, 2.0)),
+    "a view": lambda table: _fill(table.weight, lambda weight: weight[:6].copy_(torch.full((6, 4), 2.0))),
+    "scaled": lambda table: (nn.init.ones_(table.weight), _fill(table.weight, lambda weight: weight.mul_(2))),
+    "copy_": lambda table: _fill(table.weight, lambda weight: weight.copy_(torch.full((50, 4), 2.0))),
+    "load_state_dict": lambda table: table.load_state_dict({"weight": torch.full((50, 4), 2.0)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+@pytest.mark.parametrize("write", META_WRITES.values(), ids=META_WRITES)
+def test_writes_to_a_table_on_meta_reach_the_servers(write: Callable[[nn.Embedding], object]) -> None:
+    with FakeCluster(workers=1, ps=2) as cluster:
+        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
+        coordinator = ts.ClusterCoordinator(strategy)
+        with strategy.scope(), torch.device("meta"):
+            table = nn.Embedding(50, 4)
+
+        def rows() -> torch.Tensor:
+            return table(torch.tensor([0, 5, 30])).detach()
+
+        before = coordinator.schedule(rows).get()
+        write(table)
+        after = coordinator.schedule(rows).get()
+        assert (after[0] == 2).all()
+        is_whole = (after[2] != before[2]).any()
+        assert (after[2] == (2 if is_whole else before[2])).all()
+        strategy.close()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.__setitem__((0, 1), 2.0),
+        lambda weight: nn.init.orthogonal_(weight),
+        lambda weight: weight[:, 1].copy_(torch.ones(50)),
+    ],
+    ids=["a number", "orthogonal_", "a column"],
+)
+def test_other_writes_to_a_table_on_meta_are_refused_by_name(write: Callable[[Any], object]) -> None:
+    with FakeCluster(workers=1, ps=2) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope(), torch.device("meta"):
+            table = nn.Embedding(50, 4)
+        with torch.no_grad(), pytest.raises(UnsupportedError, match=r"weight.* is on meta"):
+            write(table.weight)
+        strategy.close()
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_close_they_are_ordinary_tensors(job: Job) -> None:
+    job.train()
+    job.strategy.extended.pull()
+    job.strategy.close()
+    assert type(job.weight) is nn.Parameter
+    assert type(job.model[1].running_mean) is torch.Tensor
+    assert type(job.optimizer.state).__name__ == "defaultdict"
+    assert equal(job.weight, job.trained())
+
+
+def test_switched_off_they_are_ordinary_tensors_as_old_as_the_last_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "off")
+    with FakeCluster(workers=1, ps=2) as cluster:
+        job = Job(cluster)
+        job.train()
+        assert type(job.weight) is nn.Parameter
+        assert equal(job.weight, job.first)
+        job.strategy.extended.pull()
+        assert equal(job.weight, job.trained())
+        _fill(job.weight, lambda weight: weight.mul_(2))
+        assert equal(job.on_servers(), 2 * job.trained())
+        job.strategy.close()
