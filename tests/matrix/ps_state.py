@@ -24,13 +24,17 @@ from torch import nn
 
 from tests.matrix import on_servers
 from tests.matrix.ps_state_programs import Edit, Parts, Program, check, check_draws
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, known_wrong, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.known_worker import KnownWorker
+from torchstrat.parameter_server.server import store
+from torchstrat.parameter_server.server.edits import apply_edit
 from torchstrat.parameter_server.travel.scheduler_guard import StepsOnCoordinator
+from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
+from torchstrat.parameter_server.variables.variable_access import VariableEdit
 from torchstrat.parameter_server.worker import copies
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
@@ -161,6 +165,8 @@ def _dtype(parts: Parts) -> None:
 
 # -- rows, columns and places -----------------------------------------------------------------------------------------
 
+SUMMED = "buffer, floating, set to be a sum"
+
 READ = "read after join"
 IN_FUNCTION, RAISED = "edited in a function", "edited in a function that raised"
 AT_ONCE, LEFT = "in two functions at once", "left for a later function"
@@ -185,6 +191,7 @@ ROWS: Mapping[str, Mapping[str, Edit]] = {
     "buffer, with NaN": _buffer(
         "holes", lambda tensor: tensor[:1].add_(0.1), torch.tensor([0.9, float("nan")], dtype=torch.float64)
     ),
+    SUMMED: dict.fromkeys((IN_FUNCTION, RAISED, AT_ONCE), _of_buffer("mean", lambda tensor: tensor.add_(0.25))),
     "buffer, a counter": _buffer("calls", lambda tensor: tensor.add_(5), torch.tensor(11)),
     "buffer, replaced by forward": _buffer(
         "replaced", lambda tensor: tensor.add_(0.5), torch.tensor(3.0, dtype=torch.float64)
@@ -214,10 +221,9 @@ RANDOM = "random numbers"
 FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers in (1, 2) for workers in (1, 2)}
 PROCESSES = "processes: 2 servers, 2 workers"
 
-LAST_WRITER = "the last writer's floating buffer stays"
-CAUSES = {
-    LAST_WRITER: "worker/copies.py sends floating buffers as values, integral ones as differences",
-}
+
+def _has_last_value(row: str) -> bool:
+    return row.startswith("buffer") and row not in ("buffer, a counter", SUMMED)
 
 
 def program_of(row: str, column: str) -> Program:
@@ -231,6 +237,8 @@ def program_of(row: str, column: str) -> Program:
             is_a_copy=row == "attribute",
             raises=column == RAISED,
             at_once=column == AT_ONCE,
+            is_last=column == AT_ONCE and _has_last_value(row),
+            summed="mean" if row == SUMMED else "",
             has_tensor_rate=has_tensor_rate,
         )
     if column == LEFT:
@@ -242,7 +250,7 @@ PUT_BACK = ("hyperparameter", "hyperparameter, a tensor", "training mode", "requ
 
 
 def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> Expected:
-    """``is_heard``: warnings of workers come to this process, else to their own stderr."""
+    """``is_heard``: warnings come to this process, else to a stderr."""
     if column == LEFT and workers > 1:
         return refused(UnsupportedError, "earlier function left.*begin functions with", "each worker has its own")
     if row == "scheduler" and column in (IN_FUNCTION, RAISED):
@@ -256,8 +264,10 @@ def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> E
         return documented("Python state is a copy per worker")
     if row == "optimizer state" and column == IN_FUNCTION:
         return refused(UnsupportedError, "put state into .* or changed what is there", "the servers make the steps")
-    if column == AT_ONCE and row.startswith("buffer") and row != "buffer, a counter":
-        return known_wrong(LAST_WRITER)
+    if column == AT_ONCE and _has_last_value(row):
+        return documented(
+            "the last writer's value stays, unless the program sets sums", "last value stays" if is_heard else ""
+        )
     if row == RANDOM and column == ASSIGNED:
         return documented("functions draw by the seed of the last scope")
     return RIGHT
@@ -340,7 +350,7 @@ def _buffers_as_values(self: Copies, numbers: list[int]) -> list[Any]:
     edits = []
     for number in numbers:
         if number in self._reference:
-            edits.append((self._specs[number], "assign", self._buffer(self._specs[number]).detach(), None))
+            edits.append(VariableEdit(self._specs[number], "assign", self._buffer(self._specs[number]).detach()))
     return edits
 
 
@@ -382,6 +392,21 @@ FAULTS = [
         "counters are sent as values",
         _off(Copies, "_buffer_edits", _buffers_as_values),
         _at("buffer, a counter", AT_ONCE),
+    ),
+    PlantedFault(
+        "what is set of buffers does not reach workers",
+        _off(CapturedVariables, "aggregations", lambda self: {}),
+        _at(SUMMED, AT_ONCE),
+    ),
+    PlantedFault(
+        "conflicts are not noted",
+        _off(store, "apply_edit", lambda edit, shards: apply_edit(edit, shards) or True),
+        _at("buffer, floating", AT_ONCE),
+    ),
+    PlantedFault(
+        "the coordinator's copies are taken for current",
+        _off(CoordinatorCache, "is_current", lambda self, copy: True),
+        (*_at("parameter", IN_PLACE), *_at("buffer, floating", IN_PLACE)),
     ),
     PlantedFault(
         "what the coordinator writes is not sent",
@@ -439,7 +464,6 @@ TABLE = Table(
     "ps_state",
     "Does state on parameter servers mean what it means on one device, whoever edits it?",
     make_cells,
-    causes=CAUSES,
     faults=FAULTS,
     alike=lambda place: place.partition(",")[0],  # with one worker or two
 )

@@ -73,6 +73,10 @@ class Program(NamedTuple):
     """Functions without a step, for the next one to step with."""
     at_once: bool = False
     """As many functions at once as there are workers. All have read, and stepped, when the first writes."""
+    is_last: bool = False
+    """Of what several functions write at once the last stays, by agreement."""
+    summed: str = ""
+    """A buffer that the program has set to be a sum."""
     has_tensor_rate: bool = False
 
 
@@ -173,8 +177,8 @@ def plain(program: Program, workers: int) -> dict[str, torch.Tensor]:
         if program.leaves_gradients:
             step(batch, edits=False, steps=False)
         before = settings_of(parts)
-        for _ in range(workers if program.at_once else 1):
-            found = step(batch, edits=edits and not program.raises)
+        for turn in range(workers if program.at_once else 1):
+            found = step(batch, edits=edits and not program.raises and not (program.is_last and turn))
             if found is not None:
                 returned.append(found)
         if program.is_put_back:
@@ -272,6 +276,8 @@ def on_servers(program: Program, new_strategy: Callable[[], Any], workers: int) 
             parts = build(program)
             *counts, stepped = [ts.Variable(torch.tensor(0), name=name) for name in ("begun", "released", "stepped")]
         coordinator = ts.ClusterCoordinator(strategy)
+        if program.summed:
+            strategy.extended.set_aggregation(parts.model, program.summed, "sum")
         turns, returned = Turns(coordinator, counts, workers, step_of(parts, program, _meeting(stepped, workers))), []
         for index, batch in enumerate(batches()):
             edits = program.in_function is not None and index in EDITED

@@ -242,14 +242,12 @@ def test_a_write_changes_what_functions_have_trained(
     else:
         for _ in range(3):
             job.coordinator.schedule(job.step)
-        before = job.weight.detach().clone()
         _fill(job.weight, write)
         job.coordinator.join()
         found = job.weight.detach().clone()
         steps = [job.trained(number) for number in range(4)]
         rest = [job.trained(3) - step for step in steps]  # what the functions after the write add
         possible = [expected(step) + more for step, more in zip(steps, rest, strict=True)]
-        assert any(equal(before, step) for step in steps)
         assert any(equal(found, one) for one in possible)
         assert equal(job.on_servers(), found)
 

@@ -223,6 +223,10 @@ class StrategyExtended:
         statistics want it); "sum" of their changes, for counts, histograms and totals; "only_first_replica"; "none":
         each replica keeps its own from run to run, such as a recurrent state with a row for each of its rows, and
         what is saved is the first one's. Every process has to call it. Raises `ValueError` if there is no such buffer.
+
+        On parameter servers it says what becomes of the changes of several workers: "sum" adds them all, "mean" and
+        "only_first_replica" mean that the last one stays; "none" is refused when a function is scheduled. The
+        coordinator has to call it.
         """
         self._strategy._engine.registry.buffer_rules.set(module, name, aggregation)
 

@@ -6,9 +6,8 @@ import copy
 import threading
 import time
 import warnings
-import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -23,14 +22,13 @@ from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
 from torchstrat.optimizer_tiers import Kind, Tier
-from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options, Report, ServerGone
+from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
     InitialOp,
     NewOptimizer,
     NewShard,
-    RepeatedOps,
     ShardKey,
     StateOfShard,
     VariableSpec,
@@ -40,6 +38,7 @@ from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.outgoing import token_of_spec
 from torchstrat.parameter_server.variables.bonds import check_places
+from torchstrat.parameter_server.variables.cache_servers import CacheServers
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
@@ -51,10 +50,7 @@ from torchstrat.parameter_server.variables.placement import Partitioner, Placeme
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.parameter_server.variables.reading import Reading
 from torchstrat.parameter_server.variables.server_group import ServerGroup
-from torchstrat.parameter_server.variables.variable_access import (
-    CoordinatorSender,
-    VariableAccess,
-)
+from torchstrat.parameter_server.variables.variable_access import CoordinatorSender, VariableAccess
 from torchstrat.variables import VariableRegistry
 
 _MOST_UNSEEN_FUNCTIONS = 2**20
@@ -90,7 +86,7 @@ class Job:
         self.access = VariableAccess(self.servers, lambda: sender)
         self.placement = Placement(num_servers, partitioner)
         self._kinds = kinds or Kinds()
-        self.cache = CoordinatorCache(_CacheServers(self), timeout_seconds)
+        self.cache = CoordinatorCache(CacheServers(self), timeout_seconds)
         self.variables = CapturedVariables(registry, self.placement, self._kinds, self.cache)
         self.catalog = Catalog(registry, self.variables.spec_of)
         self.first_function = 0
@@ -300,6 +296,20 @@ class Job:
                 optimizer.state = defaultdict(dict, dict.items(optimizer.state))
         self.membership.close(finished=finished)
 
+    def warn_of_conflicts(self) -> None:
+        """Once for each buffer of which workers have replaced each other's values."""
+        if not self.variables.may_conflict:
+            return
+        numbers = {number for found in self.servers.ask_all("ps.take_conflicts").values() for number in found}
+        for name, module, buffer in self.variables.first_conflicts(numbers):
+            warnings.warn(
+                f"workers have changed {name} at the same time, and the last value stays: what the others added is not "
+                f"in it. If it counts or adds up, call strategy.extended.set_aggregation(module, {buffer!r}, 'sum') on "
+                f"the coordinator, with the {type(module).__name__}; 'only_first_replica' says that the last one is "
+                "meant. Integral buffers are summed by themselves.",
+                stacklevel=2,
+            )
+
     def held_bytes(self) -> dict[int, int]:
         """How many bytes of variables each server was given, without the optimizers' state."""
         held = dict.fromkeys(range(self.num_servers), 0)
@@ -482,6 +492,7 @@ class Job:
         modes: dict[Any, Any] = {token: module.training for token, module in modules}
         modes |= self._attributes.changed(modules)
         modes[DEFAULT_DTYPE] = torch.get_default_dtype()
+        modes[AGGREGATIONS] = self.variables.aggregations()
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 
     def read(self) -> Reading:
@@ -511,10 +522,7 @@ class Job:
 
     def pull_variables(self, specs: Iterable[VariableSpec]) -> None:
         """The same for single variables. What the coordinator holds no copy of is left out."""
-        held = [spec for spec in specs if not _is_meta(self.variables.tensor(spec.number))]
-        read_at = self.cache.now()
-        for spec, value in zip(held, self.access.read(held), strict=True):
-            self.cache.store(spec, value, read_at)
+        self.cache.pull(specs)
 
     # -- optimizer state --------------------------------------------------------------------------------------------
 
@@ -583,39 +591,6 @@ class Job:
         return found
 
 
-class _CacheServers:
-    """The servers, as the cache of the coordinator asks them."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = weakref.proxy(job)
-        self._repeated = 0
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._job.access.read(specs)
-        return found
-
-    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
-        self._job.access.push([(spec, "assign", value, None) for spec, value in values])
-
-    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-        self._job.access.edit(spec, "assign", value, rows)
-
-    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
-        self._repeated += 1
-        seed = hash((self._job.seed, spec.number, self._repeated)) % 2**63
-        orders: dict[int, list[RepeatedOps]] = defaultdict(list)
-        for number, shard in enumerate(spec.shards):
-            orders[shard.server].append(RepeatedOps((spec.number, number), recipe, seed))
-        self._job.servers.ask("ps.repeat", orders)
-
-    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
-        return self._job.attempt(call, after_restore)
-
-
 def _as_they_are(group: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters that will not change: one may be a tensor, which the program writes to."""
     return {name: copy.deepcopy(value) if name != "params" else None for name, value in group.items()}
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or tensor.is_meta

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+EditOp = Literal["assign", "move", "add", "sub", "mul", "div", "min", "max"]
+
 ShardKey = tuple[int, int]
 """(number of the variable, number of its shard)"""
 
@@ -115,13 +117,15 @@ class ShardEdit:
     """A change of a shard that no optimizer makes. ``value`` broadcasts to the shard, except for scatter edits.
 
     ``rows``: local row ids ``(n,)``, with ``value`` of shape ``(n, …)``; None edits the whole shard. Repeated rows
-    accumulate for add, sub, mul, div, min and max.
+    accumulate for add, sub, mul, div, min and max. ``base``: what the shard was when ``value`` was worked out. Where it
+    is something else by now, ``assign`` is a conflict, which is noted, and ``move`` adds the difference of the two.
     """
 
     key: ShardKey
-    op: Literal["assign", "add", "sub", "mul", "div", "min", "max"]
+    op: EditOp
     value: torch.Tensor
     rows: torch.Tensor | None = None
+    base: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torchstrat.checkpoint import Checkpoint, CheckpointManager
     from torchstrat.checkpoint.saving import SaveHandle
     from torchstrat.parameter_server.dispatcher import Dispatcher
-    from torchstrat.parameter_server.messages import VariableSpec
-    from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
+    from torchstrat.parameter_server.messages import EditOp, VariableSpec
+    from torchstrat.parameter_server.variables.variable_access import VariableAccess
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 logger = logging.getLogger("torchstrat.parameter_server")
@@ -243,7 +243,7 @@ class CoordinatorAccess:
     def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
         return self._strategy._asking_servers(lambda: self._access.read_rows(spec, ids))
 
-    def edit(self, spec: VariableSpec, op: EditName, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         self._strategy._telling_servers(lambda: self._access.edit(spec, op, value, rows))
 
 

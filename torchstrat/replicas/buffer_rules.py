@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,7 +25,10 @@ _aggregations: weakref.WeakKeyDictionary[nn.Module, dict[str, VariableAggregatio
 
 
 class BufferRules:
-    """The aggregations that a program has set, and the buffers of which one strategy has warned."""
+    """The aggregations that a program has set, and the buffers of which one strategy has warned. ``changes``: how often
+    one was set."""
+
+    changes: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self._set = _aggregations
@@ -44,6 +47,7 @@ class BufferRules:
                 "child's buffer pass the child."
             )
         self._set.setdefault(module, {})[name] = parse_aggregation(aggregation)
+        BufferRules.changes += 1
 
     def get(self, module: nn.Module, name: str) -> VariableAggregation | None:
         return self._set.get(module, {}).get(name) if self._set else None

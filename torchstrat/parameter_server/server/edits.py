@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import ShardEdit
+from torchstrat.parameter_server.messages import EditOp, ShardEdit
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
 from torchstrat.parameter_server.variables import shard_edits
+from torchstrat.parameter_server.worker.watched_parameter import is_same
 
-_OPS = ("assign", "add", "sub", "mul", "div", "min", "max")
+_OPS = get_args(EditOp)
 
 
 def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
@@ -27,6 +30,8 @@ def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
         raise InvalidArgumentError(f"the value of an edit of {name} must be a dense tensor on the CPU.")
     if not torch.can_cast(edit.value.dtype, shard.dtype):
         raise InvalidArgumentError(f"{name} is {shard.dtype}; {edit.op} with {edit.value.dtype} would lose its value.")
+    if edit.base is not None and (edit.base.shape != shard.shape or edit.rows is not None):
+        raise InvalidArgumentError(f"{edit.op} of {name}: a base has to be of the whole shard, {tuple(shard.shape)}.")
     if shard.dtype == torch.bool and edit.op != "assign":
         raise InvalidArgumentError(f"{name} is {shard.dtype}, which can only be assigned; got {edit.op}.")
     if shard.is_complex() and edit.op in ("min", "max"):
@@ -49,6 +54,13 @@ def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
         )
 
 
-def apply_edit(edit: ShardEdit, shards: HeldShards) -> None:
+def apply_edit(edit: ShardEdit, shards: HeldShards) -> bool:
+    """Whether there was no conflict: with what another writer has assigned meanwhile."""
     shard = shards.changing(edit.key, edit.rows)
-    shard_edits.apply_edit(shard, edit.op, edit.value.to(shard.dtype), edit.rows)
+    op, value = edit.op, edit.value.to(shard.dtype)
+    is_untouched = edit.base is None or is_same(edit.base, shard)
+    if op == "move":
+        op, value = ("assign", value) if is_untouched or edit.base is None else ("add", value - edit.base)
+        is_untouched = True
+    shard_edits.apply_edit(shard, op, value, edit.rows)
+    return is_untouched

@@ -70,6 +70,7 @@ class VariableServer:
     ``ps.read_checkpoint``      `ReadOrder`                                None
     ``ps.adopt_checkpoint``     `AdoptOrder`                               None
     ``ps.reset``                None                                       None
+    ``ps.take_conflicts``       None                                       variables, see `VariableStore.take_conflicts`
     ``ps.catalog``              None                                       plain data, see `VariableStore.catalog`
     ``ps.add_peer``             `Peer` that will call                      None
     ``ps.use_default_dtype``    the program's default dtype                None
@@ -118,6 +119,7 @@ class VariableServer:
         orders: dict[str, Callable[[Any], Any]] = {
             "ps.fence": store.fence,
             "ps.forget_below": self._forget_below,
+            "ps.take_conflicts": lambda _: store.take_conflicts(),
             "ps.catalog": lambda _: store.catalog(),
             "ps.add_peer": self._add_peer,
             "ps.use_default_dtype": self._use_default_dtype,

@@ -67,6 +67,7 @@ class VariableStore:
         self._optimizers: dict[int, HeldOptimizer] = {}
         self._cut: Cut | None = None
         self._applied = AppliedRecords(owner)
+        self._conflicts: set[int] = set()
 
     @property
     def owner(self) -> str:
@@ -231,9 +232,16 @@ class VariableStore:
         for optimizer, step in zip(optimizers, push.steps, strict=True):
             optimizer.check(step, shards)
         for edit in push.edits:
-            apply_edit(edit, shards)
+            if not apply_edit(edit, shards):
+                self._conflicts.add(edit.key[0])
         for optimizer, step in zip(optimizers, push.steps, strict=True):
             optimizer.make(step, shards)
+
+    def take_conflicts(self) -> tuple[int, ...]:
+        """Variables of which one writer's value has replaced another's, which it had not seen; each time asked for
+        once."""
+        found, self._conflicts = self._conflicts, set()
+        return tuple(sorted(found))
 
     def fence(self, incarnation: str) -> None:
         """Refuse the pushes of a process from now on; when this returns, none of them is being applied any more."""

@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.bonds import Bonds
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.elementwise import Kinds
 from torchstrat.parameter_server.variables.placement import Placement
+from torchstrat.reduction import VariableAggregation
+from torchstrat.replicas.buffer_rules import is_statistic
 from torchstrat.variables import BufferSlot, VariableRegistry
 
 
@@ -33,6 +36,7 @@ class CapturedVariables:
         self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
         self._beside: dict[int, VariableSpec] = {}
         self._to_create: list[VariableSpec] = []
+        self._conflicts: set[int] = set()
         self._whole_for: dict[int, str] = {}
 
     # -- who is who -------------------------------------------------------------------------------------------------
@@ -163,12 +167,41 @@ class CapturedVariables:
             if slot.tensor is not None:
                 self._numbers[id(slot.tensor)] = number
 
+    # -- buffers ----------------------------------------------------------------------------------------------------
+
+    def aggregations(self) -> dict[int, VariableAggregation]:
+        """What the program has set, of buffers, by the numbers of their variables."""
+        rules = self._registry.buffer_rules
+        found = {number: rules.get(slot.module, slot.name) for number, slot in self._buffers.items()} if rules else {}
+        for number, aggregation in found.items():
+            if aggregation is VariableAggregation.NONE:
+                raise UnsupportedError(
+                    f"{self._specs[number].name} has aggregation 'none', by which every replica keeps its own. On "
+                    "parameter servers workers come and go and keep nothing: hand such a state from function to "
+                    "function, or keep it in a per-worker resource."
+                )
+        return {number: aggregation for number, aggregation in found.items() if aggregation is not None}
+
+    @property
+    def may_conflict(self) -> bool:
+        """Whether there are buffers of which one worker's value may replace another's."""
+        return any(not is_statistic(slot.module, slot.name) for slot in self._buffers.values())
+
+    def first_conflicts(self, numbers: Iterable[int]) -> Iterator[tuple[str, nn.Module, str]]:
+        """Name, module and buffer of these variables, of each once."""
+        for number in sorted(set(numbers) - self._conflicts):
+            slot = self._buffers.get(number)
+            if slot is not None:
+                self._conflicts.add(number)
+                yield self._specs[number].name, slot.module, slot.name
+
     # -- whether anything has changed ---------------------------------------------------------------------------------
 
     @property
-    def population(self) -> tuple[int, int, int]:
-        """Other numbers whenever there are other variables, or some that the servers do not know yet."""
-        return len(self._specs), len(self._numbers), len(self._to_create)
+    def population(self) -> tuple[int, int, int, int]:
+        """Other numbers whenever there are other variables, or some that the servers do not know yet, or other rules
+        for buffers."""
+        return len(self._specs), len(self._numbers), len(self._to_create), self._registry.buffer_rules.changes
 
     def states(self) -> list[Any]:
         """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""

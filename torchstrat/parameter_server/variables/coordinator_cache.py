@@ -188,11 +188,20 @@ class CoordinatorCache:
         copy: Any = alias.holder
         return copy.is_meta or self.is_current(copy) or (alias.unread == copy.readings and copy.read_at == self.now())
 
-    def store(self, spec: VariableSpec, value: torch.Tensor, read_at: Moment) -> None:
+    def pull(self, specs: Iterable[VariableSpec]) -> None:
+        """Bring the values of these variables, whether their copies are current or not."""
+        copies = (self._copies.get(spec.number) for spec in specs)
+        self._read([copy for copy in copies if copy is not None and copy.tensor() is not None and not copy.is_meta])
+
+    def _read(self, copies: Sequence[CachedVariable]) -> None:
+        read_at = self.now()
+        for copy, value in zip(copies, self._servers.read([copy.spec for copy in copies]), strict=True):
+            self._store(copy, value, read_at)
+
+    def _store(self, copy: CachedVariable, value: torch.Tensor, read_at: Moment) -> None:
         """The servers have ``value``. ``read_at``: what `now` said before they were asked."""
-        copy = self._copies.get(spec.number)
-        tensor = None if copy is None else copy.tensor()
-        if copy is None or tensor is None or tensor.is_meta:
+        tensor = copy.tensor()
+        if tensor is None:
             return
         with untouched_by_surroundings():
             tensor.copy_(value)
@@ -214,9 +223,7 @@ class CoordinatorCache:
 
     def _pull(self, copies: Sequence[CachedVariable]) -> None:
         self.push_written(copies)
-        read_at = self.now()
-        for copy, value in zip(copies, self._servers.read([copy.spec for copy in copies]), strict=True):
-            self.store(copy.spec, value, read_at)
+        self._read(copies)
 
     def _next_after(self, copies: Sequence[CachedVariable]) -> list[CachedVariable]:
         """Copies that are not current, in order of creation after these: more of them each time that something had to

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import VariableSpec
-from torchstrat.parameter_server.variables.shard_edits import EditOp
-from torchstrat.parameter_server.variables.variable_access import EditName
+from torchstrat.parameter_server.messages import EditOp, VariableSpec
 from torchstrat.reduction import VariableAggregation, VariableSynchronization
 from torchstrat.variable.storage import DeclaredShape, Edit
 from torchstrat.variable.variable import Variable
@@ -19,7 +17,7 @@ from torchstrat.variable.variable import Variable
 if TYPE_CHECKING:
     from torchstrat.parameter_server.travel.world import World
 
-_OPERATIONS: dict[Edit, EditName] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
+_OPERATIONS: dict[Edit, EditOp] = {Edit.ASSIGN: "assign", Edit.ADD: "add", Edit.SUB: "sub"}
 
 
 class Access(Protocol):
@@ -29,7 +27,7 @@ class Access(Protocol):
 
     def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor: ...
 
-    def edit(self, spec: VariableSpec, op: EditName, value: torch.Tensor, rows: torch.Tensor | None = None) -> None: ...
+    def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None: ...
 
 
 class RemoteStorage:

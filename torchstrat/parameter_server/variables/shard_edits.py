@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-EditOp = Literal["assign", "add", "sub", "mul", "div", "min", "max"]
+from torchstrat.parameter_server.messages import EditOp
 
 _REDUCTIONS = {"mul": "prod", "min": "amin", "max": "amax"}
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from torchstrat.errors import InvalidArgumentError, WrongTypeError
-from torchstrat.parameter_server.variables.shard_edits import EditOp, apply_edit
+from torchstrat.parameter_server.messages import EditOp
+from torchstrat.parameter_server.variables.shard_edits import apply_edit
 from torchstrat.parameter_server.variables.sharded_slicing import RowSpan
 from torchstrat.variable.variable import Variable
 

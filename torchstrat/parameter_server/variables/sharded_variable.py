@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
-from torchstrat.parameter_server.variables.shard_edits import EditOp
+from torchstrat.parameter_server.messages import EditOp
 from torchstrat.parameter_server.variables.shard_handles import ShardHandle, handle_of, spans_of
 from torchstrat.parameter_server.variables.sharded_slicing import (
     RowSpan,

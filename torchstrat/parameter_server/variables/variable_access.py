@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
+    EditOp,
     Push,
     PushReply,
     RowsRequest,
@@ -23,7 +24,15 @@ from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.worker import phases
 
-EditName = Literal["assign", "add", "sub", "mul", "div", "min", "max"]
+
+class VariableEdit(NamedTuple):
+    """A change of a whole variable, or of its ``rows``; see `ShardEdit`. ``base``: of one that is not cut."""
+
+    spec: VariableSpec
+    op: EditOp
+    value: torch.Tensor
+    rows: torch.Tensor | None = None
+    base: torch.Tensor | None = None
 
 
 class Sender(Protocol):
@@ -104,15 +113,15 @@ class VariableAccess:
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
-    def edit(self, spec: VariableSpec, op: EditName, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def edit(self, spec: VariableSpec, op: EditOp, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Change a variable. ``value`` broadcasts to it; with ``rows`` (ids ``(n,)``) it has shape ``(n, …)``."""
-        self.push(edits=[(spec, op, value, rows)])
+        self.push(edits=[VariableEdit(spec, op, value, rows)])
 
-    def push(self, edits: Iterable[tuple[VariableSpec, EditName, torch.Tensor, torch.Tensor | None]]) -> None:
+    def push(self, edits: Iterable[VariableEdit]) -> None:
         by_server: dict[int, list[ShardEdit]] = defaultdict(list)
-        for spec, op, value, rows in edits:
-            for server, edit in shard_edits(spec, op, value, rows):
-                by_server[server].append(edit)
+        for edit in edits:
+            for server, of_shard in shard_edits(edit):
+                by_server[server].append(of_shard)
         self.send_push({server: {"edits": tuple(of_server)} for server, of_server in by_server.items()})
 
     def send_push(
@@ -187,10 +196,9 @@ def split_rows(spec: VariableSpec, ids: torch.Tensor) -> list[tuple[int, Shard, 
     ]
 
 
-def shard_edits(
-    spec: VariableSpec, op: EditName, value: torch.Tensor, rows: torch.Tensor | None
-) -> list[tuple[int, ShardEdit]]:
+def shard_edits(edit: VariableEdit) -> list[tuple[int, ShardEdit]]:
     """One edit of a variable as edits of its shards, each with its server."""
+    spec, op, value, rows, base = edit
     value = value.detach().cpu()
     if rows is not None:
         ids, order = torch.sort(rows.cpu().to(torch.int64), stable=True)
@@ -200,7 +208,8 @@ def shard_edits(
             for number, shard, where in split_rows(spec, ids)
         ]
     if len(spec.shards) == 1:
-        return [(spec.shards[0].server, ShardEdit((spec.number, 0), op, value))]
+        base = None if base is None else base.cpu()
+        return [(spec.shards[0].server, ShardEdit((spec.number, 0), op, value, None, base))]
     per_row = value.dim() == len(spec.shape) and value.shape[0] == spec.shape[0]
     parts = pieces(spec, value) if per_row else [value] * len(spec.shards)
     return [

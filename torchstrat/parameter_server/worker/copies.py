@@ -11,11 +11,11 @@ from torch import nn
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
-from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
+from torchstrat.parameter_server.variables.variable_access import VariableAccess, VariableEdit
 from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
+from torchstrat.parameter_server.worker.buffer_edits import BufferEdits
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same
-
-Edit = tuple[VariableSpec, EditName, torch.Tensor, None]
+from torchstrat.replicas.buffer_rules import is_statistic
 
 
 class Copies:
@@ -35,6 +35,7 @@ class Copies:
         self._fresh: set[int] = set()
         self._can_wait: set[int] = set()
         self._arrivals = Arrivals(self._settled)
+        self.buffer_edits = BufferEdits()
 
     # -- made from a skeleton ---------------------------------------------------------------------------------------
 
@@ -201,6 +202,13 @@ class Copies:
         self._buffer(spec).data.copy_(value)
         self._reference[spec.number] = value.to(self._device, copy=True)
 
+    def _is_statistic(self, spec: VariableSpec) -> bool:
+        for known, name in self._slots.get(spec.number, ()):
+            module = known()
+            if module is not None and is_statistic(module, name):
+                return True
+        return False
+
     def _buffer(self, spec: VariableSpec) -> torch.Tensor:
         for known, name in self._slots.get(spec.number, ()):
             module = known()
@@ -224,16 +232,16 @@ class Copies:
 
     # -- what the function wrote by hand ----------------------------------------------------------------------------
 
-    def take_edits(self, numbers: Iterable[int]) -> list[Edit]:
+    def take_edits(self, numbers: Iterable[int]) -> list[VariableEdit]:
         """What the function itself has changed since the values were read, to be told to the servers.
 
-        Parameters and floating buffers as they are now (the last writer's stay), integral buffers as differences, so
-        that counters count every worker's steps. Tables are not held here, and cannot be written as a whole.
+        Parameters as they are now, buffers as `buffer_edits` says. Tables are not held here, and cannot be written as a
+        whole.
         """
         numbers = list(numbers)
         return [*self._parameter_edits(numbers), *self._buffer_edits(numbers)]
 
-    def _parameter_edits(self, numbers: Iterable[int]) -> Iterator[Edit]:
+    def _parameter_edits(self, numbers: Iterable[int]) -> Iterator[VariableEdit]:
         for spec in self.dense(numbers):
             if spec.kind != "parameter" or spec.number not in self._fresh or spec.number in self._arrivals:
                 continue
@@ -244,11 +252,11 @@ class Copies:
                         f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(parameter.shape)}. "
                         "Variables on parameter servers keep their shape."
                     )
-                yield spec, "assign", parameter.detach().clone(), None
+                yield VariableEdit(spec, "assign", parameter.detach().clone())
                 parameter.settle()
 
-    def _buffer_edits(self, numbers: Iterable[int]) -> list[Edit]:
-        edits: list[Edit] = []
+    def _buffer_edits(self, numbers: Iterable[int]) -> list[VariableEdit]:
+        edits: list[VariableEdit] = []
         for number in numbers:
             reference = self._reference.get(number)
             if reference is None:
@@ -257,9 +265,6 @@ class Copies:
             current = self._buffer(spec).detach()
             if is_same(current, reference):
                 continue
-            if current.is_floating_point() or current.is_complex() or current.dtype == torch.bool:
-                edits.append((spec, "assign", current, None))
-            else:
-                edits.append((spec, "add", current - reference, None))
+            edits.append(self.buffer_edits.edit_of(spec, current, reference, is_statistic=self._is_statistic(spec)))
             self._reference[number] = current.clone()
         return edits

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrat.parameter_server.dispatch import DEFAULT_DTYPE, Modes, Options
+from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES
+from torchstrat.reduction import VariableAggregation
 from torchstrat.replicas.thread_state import leave_plain
 
 
@@ -30,7 +31,15 @@ class Settings:
             and has set it.
     """
 
-    def __init__(self, world: World, tensor_of: Callable[[int], torch.Tensor], *, owns_process: bool = True) -> None:
+    def __init__(
+        self,
+        world: World,
+        tensor_of: Callable[[int], torch.Tensor],
+        set_aggregations: Callable[[Mapping[int, VariableAggregation]], None] = lambda _: None,
+        *,
+        owns_process: bool = True,
+    ) -> None:
+        self._set_aggregations = set_aggregations
         self._world = world
         self._tensor_of = tensor_of
         self._modules: list[tuple[nn.Module, bool]] = []
@@ -58,7 +67,10 @@ class Settings:
         if self._owns_process:
             self._default_dtype = modes.get(DEFAULT_DTYPE)
             self._put_back_default_dtype()
+        self._set_aggregations(modes.get(AGGREGATIONS, {}))
         for token, flag in modes.items():
+            if token == AGGREGATIONS:
+                continue
             if token[0] == ATTRIBUTES:
                 self._set_attributes(token[1], flag)
             elif self._world.knows(token):

@@ -194,9 +194,9 @@ class RemoteSteps:
                 parts[server]["steps"] = (
                     OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server])),
                 )
-        for spec, op, value, _ in self._copies.take_edits(reached):
-            for server, edit in shard_edits(spec, op, value, None):
-                parts[server]["edits"] = (*parts[server].get("edits", ()), edit)
+        for edit in self._copies.take_edits(reached):
+            for server, of_shard in shard_edits(edit):
+                parts[server]["edits"] = (*parts[server].get("edits", ()), of_shard)
         self._copies.fill(self._copies.dense(reached), partial(self._access.send_push, parts))
         self.stepped = True
 
