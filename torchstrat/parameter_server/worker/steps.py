@@ -126,8 +126,8 @@ class RemoteSteps:
             _forget(optimizer.state)
         if found:
             raise UnsupportedError(
-                f"a scheduled function has put state into {type(found[0]).__name__}.state, or changed what is there, "
-                "outside of its step(). The state of optimizers is on the parameter servers, which make the steps; a "
+                f"a scheduled function has put state into {type(found[0]).__name__}.state outside of its step(), or "
+                "changed what is there. The state of optimizers is on the parameter servers, which make the steps; a "
                 "worker would keep this for itself, and what it changes by it would overwrite the steps of others. "
                 "Change it on the coordinator, or use a synchronous strategy such as MirroredStrategy, also for "
                 "optimizers with steps of several parts (SAM)."
