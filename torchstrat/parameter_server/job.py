@@ -43,8 +43,8 @@ from torchstrat.parameter_server.variables.captured_variables import CapturedVar
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
 from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_without_gradient
-from torchstrat.parameter_server.variables.fixed_structure import FixedStructure
 from torchstrat.parameter_server.variables.initial_values import recipe_of
+from torchstrat.parameter_server.variables.module_structure import ModuleStructure
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state, split_state
 from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
@@ -98,7 +98,7 @@ class Job:
         self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
         """`OnServerLoss.attempt`."""
         self._registry = registry
-        self._structure = FixedStructure()
+        self._structure = ModuleStructure()
         self._rows_only = rows_only is not False
         self._warns_of_rows = rows_only is None
         self.seed = torch.initial_seed()
@@ -489,7 +489,8 @@ class Job:
         """Which modules are in training mode and which parameters require gradients, by their tokens; and what else
         functions find as it is here."""
         modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
-        modes: dict[Any, Any] = {token: module.training for token, module in modules}
+        modes: dict[Any, Any] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
+        modes |= {token: module.training for token, module in modules}
         modes |= self._attributes.changed(modules)
         modes[DEFAULT_DTYPE] = torch.get_default_dtype()
         modes[AGGREGATIONS] = self.variables.aggregations()
@@ -497,7 +498,7 @@ class Job:
 
     def read(self) -> Reading:
         """All that `commit`, `options` and `modes` are made of, as it is now."""
-        return Reading(self._registry, self.variables, self._attributes)
+        return Reading(self._registry, self.variables, self._attributes, self._structure)
 
     def known(self, reading: Reading) -> tuple[Options, Modes] | None:
         """`options` and `modes`, where nothing has changed since they were worked out for an equal reading; None where

@@ -109,7 +109,7 @@ class World:
 
     def _look_up(self, reference: tuple[Any, ...]) -> Any:
         if reference[0] == "tensor":
-            return self._tensor(reference[1])
+            return self.tensor_of(reference[1])
         if reference[0] == "made":
             _, token, recipe = reference
             if token not in self._objects:
@@ -117,7 +117,8 @@ class World:
             return self._objects[token]
         return self.resolve(reference[1])
 
-    def _tensor(self, spec: VariableSpec) -> torch.Tensor:
+    def tensor_of(self, spec: VariableSpec) -> torch.Tensor:
+        """What stands for a variable here, made when it is first asked for."""
         token = token_of_spec(spec)
         if token not in self._objects:
             self.register(token, self.make_tensor(spec))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchstrat import _torch_private
+from torchstrat import _torch_private, hook_registrations
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
@@ -88,6 +88,12 @@ _aliases: dict[int, Alias] = {}
 @_torch_private.uncompiled
 def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What PyTorch's compiler cannot see through: it leaves the call to Python, which asks each time."""
+    if func in _REGISTERS_HOOK and isinstance(args[0], nn.Parameter):
+        raise UnsupportedError(
+            "a hook was registered on a parameter that lives on parameter servers. It would not run on the workers, "
+            "which have parameters of their own. Register it in the function, or change the gradients there between "
+            "backward() and step()."
+        )
     if func in NEEDS_NO_VALUES:
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -99,6 +105,14 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return call.aliases[0].holder.call(call) if call.aliases else call.run()
 
 
+_REGISTERS_HOOK = frozenset(
+    {
+        hook_registrations.register_hook,
+        hook_registrations.register_post_accumulate_grad_hook,
+        hook_registrations.told_hook,
+        hook_registrations.told_post_accumulate_grad_hook,
+    }
+)
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property of the class
 
 

@@ -46,6 +46,10 @@ class CapturedVariables:
         # A module may have put another tensor in a buffer's place: the id is then free for anybody's.
         return None if number is None or self.tensor(number) is not tensor else self._specs[number]
 
+    def spec_of_buffer(self, module: nn.Module, name: str) -> VariableSpec | None:
+        number = self._slots.get((id(module), name))
+        return None if number is None else self._specs[number]
+
     def tensor(self, number: int) -> torch.Tensor | None:
         """The coordinator's copy; None when the program has dropped it."""
         if number in self._buffers:

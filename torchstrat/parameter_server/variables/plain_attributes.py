@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -76,7 +77,7 @@ class PlainAttributes:
                 sent[name] = _kept(value)
                 if is_fixed(value):
                     self._set.setdefault(module, {})[name] = value
-                else:
+                elif not _is_worked_out(module, value):
                     self._warn(module, name)
             if module in self._set:
                 found[ATTRIBUTES, token] = dict(self._set[module])
@@ -95,6 +96,11 @@ class PlainAttributes:
 
 def _names_of(module: nn.Module) -> list[str]:
     return [name for name in module.__dict__ if name not in _OF_EVERY_MODULE]
+
+
+def _is_worked_out(module: nn.Module, value: Any) -> bool:
+    """Whether it is what a hook makes anew in each forward pass, as pruning and older reparametrizations do."""
+    return isinstance(value, torch.Tensor) and bool(module._forward_pre_hooks)
 
 
 def _kept(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
+from torchstrat.parameter_server.variables.module_structure import ModuleStructure
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.variables import VariableRegistry
@@ -32,7 +33,13 @@ class Reading:
     buffer that took another one's place and id is the same variable.
     """
 
-    def __init__(self, registry: VariableRegistry, variables: CapturedVariables, attributes: PlainAttributes) -> None:
+    def __init__(
+        self,
+        registry: VariableRegistry,
+        variables: CapturedVariables,
+        attributes: PlainAttributes,
+        structure: ModuleStructure,
+    ) -> None:
         population = registry.population
         self._marks: list[Any] = [torch.get_default_dtype(), *population, *variables.population]
         self._hyperparameters: list[Any] = []  # alive, so that their ids stay theirs
@@ -41,6 +48,7 @@ class Reading:
             modules = list(registry.modules())
             self._read_modules(modules)
             self._marks += map(attributes.mark, modules)
+            self._marks += structure.mark()
             self._marks += variables.states()
             self._is_comparable = not variables.has_traceless_changes()
             for optimizer in registry.optimizers():

@@ -24,9 +24,6 @@ class BufferEdits:
         self.aggregations: Mapping[int, VariableAggregation] = {}
         self.is_shared = False
 
-    def set_aggregations(self, aggregations: Mapping[int, VariableAggregation]) -> None:
-        self.aggregations = aggregations
-
     def edit_of(
         self, spec: VariableSpec, current: torch.Tensor, reference: torch.Tensor, *, is_statistic: bool
     ) -> VariableEdit:

@@ -234,9 +234,7 @@ class _Session:
         self._resources = Resources(self._build)
         self._kept_codes = Recent(KEPT_CODES)
         self._codes: list[_Code] = []  # of the batch
-        self._settings = Settings(
-            self._world, self._copies.tensor_of, self._copies.buffer_edits.set_aggregations, owns_process=owns_process
-        )
+        self._settings = Settings(self._world, self._copies, owns_process=owns_process)
         self._new_settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
         self._rested = True  # the next function comes after a rest
         self._trouble: BaseException | None = None  # with what a batch brought, for the next function to raise

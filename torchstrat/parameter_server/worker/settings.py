@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options
+from torchstrat.parameter_server.travel.closures import unpack
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
 from torchstrat.parameter_server.travel.world import World
+from torchstrat.parameter_server.variables.module_structure import MEMBERS, Members
 from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES
-from torchstrat.reduction import VariableAggregation
+from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.thread_state import leave_plain
 
 
@@ -34,14 +36,12 @@ class Settings:
     def __init__(
         self,
         world: World,
-        tensor_of: Callable[[int], torch.Tensor],
-        set_aggregations: Callable[[Mapping[int, VariableAggregation]], None] = lambda _: None,
+        copies: Copies,
         *,
         owns_process: bool = True,
     ) -> None:
-        self._set_aggregations = set_aggregations
+        self._copies = copies
         self._world = world
-        self._tensor_of = tensor_of
         self._modules: list[tuple[nn.Module, bool]] = []
         self._parameters: list[tuple[torch.Tensor, bool]] = []
         self._groups: dict[int, list[_Group]] = {}
@@ -49,6 +49,7 @@ class Settings:
         self._owns_process = owns_process
         self._default_dtype: torch.dtype | None = None
         self._attributes: dict[Any, Mapping[str, Any]] = {}
+        self._members: dict[Any, Members] = {}
         self._warned: set[str] = set()
 
     def set_options(self, options: Options) -> None:
@@ -56,7 +57,7 @@ class Settings:
             if self._world.knows(("helper", number)):
                 optimizer = self._optimizers[number] = self._world.resolve(("helper", number))
                 for values in groups[len(optimizer.param_groups) :]:
-                    optimizer.param_groups.append({"params": [self._tensor_of(n) for n in values["params"]]})
+                    optimizer.param_groups.append({"params": [self._copies.tensor_of(n) for n in values["params"]]})
                 kept = zip(optimizer.param_groups, groups, strict=True)
                 self._groups[number] = [_Group(group, values) for group, values in kept]
         for gone in self._groups.keys() - options.keys():
@@ -67,11 +68,13 @@ class Settings:
         if self._owns_process:
             self._default_dtype = modes.get(DEFAULT_DTYPE)
             self._put_back_default_dtype()
-        self._set_aggregations(modes.get(AGGREGATIONS, {}))
+        self._copies.buffer_edits.aggregations = modes.get(AGGREGATIONS, {})
         for token, flag in modes.items():
             if token == AGGREGATIONS:
                 continue
-            if token[0] == ATTRIBUTES:
+            if token[0] == MEMBERS:
+                self._set_members(token[1], flag)
+            elif token[0] == ATTRIBUTES:
                 self._set_attributes(token[1], flag)
             elif self._world.knows(token):
                 captured = self._world.resolve(token)
@@ -86,6 +89,23 @@ class Settings:
         if self._attributes.get(token) != values and self._world.knows(token):
             self._attributes[token] = values
             vars(self._world.resolve(token)).update(values)
+
+    def _set_members(self, token: Any, members: Members) -> None:
+        """What was added, removed or replaced on the coordinator. The module itself stays the same object."""
+        if self._members.get(token) == members or not self._world.knows(token):
+            return
+        self._members[token] = members
+        module: nn.Module = self._world.resolve(token)
+        resolve, make = self._world.resolve, self._world.tensor_of
+        _fill(module._parameters, {n: None if spec is None else make(spec) for n, spec in members.parameters.items()})
+        _fill(module._modules, {n: None if child is None else resolve(child) for n, child in members.children.items()})
+        buffers = {n: None if spec is None else make(spec) for n, spec in members.buffers.items()}
+        # One that is there already may be another tensor by now, which a function has put in its place.
+        _fill(module._buffers, {name: module._buffers.get(name, one) for name, one in buffers.items()})
+        module._non_persistent_buffers_set = set(members.not_saved)
+        for name, hooks in unpack(members.hooks, self._world).items():
+            _fill(vars(module)[name], hooks)
+        self._copies.note_modules(one for _, one in self._world.modules())
 
     def put_back(self) -> None:
         """After a function, whether it returned or raised."""
@@ -130,6 +150,11 @@ class Settings:
                 "coordinator.schedule, or in each function. (Further changes are not warned of.)",
                 stacklevel=2,
             )
+
+
+def _fill(members: dict[str, Any], now: Mapping[str, Any]) -> None:
+    members.clear()
+    members.update(now)
 
 
 class _Group:

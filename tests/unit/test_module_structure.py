@@ -1,0 +1,147 @@
+"""What the program adds to a module, removes from it or replaces after it was placed on parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import torchstrat as ts
+from torchstrat.errors import UnsupportedError
+from torchstrat.testing.fake_cluster import FakeCluster
+
+
+class Job:
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.strategy = strategy = cluster.strategy()
+        self.coordinator = ts.ClusterCoordinator(strategy)
+        torch.manual_seed(0)
+        with strategy.scope():
+            self.model = model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+            self.other = other = nn.Linear(3, 1)
+
+        def output() -> torch.Tensor:
+            return model(torch.eye(3)).detach()
+
+        def of_other() -> torch.Tensor:
+            return other(torch.eye(3)).detach()
+
+        self._output, self._of_other = output, of_other
+
+    def on_worker(self) -> torch.Tensor:
+        found: torch.Tensor = self.coordinator.schedule(self._output).get()
+        return found
+
+    def is_followed(self) -> bool:
+        """Whether workers compute with what the coordinator has, several times."""
+        here = self.model(torch.eye(3)).detach()
+        return all(torch.equal(self.on_worker(), here) for _ in range(3))
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with FakeCluster(workers=2, ps=2) as cluster:
+        made = Job(cluster)
+        assert made.is_followed()
+        yield made
+        made.strategy.close()
+
+
+def _replace_head(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(4, 5)
+
+
+def _replace_parameter(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.full((4, 3), 0.5))
+
+
+def _append(model: nn.Sequential) -> None:
+    model.append(nn.ReLU())
+    model.append(nn.Linear(2, 2))
+
+
+def _delete(model: nn.Sequential) -> None:
+    del model[-1]
+
+
+def _remove_bias(model: nn.Sequential) -> None:
+    model[0].bias = None
+
+
+def _prune(model: nn.Sequential) -> None:
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+
+
+def _hook(model: nn.Sequential) -> None:
+    model[1].register_forward_hook(lambda module, args, output: output * 3)
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
+    "another head": _replace_head,
+    "another parameter": _replace_parameter,
+    "more children": _append,
+    "a child less": _delete,
+    "a bias less": _remove_bias,
+    "pruned": _prune,
+    "a hook": _hook,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_in_a_later_scope_is_followed(change: Callable[[nn.Sequential], None], job: Job) -> None:
+    before = job.on_worker()
+    with job.strategy.scope():
+        change(job.model)
+    assert job.is_followed()
+    after = job.on_worker()
+    assert before.shape != after.shape or not torch.equal(before, after)
+    assert job.coordinator.schedule(job._of_other).get().shape == (3, 1)
+    with job.strategy.scope():
+        change(job.model)  # and once more
+    assert job.is_followed()
+
+
+def test_a_hook_is_followed_outside_of_scopes_and_gone_when_it_is_removed(job: Job) -> None:
+    before = job.on_worker()
+    handle = job.model[2].register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.equal(job.on_worker(), before + 1)
+    handle.remove()
+    assert torch.equal(job.on_worker(), before)
+
+
+def test_a_head_that_took_the_place_of_another_trains(job: Job) -> None:
+    model = job.model
+    with job.strategy.scope():
+        model[2] = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain.load_state_dict(model.state_dict())
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def step(module: nn.Module, by: Any) -> None:
+        by.zero_grad()
+        module(torch.eye(3)).square().mean().backward()
+        by.step()
+
+    for _ in range(3):
+        step(plain, own)
+        job.coordinator.schedule(step, args=(model, optimizer)).get()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.clone(), plain.state_dict()[name])
+
+
+def test_a_worker_that_comes_later_has_the_structure_of_now(job: Job) -> None:
+    with job.strategy.scope():
+        _replace_head(job.model)
+    assert job.is_followed()
+
+
+def test_a_hook_on_a_parameter_is_refused_by_name(job: Job) -> None:
+    with pytest.raises(UnsupportedError, match="hook was registered on a parameter"):
+        job.model[0].weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(UnsupportedError, match="hook was registered on a parameter"):
+        job.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
