@@ -41,7 +41,7 @@ from tests.matrix.lifetime_rows import COLUMNS as WIDTH
 from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
 from tests.matrix.table import RIGHT, Cell, Expected, known_wrong, observe, refused
-from torchstrat.errors import CommunicationError, UnsupportedError
+from torchstrat.errors import CommunicationError
 from torchstrat.parameter_server.travel import reach
 from torchstrat.parameter_server.wire import envelopes
 from torchstrat.parameter_server.worker.run import current_worker_index
@@ -58,8 +58,6 @@ SECONDS = 60
 CAUSES = {
     "P-models": "ps_dropped_models_stay_on_servers: servers and workers are never told what the program has dropped "
     "(server/store.py and server/held.py drop all or nothing, worker/copies.py keeps every tensor)",
-    "P-layers": "ps_replaced_layer_refuses_everything: variables/fixed_structure.py is checked for all captured "
-    "modules at every commit",
     "P-iterators": "ps_iterators_keep_loader_processes: worker/resources.py forgets nothing, and per_worker.py does "
     "not notice that the program has dropped its object",
 }
@@ -68,8 +66,6 @@ CAUSES = {
 def expected(row: str, column: str) -> Expected:
     if column == MANY:
         return RIGHT
-    if row in ("models", "tables") and column == REPLACED:
-        return known_wrong("P-layers", UnsupportedError)
     if row in ("models", "optimizers", "tables"):
         return known_wrong("P-models")
     if row in ("data sets", "iterators", "loader processes"):

@@ -255,8 +255,6 @@ def expected(row: str, column: str, workers: int, *, is_heard: bool = True) -> E
         return refused(UnsupportedError, "earlier function left.*begin functions with", "each worker has its own")
     if row == "scheduler" and column in (IN_FUNCTION, RAISED):
         return refused(ContextError, r"StepLR.step\(\) .*on the coordinator", "the coordinator steps schedulers")
-    if row == "parameter" and column == ASSIGNED:
-        return refused(UnsupportedError, "weight", "workers have another structure by then")
     if column == IN_FUNCTION and row in PUT_BACK:
         says = {"requires_grad": "take gradients", "hyperparameter": "set lr", "hyperparameter, a tensor": "set lr"}
         return documented("holds until the function ends, and is put back", says.get(row, "") if is_heard else "")
