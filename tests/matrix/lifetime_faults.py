@@ -19,6 +19,9 @@ from torchstrat.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.data import prefetch
 from torchstrat.parameter_server.dispatch import Recent
 from torchstrat.parameter_server.dispatcher import Dispatcher
+from torchstrat.parameter_server.server.store import VariableStore
+from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.resources import Resources
 from torchstrat.replicas.central.state import CentralState
 from torchstrat.replicas.in_process import worker_threads
 from torchstrat.replicas.in_process.engine import InProcessReplicas
@@ -89,6 +92,8 @@ def _at(row: str, column: str, *places: str) -> tuple[str, ...]:
 
 _MANY = "20,000 functions"
 _RESULTS, _CODES = "a coordinator keeps the results of functions", "workers keep every function"
+_ON_SERVERS, _ON_WORKERS = "servers keep what the program has dropped", "workers keep what the program has dropped"
+_BUILT = "workers keep per-worker values"
 
 FAULTS = [
     PlantedFault(
@@ -165,5 +170,20 @@ FAULTS = [
         _CODES,
         lambda: marked(_CODES, lambda: mock.patch.object(Recent, "add", _added_for_good)),
         _at("functions", "dropped", lifetime_servers.PLACE),
+    ),
+    PlantedFault(
+        _ON_SERVERS,
+        lambda: marked(_ON_SERVERS, _off(VariableStore, "release")),
+        _at("models", "dropped", lifetime_servers.PLACE),
+    ),
+    PlantedFault(
+        _ON_WORKERS,
+        lambda: marked(_ON_WORKERS, _off(Copies, "release")),
+        _at("models", "dropped", lifetime_servers.PLACE),
+    ),
+    PlantedFault(
+        _BUILT,
+        lambda: marked(_BUILT, _off(Resources, "forget")),
+        _at("iterators", "dropped", lifetime_servers.PLACE),
     ),
 ]

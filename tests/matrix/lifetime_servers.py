@@ -22,7 +22,8 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.multiprocessing.reductions import shared_cache
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import torchstrat as ts
 from tests.matrix import on_servers
@@ -40,7 +41,7 @@ from tests.matrix.lifetime_measures import (
 from tests.matrix.lifetime_rows import COLUMNS as WIDTH
 from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
-from tests.matrix.table import RIGHT, Cell, Expected, known_wrong, observe, refused
+from tests.matrix.table import RIGHT, Cell, Expected, observe, refused
 from torchstrat.errors import CommunicationError
 from torchstrat.parameter_server.travel import reach
 from torchstrat.parameter_server.wire import envelopes
@@ -55,21 +56,10 @@ ROWS = (
 DROPPED, REPLACED, FAILED, MANY, TRIALS = "dropped", "replaced", "failed", "20,000 functions", "500 trials"
 SECONDS = 60
 
-CAUSES = {
-    "P-models": "ps_dropped_models_stay_on_servers: servers and workers are never told what the program has dropped "
-    "(server/store.py and server/held.py drop all or nothing, worker/copies.py keeps every tensor)",
-    "P-iterators": "ps_iterators_keep_loader_processes: worker/resources.py forgets nothing, and per_worker.py does "
-    "not notice that the program has dropped its object",
-}
+CAUSES = {}
 
 
 def expected(row: str, column: str) -> Expected:
-    if column == MANY:
-        return RIGHT
-    if row in ("models", "optimizers", "tables"):
-        return known_wrong("P-models")
-    if row in ("data sets", "iterators", "loader processes"):
-        return known_wrong("P-iterators")
     if row == "strategies" and column == DROPPED:
         return refused(
             CommunicationError, "Close the other endpoint", "a job goes on until its strategy or the program is closed"
@@ -127,6 +117,7 @@ class Job:
 def objects_here() -> tuple[int, int]:
     """The worker that runs this, and how many of Python's objects it has."""
     collect()
+    shared_cache.free_dead_references()  # as in `held_here`
     return current_worker_index(), objects()
 
 
@@ -186,9 +177,10 @@ def _look_up(job: Job, home: Any, kept: Any) -> Callable[[], Any]:
 
 
 def _loader(workers: int) -> DataLoader[Any]:
-    # With processes: as many as all functions of a cell read, in the memory of one.
-    rows = torch.ones(HEIGHT, WIDTH) if workers == 0 else torch.ones(1, WIDTH).expand(16_384, WIDTH)
-    return DataLoader(TensorDataset(rows), batch_size=4, num_workers=workers)
+    # As many as all functions of a cell read. With processes: in the memory of one.
+    data = TensorDataset(torch.ones(HEIGHT, WIDTH) if workers == 0 else torch.ones(1, WIDTH).expand(16_384, WIDTH))
+    sampler = RandomSampler(data, replacement=True, num_samples=16_384)
+    return DataLoader(data, batch_size=4, num_workers=workers, sampler=sampler)
 
 
 def _data_set(job: Job, home: Any) -> Any:

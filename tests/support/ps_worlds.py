@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.messages import Shard, VariableSpec
 from torchstrat.parameter_server.travel.catalog import Catalog
 from torchstrat.parameter_server.travel.closures import pack, pack_result, unpack, unpack_result
@@ -22,7 +23,9 @@ class Job:
     def __init__(self) -> None:
         self.registry = VariableRegistry()
         self.specs: dict[int, tuple[torch.Tensor, VariableSpec]] = {}
-        self.catalog = Catalog(self.registry, self.spec_of)
+        self.lifetimes = Lifetimes()
+        self.catalog = Catalog(self.registry, self.spec_of, self.lifetimes)
+        self._released: list[Any] = []
 
     def spec_of(self, tensor: torch.Tensor) -> VariableSpec | None:
         found = self.specs.get(id(tensor))
@@ -59,6 +62,8 @@ class Job:
     def bring_up_to_date(self, world: World) -> None:
         for increment in self.catalog.increments(world.version):
             world.load(increment)
+        self._released += self.lifetimes.take_released(0)  # no function is ever under way
+        world.release(self._released)
 
     def send(self, value: Any, world: World, what: str = "fn") -> Any:
         """What a worker gets for ``value``."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import same
 from tests.support.server_stores import add_edit, add_optimizer, make_spec, make_store, new_shards, push_of
 from torchstrat.errors import InvalidArgumentError, TorchstratError
-from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardEdit, Snapshot
+from torchstrat.parameter_server.messages import Dropped, NewOptimizer, OptimizerStep, ShardEdit, Snapshot
 from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
 from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.packing import pack_optimizer
@@ -330,3 +330,15 @@ def test_a_path_that_a_server_cannot_see(tmp_path: Path) -> None:
             call()
     with pytest.raises(InvalidArgumentError, match="ps 3 on another machine has not read the checkpoint"):
         shards.adopt(AdoptOrder("token", 0))
+
+
+def test_a_checkpoint_that_is_written_keeps_what_was_marked() -> None:
+    store = make_store(torch.zeros(4), torch.ones(4))
+    cut = store.begin_cut("token")
+    store.release(Dropped((1,)))
+    assert torch.equal(store.rows_of(cut, (1, 0)).rows(0, 4), torch.ones(4))
+    assert store.number_of_variables == 2
+    store.end_cut("token")
+    assert store.number_of_variables == 1
+    store.release(Dropped((1, 7), (3,)))  # gone already, or never here
+    assert torch.equal(store.read([(0, 0)])[0], torch.zeros(4))

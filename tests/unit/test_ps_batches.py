@@ -12,12 +12,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import torchstrat as ts
 from tests.support.gates import DEADLINE_SECONDS, await_arrivals, close_gate, note_run, pass_gate, take_runs
 from torchstrat.errors import CancelledError, CommunicationTimeoutError, NotSendableError
 from torchstrat.parameter_server import known_worker
-from torchstrat.parameter_server.scheduler import LARGEST_BATCH
+from torchstrat.parameter_server import scheduler_events as ev
+from torchstrat.parameter_server.lifetimes import Lifetimes
+from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
 from torchstrat.testing.fake_cluster import FakeCluster
 
 FIRST = 20
@@ -207,3 +211,66 @@ def test_without_an_endpoint_functions_wait_for_another_worker() -> None:
             one.cluster.network._endpoint(peer).close()
         one.cluster.start_worker(1)
         assert one.coordinator.fetch(values) == list(range(10))
+
+
+# -- the stamp: no function meets a number that was released ----------------------------------------------------------
+
+EVENTS = st.lists(st.tuples(st.sampled_from("sssdjlfbx"), st.integers(0, 7)), min_size=10, max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(EVENTS)
+def test_what_is_released_is_named_by_no_function_that_may_still_run(events: list[tuple[str, int]]) -> None:
+    """Functions name everything that is alive when they are scheduled; they are lost, repeated, handed back."""
+    scheduler, lifetimes = Scheduler(), Lifetimes()
+    lifetimes.watch(lambda: scheduler.next_function, lambda: None)
+    alive, made = {("parameter", -1)}, 0
+    names: dict[int, set[Any]] = {}  # of functions without an outcome
+    incarnations = dict.fromkeys(range(3), 0)
+    for kind, number in events:
+        worker = number % 3
+        where, at = (worker, f"{worker}.{incarnations[worker]}"), scheduler.functions_at(worker)
+        happened: list[ev.Event] = []
+        if kind == "s":
+            names[scheduler.next_function] = set(alive)
+            happened = [ev.Submitted(scheduler.next_function)]
+        elif kind == "d":
+            lifetimes.died(alive.pop())
+            alive.add(("parameter", made))
+            made += 1
+        elif kind == "j":
+            happened = [ev.WorkerJoined(*where)]
+        elif kind == "l":
+            happened = [ev.WorkerLost(*where)]
+            incarnations[worker] += 1
+        elif kind == "b" and at:
+            happened = [ev.HandedBack(*where, tuple(at[1:]))]
+        elif kind == "f" and at:
+            happened = [ev.Finished(*where, (at[0],), 1.0)]
+        elif kind == "x" and at:
+            happened = [ev.Failed(*where, at[0], ValueError()), ev.ErrorTaken()]
+        for action in (action for event in happened for action in scheduler.handle(event)):
+            if isinstance(action, ev.Complete):
+                for function in action.functions:
+                    del names[function]
+            elif isinstance(action, ev.Fail | ev.Cancel):
+                del names[action.function]
+        released = set(lifetimes.take_released(scheduler.ended_below))
+        named = [function for function, tokens in names.items() if tokens & released]
+        assert not named, f"functions {named} may still run"
+
+
+def test_deaths_are_told_once_until_somebody_looks() -> None:
+    told: list[str] = []
+    lifetimes = Lifetimes()
+    lifetimes.watch(lambda: 5, lambda: told.append("now"))
+    for number in range(3):
+        lifetimes.died(("module", number))
+    assert told == ["now"]
+    assert lifetimes.has_dead
+    assert lifetimes.take_released(4) == ()
+    lifetimes.died(("module", 3))
+    assert told == ["now"] * 2
+    assert lifetimes.take_released(5) == tuple(("module", number) for number in range(4))
+    assert lifetimes.take_dead() == tuple(("module", number) for number in range(4))
+    assert lifetimes.take_released(9) == lifetimes.take_dead() == ()

@@ -7,7 +7,7 @@ functions. ``coordinator.outcomes``: a `Report`, from the worker, while a batch 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,11 @@ class Recent:
         self._entries.move_to_end(key)
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)
+
+    def drop(self, is_gone: Callable[[Any], bool]) -> None:
+        """Those whose values are."""
+        for key in [key for key, value in self._entries.items() if is_gone(value)]:
+            del self._entries[key]
 
 
 Options = Mapping[int, tuple[Mapping[str, Any], ...]]
@@ -74,6 +79,8 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
         servers: who the servers are; None: as in the last batch.
         is_shared: the job has other workers.
         left_elsewhere: numbers of parameters of which others hold gradients that no step has used.
+        gone: tokens of what the coordinator's program has dropped. What the worker has of these goes when it has taken
+            in everything else of the batch, and kept codes that name them before; no function will name them again.
     """
 
     number: int
@@ -87,6 +94,7 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
     servers: Mapping[int, Peer] | None = None
     is_shared: bool = False
     left_elsewhere: tuple[int, ...] = ()
+    gone: tuple[Any, ...] = ()
 
 
 PLAIN_RESULTS = frozenset({type(None), bool, int, float, complex, str, bytes})

@@ -37,7 +37,7 @@ from torchstrat.parameter_server.dispatch import Batch, Report, ServerGone
 from torchstrat.parameter_server.interrupts import held_back
 from torchstrat.parameter_server.job import Job
 from torchstrat.parameter_server.known_worker import KnownWorker, Work, without_unsendable
-from torchstrat.parameter_server.per_worker import ResourceTable
+from torchstrat.parameter_server.per_worker import ResourceTable, numbers_of
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler import Scheduler
 from torchstrat.parameter_server.scheduler_events import (
@@ -109,6 +109,7 @@ class Dispatcher:
         self._results: _News | None = None  # whose events are being handled
         self._workers: dict[str, KnownWorker] = {}
         self._is_shared = False  # there are several, or were
+        self._has_released = False  # something that not all workers have been told of
         self._inbox: deque[Event | _News] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
@@ -123,6 +124,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
         job.on_outcomes = self._reported
+        job.lifetimes.watch(lambda: self._next_function, lambda: self._calls.put(True))
 
     # -- for the user's thread --------------------------------------------------------------------------------------
 
@@ -406,6 +408,7 @@ class Dispatcher:
                         self._handle_news(news)
                     else:
                         self._handle(news)
+                self._release_dropped()
             except BaseException as error:
                 self._broken = error
                 for work in self._works.values():
@@ -441,6 +444,22 @@ class Dispatcher:
             self._tell_who_waits_in_vain()
         if self._awaited and any(condition() for condition in self._awaited):
             self._changed.notify_all()
+
+    def _release_dropped(self) -> None:
+        """Tell servers and workers of what the program has dropped, once no function can name it any more."""
+        lifetimes = self._job.lifetimes
+        if lifetimes.has_dead and (gone := lifetimes.take_released(self._scheduler.ended_below)):
+            self._resources.forget(numbers_of(gone))
+            self._outbox.append(partial(self._job.release, gone))
+            for known in self._workers.values():
+                known.release(gone)
+            self._has_released = True
+        if self._has_released:
+            waiting = [known for known in self._workers.values() if known.is_to_be_told]
+            for known in waiting:
+                if not self._scheduler.functions_at(known.peer.task.index):  # else with the next batch
+                    self._send_to(known, (), rested=False)
+            self._has_released = any(known.is_to_be_told for known in waiting)
 
     def _before(self, event: Event) -> None:
         if isinstance(event, WorkerLost):
@@ -509,6 +528,9 @@ class Dispatcher:
         for function in action.functions:
             for lease in self._works[function].leases:
                 lease._was_sent()
+        self._send_to(known, action.functions, rested=action.rested)
+
+    def _send_to(self, known: KnownWorker, functions: tuple[int, ...], *, rested: bool) -> None:
         catalog = self._job.catalog
         # Only what `schedule` has made ready: the user's thread may be half-way through building the next model.
         increments = tuple(catalog.increments(known.version, new=False))
@@ -517,8 +539,8 @@ class Dispatcher:
             catalog.trim(min(worker.version for worker in self._workers.values()))
         batch = known.batch(
             self._works,
-            action.functions,
-            rested=action.rested,
+            functions,
+            rested=rested,
             increments=increments,
             resources=self._resources.needed_for,
             servers=self._job.server_peers(),

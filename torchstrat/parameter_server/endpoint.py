@@ -81,6 +81,10 @@ class Endpoint(Protocol):
         """A tensor, its values arbitrary, that `call` can send or fill without a copy where the way allows it. It is
         an ordinary tensor of this process otherwise, and everywhere else."""
 
+    def give_back_memory(self) -> None:
+        """What tensors of `empty` have left free goes back to the system, as far as it is large: the like of them will
+        not be needed again."""
+
     def describe_way(self, to: Peer) -> str:
         """For people: how calls to this peer travel, and why. Waits until it is known."""
 

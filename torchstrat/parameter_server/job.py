@@ -24,6 +24,7 @@ from torchstrat.errors import CommunicationError, ParameterServerUnavailable, Pe
 from torchstrat.optimizer_tiers import Kind, Tier
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
+from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.membership import Membership
 from torchstrat.parameter_server.messages import (
     InitialOp,
@@ -32,11 +33,12 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     StateOfShard,
     VariableSpec,
+    dropped_among,
 )
 from torchstrat.parameter_server.server.packing import pack_optimizer
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.travel.catalog import Catalog
-from torchstrat.parameter_server.travel.outgoing import token_of_spec
+from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
 from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.cache_servers import CacheServers
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
@@ -86,9 +88,10 @@ class Job:
         self.access = VariableAccess(self.servers, lambda: sender)
         self.placement = Placement(num_servers, partitioner)
         self._kinds = kinds or Kinds()
+        self.lifetimes = Lifetimes()
         self.cache = CoordinatorCache(CacheServers(self), timeout_seconds)
-        self.variables = CapturedVariables(registry, self.placement, self._kinds, self.cache)
-        self.catalog = Catalog(registry, self.variables.spec_of)
+        self.variables = CapturedVariables(registry, self.placement, self._kinds, self.cache, self.lifetimes.died)
+        self.catalog = Catalog(registry, self.variables.spec_of, self.lifetimes)
         self.first_function = 0
         """Function numbers below were used by an earlier coordinator of the same servers."""
         self.on_worker_lost: Callable[[Peer, str], None] = lambda peer, reason: None
@@ -332,6 +335,7 @@ class Job:
     def _commit_new(self) -> None:
         """What servers cannot take is refused in the call that brings it, and is not in the way of later ones."""
         counts = self._registry.counts
+        self._forget_dead()
         try:
             self.variables.place_new()
             new = self.variables.to_create()
@@ -346,6 +350,24 @@ class Job:
             self.variables.give_up_new()
             raise
         self._committed = counts
+
+    def _forget_dead(self) -> None:
+        """What the program has dropped is in none of the tables here."""
+        if dead := self.lifetimes.take_dead():
+            self.catalog.forget(dead)
+            dropped = dropped_among(dead)
+            self.variables.forget(dropped.variables)
+            for number in dropped.variables:
+                self._standalone.pop(number, None)
+            for number in dropped.optimizers:
+                self._optimizers.pop(number, None)
+
+    def release(self, tokens: Iterable[Token]) -> None:
+        """Let the servers drop these, which no function names any more. Does not wait."""
+        dropped = dropped_among(tokens)
+        if dropped.variables or dropped.optimizers:
+            for index in self.server_peers():
+                self.servers.send(index, "ps.release", dropped)
 
     def _new_shard(self, spec: VariableSpec, number: int) -> NewShard:
         tensor = self.variables.tensor(spec.number)
@@ -447,6 +469,7 @@ class Job:
         Returns the names of other variables that were lost: parameters and buffers have the coordinator's values now,
         what it has none of is zeros. Modules' buffers are not named.
         """
+        self._forget_dead()
         catalogs = self.servers.ask_all("ps.catalog")
         held = {
             (described["number"], shard)

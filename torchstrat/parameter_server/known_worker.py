@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchstrat.errors import NotSendableError
 from torchstrat.parameter_server.dispatch import KEPT_CODES, Arguments, Batch, Modes, Options, Recalled, Recent
 from torchstrat.parameter_server.leases.lease import Lease
+from torchstrat.parameter_server.per_worker import numbers_of
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.travel.closures import Packed
@@ -40,6 +41,7 @@ class KnownWorker:
         """How often it has stopped at a function that did not return, as far as its reports are here."""
         self.left: tuple[int, ...] = ()
         """Parameters of which it holds gradients that no step has used, as far as its reports are here."""
+        self._gone: list[Any] = []  # that it has not been told of
         self._next_number = 0
         self._open: dict[int, tuple[int, ...]] = {}  # batches without an answer: number → functions
         self._codes = Recent(KEPT_CODES)
@@ -82,6 +84,7 @@ class KnownWorker:
                 _collect_per_worker(packed, per_worker)
                 arguments = packed.blob, packed.tensors, packed.buffers, packed.tokens
             entries.append((function, index[0], arguments, work.seed))
+        gone, self._gone = tuple(self._gone), []
         number, self._next_number = self._next_number, self._next_number + 1
         self._open[number] = functions
         return Batch(
@@ -96,7 +99,18 @@ class KnownWorker:
             self._new_servers(servers),
             is_shared,
             left_elsewhere,
+            gone,
         )
+
+    def release(self, tokens: Collection[Any]) -> None:
+        """The program has dropped these: the next batch tells of it."""
+        self._gone += tokens
+        self._codes.drop(lambda named: not named.isdisjoint(tokens))
+        self._resources.difference_update(numbers_of(tokens))
+
+    @property
+    def is_to_be_told(self) -> bool:
+        return bool(self._gone)
 
     def answered(self, number: int) -> tuple[int, ...]:
         """A batch is over; its functions."""
@@ -121,7 +135,7 @@ class KnownWorker:
         if digest in self._codes:
             self._codes.use(digest)
             return digest, None
-        self._codes.add(digest)
+        self._codes.add(digest, packed.tokens)
         return digest, packed
 
     def _new_resources(self, needed: Any) -> tuple[Any, ...]:
@@ -137,9 +151,8 @@ class KnownWorker:
 
 
 def _collect_per_worker(packed: Packed, numbers: set[int]) -> None:
-    for token in packed.tokens:
-        if token[0] == "per_worker":
-            numbers.add(token[1])
+    if packed.tokens:
+        numbers.update(numbers_of(packed.tokens))
 
 
 def without_unsendable(batch: Batch, error: BaseException) -> tuple[Batch, dict[int, BaseException]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,6 +151,23 @@ class PushReply:
 
     values: tuple[torch.Tensor, ...]
     applied: bool
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Numbers of what the coordinator's program has dropped."""
+
+    variables: tuple[int, ...] = ()
+    optimizers: tuple[int, ...] = ()
+
+
+def dropped_among(tokens: Iterable[tuple[Any, ...]]) -> Dropped:
+    """Those of these tokens that servers know. (Schedulers have numbers among optimizers', which they do not.)"""
+    tokens = list(tokens)
+    return Dropped(
+        tuple(token[1] for token in tokens if token[0] in ("parameter", "buffer", "variable")),
+        tuple(token[1] for token in tokens if token[0] == "helper"),
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchstrat import nest
@@ -101,6 +101,11 @@ class ResourceTable:
         self.on_new(made)
         return made
 
+    def forget(self, numbers: Iterable[int]) -> None:
+        """The program has dropped these, and no function names them."""
+        for number in numbers:
+            self._specs.pop(number, None)
+
     def needed_for(self, numbers: set[int]) -> list[ResourceSpec]:
         """The descriptions of these and of what they are built from, sources first."""
         found: dict[int, ResourceSpec] = {}
@@ -112,6 +117,11 @@ class ResourceTable:
                 current = self._specs[current].source
             found.update((one.number, one) for one in reversed(chain))
         return list(found.values())
+
+
+def numbers_of(tokens: Iterable[tuple[Any, ...]]) -> list[int]:
+    """Of the per-worker values among these."""
+    return [token[1] for token in tokens if token[0] == "per_worker"]
 
 
 def require_builder(fn: Any, call: str) -> None:

@@ -218,6 +218,11 @@ class Scheduler:
         return self.queued + len(self._running)
 
     @property
+    def ended_below(self) -> int:
+        """Every function below this number has its outcome, by the last event that was no submission."""
+        return self._low
+
+    @property
     def next_function(self) -> int:
         """The number that the next submission has to have."""
         return self._end

@@ -234,6 +234,10 @@ class RpcEndpoint:
                 return self._neighbours.pool.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
+    def give_back_memory(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.pool.give_back()
+
     def describe_way(self, to: Peer) -> str:
         reason = self._apart if self._neighbours is None else self._neighbours.wait_for_way(to)
         return "shared memory" if reason is None else f"torch.distributed.rpc ({reason})"

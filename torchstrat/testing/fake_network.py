@@ -301,6 +301,8 @@ class FakeEndpoint:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def give_back_memory(self) -> None: ...
+
     def describe_way(self, to: Peer) -> str:
         return "a fake network"
 

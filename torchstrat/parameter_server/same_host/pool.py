@@ -92,6 +92,14 @@ class SharedPool:
         with self._lock:
             self._given_up.extend(tensors)
 
+    def give_back(self) -> None:
+        """Free blocks that have segments of their own go back to the system."""
+        with self._lock:
+            self._take_back()
+            for capacity in [capacity for capacity in self._free if capacity >= _LARGE_BYTES]:
+                for block in self._free.pop(capacity):
+                    self._drop(block)
+
     @property
     def total_bytes(self) -> int:
         with self._lock:
@@ -121,10 +129,13 @@ class SharedPool:
             if block.is_kept:
                 self._free.setdefault(block.capacity, []).append(block)
             else:
-                segment = self._segments.pop(block.place.segment)
-                self._starts.remove((segment.address, block.place.segment))
-                segment.close()
-                self._dropped.append(block.place.segment)
+                self._drop(block)
+
+    def _drop(self, block: _Block) -> None:
+        segment = self._segments.pop(block.place.segment)
+        self._starts.remove((segment.address, block.place.segment))
+        segment.close()
+        self._dropped.append(block.place.segment)
 
     def _take(self, size: int, keep: bool) -> _Block:
         self._take_back()

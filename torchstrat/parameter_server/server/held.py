@@ -7,8 +7,9 @@ still needs; see `torchstrat.parameter_server.server.cut`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,8 +24,7 @@ class HeldVariable:
     """``lock`` guards everything below it. ``shards``: number of the shard → its rows, on the CPU.
 
     ``states``: (optimizer, shard) → state. ``row_states``: which entries of that go by rows, once rows were stepped.
-    ``cut``: of a checkpoint that is being written. ``is_dropped``: the server was reset while somebody waited for the
-    lock.
+    ``cut``: of a checkpoint that is being written. ``is_dropped``: it was given up while somebody waited for the lock.
     """
 
     spec: VariableSpec
@@ -143,10 +143,20 @@ class HeldShards:
     def learn_rows(self, key: ShardKey, optimizer: int, learned: Mapping[str, RowState]) -> None:
         self._variable(key).row_states.setdefault((optimizer, key[1]), {}).update(learned)
 
-    def drop(self) -> None:
-        """The variables are given up; who waits for their locks finds nothing any more."""
+    def drop(self, numbers: Collection[int] | None = None) -> None:
+        """These variables (None: all) are given up; who waits for their locks finds nothing any more. What is marked of
+        them in a checkpoint that is being written stays as it is, for nobody changes it."""
+        for number, variable in self._variables.items():
+            if numbers is None or number in numbers:
+                variable.is_dropped, variable.cut = True, None
+
+    def drop_states(self, optimizers: Collection[int]) -> None:
+        """The state that these optimizers have."""
         for variable in self._variables.values():
-            variable.is_dropped, variable.cut = True, None
+            tables: tuple[dict[tuple[int, int], Any], ...] = (variable.states, variable.row_states)
+            for table in tables:
+                for slot in [slot for slot in table if slot[0] in optimizers]:
+                    del table[slot]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

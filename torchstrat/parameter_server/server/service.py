@@ -24,8 +24,11 @@ _SWITCH_INTERVAL_SECONDS = 5e-4
 """Of the interpreter, while a server runs. Its threads spend their time in torch, without the interpreter's lock; with
 Python's 5 ms a thread that comes back from there waits that long, per call, for one that is busy in Python."""
 
-_LEAVE_MUCH_FREE = ("ps.create", "ps.restore", "ps.load_optimizer_state", "ps.read_checkpoint", "ps.end_checkpoint")
-"""Orders for which a server takes, for a while, as much memory again as it holds."""
+_LEAVE_MUCH_FREE = (
+    *("ps.create", "ps.release", "ps.restore", "ps.load_optimizer_state"),
+    *("ps.read_checkpoint", "ps.end_checkpoint"),
+)
+"""Orders for which a server takes, for a while, as much memory again as it holds; or that give back what it held."""
 
 _switches_lock = threading.Lock()
 _before: list[float] = []
@@ -52,6 +55,7 @@ class VariableServer:
     ==========================  =========================================  ===================================
     ``ps.create``               sequence of `NewShard`                     None
     ``ps.add_optimizer``        `NewOptimizer`                             None
+    ``ps.release``              `Dropped`                                  None
     ``ps.read``                 sequence of `ShardKey`                     list of tensors
     ``ps.read_rows``            sequence of `RowsRequest`                  list of tensors
     ``ps.push``                 `Push`                                     `PushReply`
@@ -103,6 +107,7 @@ class VariableServer:
             "ps.create": store.create,
             "ps.repeat": store.repeat,
             "ps.add_optimizer": store.add_optimizer,
+            "ps.release": store.release,
             "ps.optimizer_state": lambda payload: store.optimizer_state(*payload),
             "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),
             "ps.optimizer_options": store.optimizer_options,

@@ -19,6 +19,7 @@ from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.endpoint import FRESH, AnswerMemory
 from torchstrat.parameter_server.messages import (
     AppliedPushes,
+    Dropped,
     NewOptimizer,
     NewShard,
     Push,
@@ -66,6 +67,7 @@ class VariableStore:
         self._variables: dict[int, HeldVariable] = {}
         self._optimizers: dict[int, HeldOptimizer] = {}
         self._cut: Cut | None = None
+        self._dropped_later: list[Dropped] = []
         self._applied = AppliedRecords(owner)
         self._conflicts: set[int] = set()
 
@@ -136,10 +138,30 @@ class VariableStore:
                 self._variables.clear()
                 self._optimizers.clear()
                 cut, self._cut = self._cut, None
+                self._dropped_later.clear()
             if cut is not None:
                 cut.fail("the job has ended, or begun anew")
             shards.drop()
             self._applied.clear()
+
+    def release(self, dropped: Dropped) -> None:
+        """Let go of variables with their state, and of optimizers with the state that they have of others. Those that
+        are not here are gone already. Waits for nothing: while a checkpoint is written, it happens at its end."""
+        with self._creating:
+            with self._structure:
+                if self._cut is not None:  # what is marked is written first, and what a step needs to begin with
+                    self._dropped_later.append(dropped)
+                    return
+                held = [self._optimizers[number] for number in dropped.optimizers if number in self._optimizers]
+            stepped = {number for optimizer in held for group in optimizer.groups for number in group}
+            with self._locked(stepped.union(dropped.variables)) as shards:
+                with self._structure:
+                    for number in dropped.variables:
+                        self._variables.pop(number, None)
+                    for optimizer in held:
+                        del self._optimizers[optimizer.number]
+                shards.drop(dropped.variables)
+                shards.drop_states(dropped.optimizers)
 
     @property
     def number_of_variables(self) -> int:
@@ -429,9 +451,12 @@ class VariableStore:
             if cut is None or token not in (None, cut.token):
                 return
             self._cut = None
+            dropped, self._dropped_later = self._dropped_later, []
         cut.fail("it was ended")
         with self._locked(self._numbers()) as shards:
             shards.unmark(cut)
+        for each in dropped:
+            self.release(each)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.travel.outgoing import Described, Outgoing, Recipe, Token, culprit_of, token_of_spec
 from torchstrat.parameter_server.travel.reach import Reach
@@ -36,7 +37,7 @@ SpecOf = Callable[[torch.Tensor], VariableSpec | None]
 class Increment:
     """Captured objects for a world of version ``since`` or later, which then has version ``number``.
 
-    ``blob``, ``tensors``, ``buffers``: as in `Packed`. ``gone``: tokens of objects that the coordinator dropped.
+    ``blob``, ``tensors``, ``buffers``: as in `Packed`.
     """
 
     number: int
@@ -44,7 +45,6 @@ class Increment:
     blob: bytes = field(repr=False)
     tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     buffers: int = 0
-    gone: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +60,13 @@ class Catalog:
     Args:
         registry: of the strategy. Everything in it is captured; what it forgets disappears here too.
         spec_of: the variable of the job that a tensor is; None for an ordinary tensor.
+        lifetimes: is told of what the program drops.
     """
 
-    def __init__(self, registry: VariableRegistry, spec_of: SpecOf) -> None:
+    def __init__(self, registry: VariableRegistry, spec_of: SpecOf, lifetimes: Lifetimes | None = None) -> None:
         self._registry = registry
         self.spec_of = spec_of
+        self._lifetimes = lifetimes or Lifetimes()
         self._lock = threading.RLock()
         self._by_id: dict[int, _Entry] = {}
         self._numbers: collections.Counter[str] = collections.Counter()
@@ -74,11 +76,9 @@ class Catalog:
         self._aside: dict[Token, _Entry] = {}  # of an increment that could not be made, until something refers to them
         self._described: set[Token] = set()  # variables that are in some increment
         self._referenced: weakref.WeakValueDictionary[Token, torch.Tensor] = weakref.WeakValueDictionary()
-        self._gone: collections.deque[Token] = collections.deque()  # appended to by weak references' callbacks
         self._increments: list[Increment] = []
         self._number = 0
-        self._whole: Increment | None = None
-        self._has_dead = False
+        self._whole: tuple[int, Increment] | None = None  # of everything, when so many had died
         self._has_looked = False  # at everything, since the last `begin`
         self.reach = Reach(self._matters, self._holds_captured)
         self.captures = 0
@@ -145,11 +145,11 @@ class Catalog:
         return token
 
     def _add(self, value: Any, token: Token, recipe: Recipe | None = None) -> _Entry:
-        key, by_id, gone = id(value), self._by_id, self._gone
+        key, by_id, lifetimes = id(value), self._by_id, self._lifetimes
 
         def forget(_: Any) -> None:
             by_id.pop(key, None)
-            gone.append(token)
+            lifetimes.died(token)
 
         try:
             entry = _Entry(token, weakref.ref(value, forget), recipe)
@@ -225,7 +225,7 @@ class Catalog:
                 self.begin()
                 self._advance()
             first = self._number - len(self._increments)
-            if after == 0 and self._number > 0 and (self._has_dead or self._gone or first > 0):
+            if after == 0 and self._number > 0 and (self._lifetimes.deaths or first > 0):
                 try:
                     return [self._made_anew()]
                 except Exception:  # the user may be changing a model in this moment
@@ -276,38 +276,36 @@ class Catalog:
             self._increments = [increment for increment in self._increments if increment.number > oldest]
 
     def _make_next(self) -> Increment:
-        gone = []
-        while self._gone:
-            gone.append(self._gone.popleft())
-        self._has_dead = self._has_dead or bool(gone)
-        try:
-            while True:
-                pending = list(self._pending)
-                specs = list(self._pending_specs.values())
-                made, _ = self._made_of(pending, specs, self._number - 1, tuple(gone))
-                if len(self._pending) == len(pending):  # it refers to nothing that was left out
-                    return made
-        except BaseException:
-            self._gone.extendleft(reversed(gone))
-            raise
+        while True:
+            pending = list(self._pending)
+            specs = [spec for token, spec in self._pending_specs.items() if token in self._referenced]
+            made, _ = self._made_of(pending, specs, self._number - 1)
+            if len(self._pending) == len(pending):  # it refers to nothing that was left out
+                return made
 
     def _made_anew(self) -> Increment:
         """One increment in place of all so far, with what is alive."""
-        if self._whole is None or self._gone:
+        deaths = self._lifetimes.deaths
+        if self._whole is None or self._whole[0] != deaths:
             pending = {entry.token for entry in (*self._pending, *self._aside.values())}
             own = [entry for entry in self._live() if entry.token not in pending and _is_sent(entry)]
-            self._has_dead = self._has_dead or bool(self._gone)
             specs = [self.spec_of(tensor) for token, tensor in self._referenced.items() if token in self._described]
-            whole, tokens = self._made_of(own, [spec for spec in specs if spec is not None], 0, ())
+            whole, tokens = self._made_of(own, [spec for spec in specs if spec is not None], 0)
             if not pending.isdisjoint(tokens):  # something new has been put into something old
                 self._advance()
                 return self._made_anew()
-            self._whole = whole
-        return self._whole
+            self._whole = deaths, whole
+        return self._whole[1]
 
-    def _made_of(
-        self, entries: list[_Entry], specs: list[VariableSpec], since: int, gone: tuple[Token, ...]
-    ) -> tuple[Increment, set[Token]]:
+    def forget(self, dead: Collection[Token]) -> None:
+        """Nothing refers to these any more."""
+        with self._lock:
+            self._described.difference_update(dead)
+            for token in dead:
+                self._aside.pop(token, None)
+                self._pending_specs.pop(token, None)
+
+    def _made_of(self, entries: list[_Entry], specs: list[VariableSpec], since: int) -> tuple[Increment, set[Token]]:
         """The increment, and the tokens of other captured objects that it refers to."""
         from torchstrat.parameter_server.travel.pickling import ObjectPickler  # cloudpickle is loaded when it is needed
 
@@ -329,7 +327,7 @@ class Catalog:
             where = max((path for path in paths if path is not None), key=len, default="a captured object")
             raise not_sendable(where, culprit, reason, "a worker") from error
         self._described.update(references.described)
-        increment = Increment(self._number, since, blob, pickler.tensors, pickler.buffers, gone)
+        increment = Increment(self._number, since, blob, pickler.tensors, pickler.buffers)
         return increment, set(references.tokens)
 
 

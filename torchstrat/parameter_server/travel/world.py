@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -76,8 +76,6 @@ class World:
 
         blob, tensors, buffers = increment.blob, increment.tensors, increment.buffers
         objects, _ = load_increment(blob, tensors, buffers, self._look_up_any, self.device)
-        for token in increment.gone:
-            self._drop(token)
         for token, value in objects:
             self.register(token, value)
             if isinstance(value, Optimizer) and not is_listed(type(value)):
@@ -126,6 +124,11 @@ class World:
         tensor: torch.Tensor = self._objects[token]
         return tensor
 
+    def release(self, tokens: Iterable[Token]) -> None:
+        """The coordinator has dropped its objects."""
+        for token in tokens:
+            self._drop(token)
+
     def _drop(self, token: Token) -> None:
         if token in self._objects:
             self._tokens.pop(id(self._objects.pop(token)), None)
@@ -146,6 +149,11 @@ class World:
         if isinstance(found, NotHere):
             raise FunctionError(str(found._why)) from found._why
         return found
+
+    def find(self, token: Token) -> Any:
+        """This worker's object for a token, as far as it has one; None for one without weak references, too."""
+        found = self._objects.get(token)
+        return found if getattr(type(found), "__weakrefoffset__", 0) else None
 
     def knows(self, token: Token) -> bool:
         """Whether there is an object for a token; the coordinator may have dropped its own before this world began, and

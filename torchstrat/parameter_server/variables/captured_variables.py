@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.errors import UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.travel.outgoing import Token, token_of_spec
 from torchstrat.parameter_server.variables.bonds import Bonds
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.elementwise import Kinds
@@ -21,18 +22,46 @@ from torchstrat.replicas.buffer_rules import is_statistic
 from torchstrat.variables import BufferSlot, VariableRegistry
 
 
-class CapturedVariables:
-    """Parameters, buffers and leaf tensors of the registry, by the variables they became. Held weakly."""
+class _Slot(NamedTuple):
+    """A `BufferSlot` whose module the program may drop."""
 
-    def __init__(self, registry: VariableRegistry, placement: Placement, kinds: Kinds, cache: CoordinatorCache) -> None:
+    module: weakref.ref[nn.Module]
+    key: tuple[int, str]
+
+    @property
+    def name(self) -> str:
+        return self.key[1]
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        module = self.module()
+        return None if module is None else module._buffers.get(self.name)
+
+
+class CapturedVariables:
+    """Parameters, buffers and leaf tensors of the registry, by the variables they became. Held weakly.
+
+    ``died`` is told of variables whose tensors, or whose modules, the program has dropped.
+    """
+
+    def __init__(
+        self,
+        registry: VariableRegistry,
+        placement: Placement,
+        kinds: Kinds,
+        cache: CoordinatorCache,
+        died: Callable[[Token], None] = lambda token: None,
+    ) -> None:
         self._registry = registry
         self._cache = cache
+        self._died = died
         self._placement = placement
         self._kinds = kinds
         self._specs: dict[int, VariableSpec] = {}
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}  # by id of the tensor
-        self._buffers: dict[int, BufferSlot] = {}
+        self._buffers: dict[int, _Slot] = {}
+        self._buffer_ids: dict[int, int] = {}  # of the tensor that was last seen there
         self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
         self._beside: dict[int, VariableSpec] = {}
         self._to_create: list[VariableSpec] = []
@@ -58,7 +87,12 @@ class CapturedVariables:
         return None if reference is None else reference()
 
     def specs(self) -> list[VariableSpec]:
-        return list(self._specs.values())
+        """Of what the program still has."""
+        return [spec for spec in list(self._specs.values()) if self._is_there(spec.number)]
+
+    def _is_there(self, number: int) -> bool:
+        slot = self._buffers.get(number)
+        return slot.module() is not None if slot is not None else self.tensor(number) is not None
 
     def parameters(self) -> Iterator[tuple[VariableSpec, torch.Tensor]]:
         """Every parameter that the program still has."""
@@ -118,10 +152,22 @@ class CapturedVariables:
                 del self._numbers[id(tensor)]
             slot = self._buffers.pop(spec.number, None)
             if slot is not None:
-                del self._slots[id(slot.module), slot.name]
-            self._parameters.pop(spec.number, None)
-            del self._specs[spec.number]
+                self._slots.pop(slot.key, None)
+            self._forget(spec.number)
         self._to_create.clear()
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """The program has dropped these."""
+        for number in numbers:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        for table in (self._specs, self._parameters, self._buffers, self._whole_for):
+            table.pop(number, None)
+        self._cache.release(number)
+        key = self._buffer_ids.pop(number, None)
+        if key is not None and self._numbers.get(key) == number:
+            del self._numbers[key]
 
     def place_now(self, tensor: torch.Tensor) -> None:
         """Do not wait for the others: somebody asks where ``tensor`` lives."""
@@ -144,16 +190,29 @@ class CapturedVariables:
         )
         if whole_for is not None:
             self._whole_for[spec.number] = whole_for
-        number, key = spec.number, id(tensor)
-        numbers = self._numbers
-        self._parameters[number] = weakref.ref(tensor, lambda _: numbers.pop(key, None))
+        token, key = token_of_spec(spec), id(tensor)
+        numbers, died = self._numbers, self._died
+
+        def forget(_: Any) -> None:
+            numbers.pop(key, None)
+            died(token)
+
+        self._parameters[spec.number] = weakref.ref(tensor, forget)
         self._register(spec, tensor)
 
     def _place_buffer(self, name: str, slot: BufferSlot) -> None:
         assert slot.tensor is not None
         spec = self._placement.place(name, slot.tensor.shape, slot.tensor.dtype, "buffer", may_split=False)
-        self._buffers[spec.number] = slot
-        self._slots[id(slot.module), slot.name] = spec.number
+        token, key = token_of_spec(spec), (id(slot.module), slot.name)
+        slots, died = self._slots, self._died
+
+        def forget(_: Any) -> None:
+            slots.pop(key, None)
+            died(token)
+
+        self._buffers[spec.number] = _Slot(weakref.ref(slot.module, forget), key)
+        self._slots[key] = spec.number
+        self._buffer_ids[spec.number] = id(slot.tensor)
         self._register(spec, slot.tensor)
 
     def _register(self, spec: VariableSpec, tensor: torch.Tensor) -> None:
@@ -168,36 +227,46 @@ class CapturedVariables:
     def _follow_buffers(self) -> None:
         """Modules may have put another tensor in a buffer's place."""
         for number, slot in self._buffers.items():
-            if slot.tensor is not None:
-                self._numbers[id(slot.tensor)] = number
+            tensor, before = slot.tensor, self._buffer_ids[number]
+            if tensor is not None and id(tensor) != before:
+                if self._numbers.get(before) == number:
+                    del self._numbers[before]
+                self._numbers[id(tensor)] = number
+                self._buffer_ids[number] = id(tensor)
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
     def aggregations(self) -> dict[int, VariableAggregation]:
         """What the program has set, of buffers, by the numbers of their variables."""
         rules = self._registry.buffer_rules
-        found = {number: rules.get(slot.module, slot.name) for number, slot in self._buffers.items()} if rules else {}
-        for number, aggregation in found.items():
+        found: dict[int, VariableAggregation] = {}
+        for number, slot in self._buffers.items() if rules else ():
+            module = slot.module()
+            aggregation = None if module is None else rules.get(module, slot.name)
             if aggregation is VariableAggregation.NONE:
                 raise UnsupportedError(
                     f"{self._specs[number].name} has aggregation 'none', by which every replica keeps its own. On "
                     "parameter servers workers come and go and keep nothing: hand such a state from function to "
                     "function, or keep it in a per-worker resource."
                 )
-        return {number: aggregation for number, aggregation in found.items() if aggregation is not None}
+            if aggregation is not None:
+                found[number] = aggregation
+        return found
 
     @property
     def may_conflict(self) -> bool:
         """Whether there are buffers of which one worker's value may replace another's."""
-        return any(not is_statistic(slot.module, slot.name) for slot in self._buffers.values())
+        modules = ((slot.module(), slot.name) for slot in self._buffers.values())
+        return any(module is not None and not is_statistic(module, name) for module, name in modules)
 
     def first_conflicts(self, numbers: Iterable[int]) -> Iterator[tuple[str, nn.Module, str]]:
         """Name, module and buffer of these variables, of each once."""
         for number in sorted(set(numbers) - self._conflicts):
             slot = self._buffers.get(number)
-            if slot is not None:
+            module = None if slot is None else slot.module()
+            if slot is not None and module is not None:
                 self._conflicts.add(number)
-                yield self._specs[number].name, slot.module, slot.name
+                yield self._specs[number].name, module, slot.name
 
     # -- whether anything has changed ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class ModuleStructure:
                     check_parameter(f"{type(module).__name__}.{name}", tensor)
             if is_known:
                 self._changed.setdefault(module, (None, None))
-            self._sent[id(module)] = weakref.ref(module), ids
+            self._sent[id(module)] = weakref.ref(module, partial(_forget, self._sent, id(module))), ids
             (self._hooked.add if any(_hook_marks(module)) else self._hooked.discard)(module)
 
     def mark(self) -> list[Any]:
@@ -84,6 +85,10 @@ class ModuleStructure:
                 hooks,
             )
             yield (MEMBERS, catalog.token_of(module)), members
+
+
+def _forget(known: dict[int, Any], key: int, _: object) -> None:
+    known.pop(key, None)
 
 
 def check_parameter(name: str, tensor: torch.Tensor) -> None:

@@ -54,6 +54,10 @@ class ServerGroup:
         """As `Endpoint.empty`: for what goes to servers, or comes from them."""
         return self._endpoint.empty(shape, dtype)
 
+    def give_back_memory(self) -> None:
+        """As `Endpoint.give_back_memory`."""
+        self._endpoint.give_back_memory()
+
     def describe_ways(self) -> dict[int, str]:
         """For people: how calls to each server travel."""
         return {index: self._endpoint.describe_way(peer) for index, peer in sorted(self.peers().items())}

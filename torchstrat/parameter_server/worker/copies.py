@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -224,6 +224,19 @@ class Copies:
         self._by_rows.discard(number)
         self._parameter(number).replace(self._memory_for(spec))
         self.refresh([number])
+
+    def release(self, numbers: Collection[int]) -> None:
+        """The coordinator has dropped these variables."""
+        if any(number in self._arrivals for number in numbers):  # servers may be writing to their memory
+            self._arrivals.settle()
+        for number in numbers:
+            tensor = self._tensors.pop(number, None)
+            if tensor is not None:
+                self._numbers.pop(id(tensor), None)
+            for table in (self._specs, self._slots, self._reference, self._staging):
+                table.pop(number, None)
+        for known in (self._by_rows, self._fresh, self._can_wait):
+            known.difference_update(numbers)
 
     def _parameter(self, number: int) -> WatchedParameter:
         tensor = self._tensors[number]

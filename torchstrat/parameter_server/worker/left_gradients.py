@@ -74,6 +74,12 @@ class LeftGradients:
             else:
                 self._unused.add(number)
 
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These parameters are gone, and their gradients with them."""
+        self._unused.difference_update(numbers)
+        for number in numbers:
+            self._versions.pop(number, None)
+
     def check(self, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
         """Raise `UnsupportedError` where a step would use gradients that an earlier function left, or miss them."""
         for group in optimizer.param_groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -142,6 +142,14 @@ class Executor:
         self._steps.check_states()
         self._access.push(self._copies.take_edits(reached))
         return result
+
+    def release(self, numbers: Collection[int]) -> None:
+        """Let go of copies of these variables, and of what the last function has left."""
+        self._reached = frozenset()
+        self._steps.watch(())
+        self.left.forget(numbers)
+        self._table_rows.forget(numbers)
+        self._copies.release(numbers)
 
     @functools.cached_property
     def _lookups(self) -> TableLookups:

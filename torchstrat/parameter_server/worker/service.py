@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,6 +36,7 @@ from torchstrat.parameter_server.dispatch import (
     ServerGone,
 )
 from torchstrat.parameter_server.endpoint import Endpoint, Handler
+from torchstrat.parameter_server.per_worker import numbers_of
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.travel.closures import Packed, pack_result, unpack
 from torchstrat.parameter_server.travel.exceptions import pack_exception
@@ -249,6 +252,8 @@ class _Session:
 
     def learn(self, batch: Batch) -> None:
         self._rested |= batch.rested
+        if batch.gone:
+            self._kept_codes.drop(lambda code: not code.packed.tokens.isdisjoint(batch.gone))
         self._executor.left.share(batch.is_shared, batch.left_elsewhere)
         self._copies.buffer_edits.is_shared = batch.is_shared
         for digest, packed in batch.codes:
@@ -262,6 +267,20 @@ class _Session:
             self._learn(batch)
         except BaseException as error:
             self._trouble = error
+        if batch.gone:
+            self._release(batch.gone)
+
+    def _release(self, tokens: Sequence[Any]) -> None:
+        """The coordinator has dropped these; nothing is sent any more that names them."""
+        held = [weakref.ref(held) for token in tokens if (held := self._world.find(token)) is not None]
+        self._settings.release(tokens)
+        self._executor.release([token[1] for token in tokens if token[0] in ("parameter", "buffer")])
+        for number in numbers_of(tokens):
+            self._resources.forget(number)
+        self._world.release(tokens)
+        if any(reference() is not None for reference in held):  # in a cycle, as far as nothing of the program holds it
+            gc.collect()
+        self._servers.give_back_memory()
 
     def _learn(self, batch: Batch) -> None:
         if batch.servers is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +106,18 @@ class Settings:
         for name, hooks in unpack(members.hooks, self._world).items():
             _fill(vars(module)[name], hooks)
         self._copies.note_modules(one for _, one in self._world.modules())
+
+    def release(self, tokens: Collection[Any]) -> None:
+        """Of these nothing is in force any more: the coordinator has dropped them."""
+        gone = {id(self._world.resolve(token)) for token in tokens if self._world.knows(token)}
+        self._modules = [(module, flag) for module, flag in self._modules if id(module) not in gone]
+        self._parameters = [(tensor, flag) for tensor, flag in self._parameters if id(tensor) not in gone]
+        for token in tokens:
+            self._attributes.pop(token, None)
+            self._members.pop(token, None)
+            if token[0] == "helper":
+                self._groups.pop(token[1], None)
+                self._optimizers.pop(token[1], None)
 
     def put_back(self) -> None:
         """After a function, whether it returned or raised."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,6 +64,10 @@ class TableRows:
         self._function += 1
         if self._ahead:
             self._ahead = [] if rested else [one for one in self._ahead if one.function >= self._function - 1]
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """Of the rows that were asked for, those of these variables: they are gone."""
+        self._ahead = [one for one in self._ahead if one.variable not in numbers]
 
     def prefetch(self, spec: VariableSpec, ids: torch.Tensor) -> None:
         """Ask for the rows of these ids, for one later `read`. Does not wait.
