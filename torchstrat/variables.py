@@ -137,6 +137,7 @@ class VariableRegistry:
         self._helpers = WeakOrdered()
         self._vectors = WeakOrdered()
         self._given_up = WeakOrdered()
+        self._released = WeakOrdered()
         self._lone = WeakOrdered()  # optimizers that steps have made over tensors in no module
         self._lone_tensors = WeakOrdered()
         self._copied = WeakOrdered()  # modules that the current run has copied
@@ -277,7 +278,8 @@ class VariableRegistry:
             is_new = module not in self._modules
             self._add_tree(module)
             if is_new and not self._opened and _is_trainable(module) and module not in self._given_up:
-                adopted.append(f"a {type(module).__name__} made outside of it")
+                how = "that was released" if module in self._released else "made outside of it"
+                adopted.append(f"a {type(module).__name__} {how}")
         if not found.tensors:
             return adopted
         members = {id(tensor) for module in self._modules for tensor in module._parameters.values()}
@@ -449,16 +451,32 @@ class VariableRegistry:
         for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
             ordered.count = max(ordered.count, count)
 
+    def let_go(self, values: Iterable[Any]) -> None:
+        """Forget these, though the program has them still."""
+        for value in values:
+            if isinstance(value, nn.Module):
+                self._released.add(value)
+            for ordered in (self._modules, self._tensors, self._helpers):
+                ordered.discard(value)
+        self._walked.clear()
+
     def give_up(self, counts: tuple[int, int, int]) -> None:
         """Forget what was recorded since these were the `counts`: the strategy has refused it. What a step reaches of
         it is recorded again, to be refused again, or not without the rest."""
+        for value in self.forget_since(counts):
+            self._given_up.add(value)
+
+    def forget_since(self, counts: tuple[int, int, int]) -> list[Any]:
+        """Forget what was recorded since these were the `counts`, and give it."""
+        forgotten = []
         for ordered, count in zip((self._modules, self._tensors, self._helpers), counts, strict=True):
             for number, value in list(ordered.numbered()):
                 if number >= count:
                     ordered.discard(value)
-                    self._given_up.add(value)
+                    forgotten.append(value)
         self._walked.clear()
         self.changes += 1
+        return forgotten
 
     def helpers(self) -> list[Any]:
         """Optimizers, schedulers and gradient scalers."""

@@ -56,8 +56,6 @@ ROWS = (
 DROPPED, REPLACED, FAILED, MANY, TRIALS = "dropped", "replaced", "failed", "20,000 functions", "500 trials"
 SECONDS = 60
 
-CAUSES = {}
-
 
 def expected(row: str, column: str) -> Expected:
     if row == "strategies" and column == DROPPED:

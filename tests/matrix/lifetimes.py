@@ -196,7 +196,6 @@ TABLE = Table(
     "lifetimes",
     "Does what a program has dropped go, in every process?",
     make_cells,
-    causes=lifetime_servers.CAUSES,
     faults=lifetime_faults.FAULTS,
     alike=lambda place: "torchrun" if places.processes_of(place) > 1 else SERVERS if place == SERVERS else "in process",
 )

@@ -291,7 +291,7 @@ FAULTS = [
     ),
     PlantedFault(
         "nobody is told that rows without a gradient stay",
-        lambda: mock.patch.object(job, "moves_rows_without_gradient", return_value=False),
+        lambda: mock.patch.object(elementwise, "moves_rows_without_gradient", return_value=False),
         _fakes("torch.optim.Adam", "tables, 3 shards, rows_only by default"),
     ),
 ]

@@ -174,3 +174,68 @@ def test_variables_and_per_worker_values_go_with_their_last_handle() -> None:
         gc.collect()
         until(lambda: variables_on(job.cluster) == 2)
         until(lambda: gc.collect() >= 0 and not any(type(one) is Data for one in gc.get_objects()))
+
+
+# -- release ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_released_goes_though_the_program_has_it() -> None:
+    with job_of() as job:
+        with job.strategy.scope():
+            model = Normed()
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            counter = ts.Variable(0, name="counter")
+
+        def step() -> None:
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+
+        job.coordinator.schedule(step).get(timeout=WAIT)
+        assert variables_on(job.cluster) == 10
+        weight = model.state_dict()["layer.weight"].clone()
+        job.coordinator.release(model, optimizer, counter)
+        until(lambda: variables_on(job.cluster) == 2)
+        until(lambda: layers() == 4)  # the two here, and the workers' kept ones
+        assert torch.equal(model.state_dict()["layer.weight"], weight)
+        optimizer.state_dict()
+        for _ in range(2):
+            with pytest.raises(ts.errors.InvalidArgumentError, match="a Normed that was released"):
+                job.coordinator.schedule(step)
+        with pytest.raises(ts.errors.InvalidArgumentError, match=r"not on this strategy's servers or workers \(any"):
+            job.coordinator.release(model)
+        assert job.coordinator.schedule(lambda: 1).get(timeout=WAIT) == 1
+
+
+def test_what_is_needed_is_not_released() -> None:
+    with job_of() as job:
+        with job.strategy.scope():
+            model = nn.Sequential(Layer(3, 3), Layer(3, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        dataset = job.coordinator.create_per_worker_dataset(lambda: iter(range(3)))
+        iterator = iter(dataset)
+        refused = [
+            ((model,), "Sequential: still needed by a SGD"),
+            ((model[0], optimizer, scheduler), "still needed by a Sequential"),
+            ((optimizer, model), "still needed by a StepLR"),
+            ((dataset,), "still needed by <PerWorkerIterator"),
+        ]
+        for objects, message in refused:
+            with pytest.raises(ts.errors.InvalidArgumentError, match=message):
+                job.coordinator.release(*objects)
+        with pytest.raises(ts.errors.WrongTypeError, match="release takes modules"):
+            job.coordinator.release(7)
+        gate = close_gate("needs")
+
+        def use(iterator: Any) -> None:
+            model[1].weight.sum()
+            pass_gate("needs")
+
+        value = job.coordinator.schedule(use, args=(iterator,))
+        for objects in ((model, optimizer, scheduler), (dataset, iterator)):
+            with pytest.raises(ts.errors.InvalidArgumentError, match=r"function 0 \(.*use\), which has not ended"):
+                job.coordinator.release(*objects)
+        gate.set()
+        value.get(timeout=WAIT)
+        job.coordinator.release(model, optimizer, scheduler, iterator, dataset)
+        until(lambda: variables_on(job.cluster) == 2)

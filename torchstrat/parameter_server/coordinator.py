@@ -33,6 +33,7 @@ from torchstrat.parameter_server.per_worker import (
     refuse_remote_values,
     require_builder,
 )
+from torchstrat.parameter_server.releasing import release
 from torchstrat.parameter_server.remote_value import PlainT, RemoteValue
 from torchstrat.parameter_server.server_loss import (
     RESTORE,
@@ -443,6 +444,21 @@ class ClusterCoordinator:
         return LeasedDataset(
             self, reader, dataset_rows, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, name=name
         )
+
+    def release(self, *objects: Any) -> None:
+        """Drop modules, optimizers, variables, datasets, iterators and resources from servers and workers, now.
+
+        What the program has no reference to any more goes by itself. This is for what it cannot drop, or keeps for
+        later: modules keep the values that were last read (take ``state_dict()`` before), and a function that uses them
+        again is refused. Servers and workers let go of them when the functions that run now have ended; does not wait.
+
+        Raises `InvalidArgumentError` naming what still needs one of them: a function that has not ended, an optimizer
+        or a module around it that is not released with it, an iterator of a dataset. `WrongTypeError` for anything
+        else, `InvalidArgumentError` for what was not made with this coordinator's strategy.
+        """
+        self._job.commit()
+        with self._dispatcher.unfinished() as works:
+            release(objects, self._job, self.strategy._engine.registry, works)
 
     def _is_idle(self) -> bool:
         return self._dispatcher.is_idle

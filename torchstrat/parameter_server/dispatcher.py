@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -285,6 +285,12 @@ class Dispatcher:
             if self._scheduler.servers_lost:
                 assert self._loss is not None
                 raise ParameterServerUnavailable(str(self._loss), self._loss.task)
+
+    @contextlib.contextmanager
+    def unfinished(self) -> Iterator[Mapping[int, Work]]:
+        """The functions that have no outcome yet; in the block none gets one, and none is added."""
+        with self._lock:
+            yield self._works
 
     def drain(self, worker: int) -> None:
         self.put(WorkerDraining(worker))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
-from torchstrat.optimizer_tiers import Kind, Tier
+from torchstrat.optimizer_tiers import Tier
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.lifetimes import Lifetimes
@@ -44,7 +43,7 @@ from torchstrat.parameter_server.variables.cache_servers import CacheServers
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
 from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
-from torchstrat.parameter_server.variables.elementwise import Kinds, moves_rows_without_gradient
+from torchstrat.parameter_server.variables.elementwise import Kinds, warn_of_rows
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state, split_state
@@ -362,6 +361,13 @@ class Job:
             for number in dropped.optimizers:
                 self._optimizers.pop(number, None)
 
+    def let_go(self, values: Iterable[Any]) -> None:
+        """As if the program had dropped these."""
+        for token in filter(None, [self.catalog.token_of(value) for value in values]):
+            self.lifetimes.died(token)
+        self.catalog.let_go(values)
+        self._forget_dead()
+
     def release(self, tokens: Iterable[Token]) -> None:
         """Let the servers drop these, which no function names any more. Does not wait."""
         dropped = dropped_among(tokens)
@@ -417,23 +423,10 @@ class Job:
             new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
             check_places(optimizer, kind, specs)
             if self._warns_of_rows and any(spec.by_rows for spec in specs):
-                self._warn_of_rows(optimizer, kind)
+                self._warns_of_rows = not warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
             self._optimizers[number] = groups
             self._keep_state(optimizer, is_current=not self._takes_over)
-
-    def _warn_of_rows(self, optimizer: Optimizer, kind: Kind) -> None:
-        """Once per job, where an optimizer does not do here what it does on one device."""
-        if moves_rows_without_gradient(optimizer, kind):
-            self._warns_of_rows = False
-            name = type(optimizer).__name__
-            warnings.warn(
-                f"on one device {name} moves all rows of an embedding table in every step (by "
-                "momentum, running averages, weight decay); on parameter servers with a variable_partitioner, rows "
-                "that no gradient touches stay as they are. ParameterServerStrategy(…, rows_only=False) has those of "
-                "one device, and steps whole tables; rows_only=True says that this is meant, without this warning.",
-                stacklevel=2,
-            )
 
     def _number_of(self, optimizer: Optimizer) -> int:
         token = self.catalog.token_of(optimizer)

@@ -291,8 +291,11 @@ class ParameterServerStrategy(Strategy):
 
     def _capture(self, fn: Callable[..., Any], arguments: Any) -> None:
         """Record what a function reaches. Trained state that was not made in the scope is an error."""
-        adopted = self._engine.registry.adopt(fn, nest.leaves(list(arguments)))
+        registry = self._engine.registry
+        before = registry.counts
+        adopted = registry.adopt(fn, nest.leaves(list(arguments)))
         if adopted:
+            registry.forget_since(before)  # or it would be there when the function is scheduled once more
             raise InvalidArgumentError(
                 f"the function uses trainable variables that the scope has not seen: {', '.join(adopted)}. They are "
                 "not on the parameter servers, and a worker would train a copy that nobody sees. Create them, and the "

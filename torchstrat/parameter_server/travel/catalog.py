@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,6 +161,17 @@ class Catalog:
 
     def _live(self) -> Iterator[_Entry]:
         return iter(list(self._by_id.values()))
+
+    def registered(self) -> list[Any]:
+        """What was registered by hand, as far as it is alive."""
+        return [value for entry in self._live() if (value := entry.get()) is not None]
+
+    def let_go(self, values: Iterable[Any]) -> None:
+        """These have no tokens any more, though they are alive."""
+        with self._lock:
+            for value in values:
+                self._by_id.pop(id(value), None)
+            self.captures += 1  # what was packed with references to these is to be packed again
 
     def begin(self) -> None:
         """Something is about to be pickled, and the registry may know more than it did."""

@@ -147,12 +147,6 @@ class CapturedVariables:
     def give_up_new(self) -> None:
         """The servers do not get what is to be created."""
         for spec in self._to_create:
-            tensor = self.tensor(spec.number)
-            if tensor is not None and self._numbers.get(id(tensor)) == spec.number:
-                del self._numbers[id(tensor)]
-            slot = self._buffers.pop(spec.number, None)
-            if slot is not None:
-                self._slots.pop(slot.key, None)
             self._forget(spec.number)
         self._to_create.clear()
 
@@ -162,6 +156,11 @@ class CapturedVariables:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
+        tensor, slot = self.tensor(number), self._buffers.get(number)
+        if tensor is not None and self._numbers.get(id(tensor)) == number:  # it was let go
+            del self._numbers[id(tensor)]
+        if slot is not None and self._slots.get(slot.key) == number:
+            del self._slots[slot.key]
         for table in (self._specs, self._parameters, self._buffers, self._whole_for):
             table.pop(number, None)
         self._cache.release(number)

@@ -186,7 +186,12 @@ class CoordinatorCache:
         if alias is None:
             return False
         copy: Any = alias.holder
-        return copy.is_meta or self.is_current(copy) or (alias.unread == copy.readings and copy.read_at == self.now())
+        return (
+            copy.is_meta
+            or copy.tensor() is None
+            or self.is_current(copy)
+            or (alias.unread == copy.readings and copy.read_at == self.now())
+        )
 
     def pull(self, specs: Iterable[VariableSpec]) -> None:
         """Bring the values of these variables, whether their copies are current or not."""
@@ -195,14 +200,12 @@ class CoordinatorCache:
 
     def _read(self, copies: Sequence[CachedVariable]) -> None:
         read_at = self.now()
-        for copy, value in zip(copies, self._servers.read([copy.spec for copy in copies]), strict=True):
-            self._store(copy, value, read_at)
+        held = [(copy, tensor) for copy in copies if (tensor := copy.tensor()) is not None]  # nobody drops them now
+        for (copy, tensor), value in zip(held, self._servers.read([copy.spec for copy, _ in held]), strict=True):
+            self._store(copy, tensor, value, read_at)
 
-    def _store(self, copy: CachedVariable, value: torch.Tensor, read_at: Moment) -> None:
+    def _store(self, copy: CachedVariable, tensor: torch.Tensor, value: torch.Tensor, read_at: Moment) -> None:
         """The servers have ``value``. ``read_at``: what `now` said before they were asked."""
-        tensor = copy.tensor()
-        if tensor is None:
-            return
         with untouched_by_surroundings():
             tensor.copy_(value)
         copy.note()
@@ -320,9 +323,9 @@ class CoordinatorCache:
 
     def _assign(self, copies: Sequence[CachedVariable]) -> None:
         with untouched_by_surroundings():
-            values = [(copy.spec, tensor.detach()) for copy in copies if (tensor := copy.tensor()) is not None]
-            if values:
-                self._servers.assign(values)
+            held = [(copy.spec, tensor) for copy in copies if (tensor := copy.tensor()) is not None]
+            if held:
+                self._servers.assign(held)
         for copy in copies:
             copy.note()
 
@@ -493,7 +496,10 @@ class CachedVariable:
         cache = self._cache()
         if cache is None:
             return call.run()
-        copies: list[CachedVariable] = call.holders
+        # What is left of a variable that the program has dropped is an ordinary tensor, with its last values.
+        copies = [copy for copy in call.holders if copy.tensor() is not None]
+        if not copies:
+            return call.run()
         on_meta = [copy for copy in copies if copy.is_meta]
         if on_meta and call.writes:
             return cache.write_without_values(on_meta[0], call)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -280,6 +281,20 @@ def moves_rows_without_gradient(optimizer: Optimizer, kind: Kind) -> bool:
         return False
     own = ShardOptimizer(*parts_of(optimizer))
     return any(_moves(own, number, begun) for number in range(len(own.options)) for begun in (False, True))
+
+
+def warn_of_rows(optimizer: Optimizer, kind: Kind) -> bool:
+    """Whether it does not do on servers what it does on one device; then there was a warning."""
+    if not moves_rows_without_gradient(optimizer, kind):
+        return False
+    warnings.warn(
+        f"on one device {type(optimizer).__name__} moves all rows of an embedding table in every step (by "
+        "momentum, running averages, weight decay); on parameter servers with a variable_partitioner, rows "
+        "that no gradient touches stay as they are. ParameterServerStrategy(…, rows_only=False) has those of "
+        "one device, and steps whole tables; rows_only=True says that this is meant, without this warning.",
+        stacklevel=3,
+    )
+    return True
 
 
 def _moves(optimizer: ShardOptimizer, group: int, begun: bool) -> bool:

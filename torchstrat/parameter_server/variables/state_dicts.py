@@ -53,7 +53,7 @@ class _PullModule(_Hook):
 class _PullOptimizer(_Hook):
     def __call__(self, optimizer: Optimizer) -> None:
         strategy = self._open_strategy()
-        if strategy is not None:
+        if strategy is not None and strategy._job.catalog.token_of(optimizer) is not None:  # else it was released
             job = strategy._job
 
             def pull() -> None:
@@ -66,7 +66,7 @@ class _PullOptimizer(_Hook):
 class _PushOptimizer(_Hook):
     def __call__(self, optimizer: Optimizer) -> None:
         strategy = self._open_strategy()
-        if strategy is not None:
+        if strategy is not None and strategy._job.catalog.token_of(optimizer) is not None:
             job = strategy._job
 
             def push() -> None:
