@@ -26,6 +26,7 @@
     ├── FunctionError (RuntimeError)          a scheduled function
     │   ├── CancelledError                    was cancelled before it ran, because another one failed
     │   │   └── CancelledByServerLossError    (also a ParameterServerUnavailable)
+    │   ├── FunctionSetAsideError             was lost with its worker as often as it may be run
     │   └── ClosureInputError                 could not run: its dataset or resource could not be built on the worker
     ├── NotSendableError (TypeError)          a function, an argument or a result that cannot travel between processes
     ├── OutOfRangeError (RuntimeError)        `get_next` past the end of the data
@@ -38,6 +39,7 @@ Errors that a user's own arguments can cause are also the builtin class that Pyt
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -167,6 +169,31 @@ class CancelledError(FunctionError):
 
 class CancelledByServerLossError(CancelledError, ParameterServerUnavailable):
     """A scheduled function was cancelled because a parameter server was lost. ``task``: which one."""
+
+
+class FunctionSetAsideError(FunctionError):
+    """A function was run as often as `ClusterCoordinator.schedule` allows (``max_attempts``), and each time its worker
+    was lost: it has ended the process, or has not ended in time.
+
+    Attributes:
+        function: its number.
+        losses: what became of the worker, each time.
+        name: of the function.
+    """
+
+    def __init__(self, function: int, losses: Iterable[str], name: str = "a function") -> None:
+        super().__init__(function, tuple(losses))
+        self.function, self.losses, self.name = function, tuple(losses), name
+
+    def __str__(self) -> str:
+        times = {loss: self.losses.count(loss) for loss in self.losses}
+        how = "; ".join(loss if count == 1 else f"{loss} ({count} times)" for loss, count in times.items())
+        return (
+            f"function {self.function} ({self.name}) is set aside: it was run {len(self.losses)} times, and each time "
+            f"its worker was lost: {how}. Look at what it does there (memory, native code, the worker's output); where "
+            "workers are lost for other reasons, allow more with schedule(…, max_attempts=…). What waited behind it "
+            "went on."
+        )
 
 
 class ClosureInputError(FunctionError):

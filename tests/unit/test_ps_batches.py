@@ -5,6 +5,7 @@ Which functions are sent when, and taken back why, is in tests/unit/test_schedul
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from torchstrat.parameter_server import known_worker
 from torchstrat.parameter_server import scheduler_events as ev
 from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
+from torchstrat.parameter_server.time_limits import GRACE_SECONDS, TimeLimits
 from torchstrat.testing.fake_cluster import FakeCluster
 
 FIRST = 20
@@ -211,6 +213,29 @@ def test_without_an_endpoint_functions_wait_for_another_worker() -> None:
             one.cluster.network._endpoint(peer).close()
         one.cluster.start_worker(1)
         assert one.coordinator.fetch(values) == list(range(10))
+
+
+# -- limits of time --------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_counts_from_when_a_function_is_the_first_of_its_worker() -> None:
+    now = 100.0
+    limits = TimeLimits(lambda: now)
+    assert limits.due == math.inf
+    assert limits.look([("a", 0, 5.0), ("b", 1, 2.0)])
+    assert limits.due == 102.0
+    now = 101.0
+    assert not limits.look([("a", 0, 5.0), ("b", 2, 4.0)]), "function 1 has ended"
+    assert limits.due == 105.0
+    now = 105.0
+    assert limits.passed() == [], "its end may be on its way"
+    assert limits.due == 105.0 + GRACE_SECONDS
+    now += GRACE_SECONDS
+    limits.look([("a", 3, 5.0), ("b", 2, 4.0)])
+    assert limits.passed() == [("b", 2)]
+    assert limits.passed() == []
+    limits.look([])
+    assert limits.due == math.inf
 
 
 # -- the stamp: no function meets a number that was released ----------------------------------------------------------

@@ -5,8 +5,10 @@ Workers that leave or are removed are in test_ps_batches.py; stopped ones and re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +17,12 @@ from torch import nn
 
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
-from torchstrat.errors import CommunicationTimeoutError, ParameterServerUnavailable
+from torchstrat.errors import (
+    CommunicationTimeoutError,
+    FunctionSetAsideError,
+    InvalidArgumentError,
+    ParameterServerUnavailable,
+)
 from torchstrat.testing.fake_cluster import FakeCluster
 
 WAIT = 60
@@ -98,6 +105,53 @@ def test_a_worker_that_dies_inside_a_function_or_idle() -> None:
         values = [job.coordinator.schedule(job.increment_and_pass, ("inside",)) for _ in range(2)]
         assert [value.fetch(timeout=WAIT) for value in values] == [0, 0]
         assert job.counter.read_value() == 4.0
+
+
+def test_a_function_that_ends_its_workers_is_set_aside_by_name_and_the_others_go_on() -> None:
+    with job_of(2, 2) as job:
+        gate = close_gate("poison")
+
+        def poison() -> None:
+            pass_gate("poison")
+
+        bad, others = job.coordinator.schedule(poison), job.add(*range(6))
+        for attempt in range(5):
+            await_arrivals("poison", 1)
+            if attempt == 4:
+                assert [value.get(timeout=WAIT) for value in others] == list(range(6))
+            found = re.search(r"runs on worker (\d)", repr(bad))
+            assert found is not None
+            job.cluster.wait_until_lost(job.cluster.kill_worker(int(found[1])))
+            job.cluster.start_worker(int(found[1]))
+        with pytest.raises(FunctionSetAsideError, match=r"function 0 \(.*poison\) is set aside: it was run 5 times"):
+            job.coordinator.join(timeout=WAIT)
+        with pytest.raises(FunctionSetAsideError):
+            bad.get()
+        gate.set()
+        job.assert_counts()
+        assert job.coordinator.schedule(lambda: 7).get(timeout=WAIT) == 7
+
+
+def test_a_worker_on_which_a_function_takes_too_long_is_given_up() -> None:
+    with job_of(2, 1) as job:
+        gate = close_gate("hangs")
+        hangs = job.coordinator.schedule(pass_gate, args=("hangs",), timeout=0.1, max_attempts=2)
+        quick = [job.coordinator.schedule(int, timeout=30) for _ in range(20)]
+        with pytest.raises(
+            FunctionSetAsideError, match=r"run 2 times.*\(pass_gate\) ran for more than 0.1 s, its timeout"
+        ):
+            hangs.get(timeout=WAIT)
+        gate.set()
+        with pytest.raises(FunctionSetAsideError):
+            job.coordinator.join(timeout=WAIT)
+        assert all(value.get(timeout=WAIT) == 0 for value in quick if "CancelledError" not in repr(value))
+        job.cluster.kill_worker(0)  # as a process does that is given up
+        job.cluster.start_worker(0)
+        assert job.coordinator.schedule(int, timeout=timedelta(seconds=30)).get(timeout=WAIT) == 0
+        with pytest.raises(InvalidArgumentError, match="timeout=0 must be more than 0 seconds"):
+            job.coordinator.schedule(int, timeout=0)
+        with pytest.raises(InvalidArgumentError, match="max_attempts=0 must be at least 1"):
+            job.coordinator.schedule(int, max_attempts=0)
 
 
 def test_a_worker_that_is_started_again_gets_everything_anew() -> None:

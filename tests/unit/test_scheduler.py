@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torchstrat.errors import InvalidArgumentError, ParameterServerUnavailable
+from torchstrat.errors import FunctionSetAsideError, InvalidArgumentError, ParameterServerUnavailable
 from torchstrat.parameter_server import scheduler as scheduler_module
 from torchstrat.parameter_server import scheduler_events as ev
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
@@ -329,7 +329,10 @@ class History(RuleBasedStateMachine):
         self.sent: dict[int, tuple[int, str]] = {}  # function → where it is in flight
         self.batches: dict[tuple[int, str], list[set[int]]] = {}
         self.first_dispatches: list[int] = []
-        self.touched: set[int] = set()  # lost with a worker
+        self.losses: dict[int, int] = {}  # how often each was lost with a worker
+        self.later: dict[int, int] = {}  # what was lost twice waits until all below a number were sent; in this order
+        self.limits: dict[int, int | None] = {}
+        self.aside: int | None = None  # what this event has to set aside
         self.recalled: set[tuple[int, tuple[int, str]]] = set()
         self.waits_for_moment = False
         self.outcomes: dict[int, Action] = {}
@@ -371,6 +374,9 @@ class History(RuleBasedStateMachine):
             if isinstance(action, ev.Dispatch):
                 self.book_dispatch(action)
             elif isinstance(action, ev.Complete | ev.Fail | ev.Cancel):
+                if isinstance(action, ev.Fail) and isinstance(action.error, FunctionSetAsideError):
+                    assert (action.function, len(action.error.losses)) == (self.aside, self.losses[action.function])
+                    self.aside, self.error = None, self.error or action.error
                 for function in action.functions if isinstance(action, ev.Complete) else (action.function,):
                     assert function not in self.outcomes, "a second outcome"
                     assert function < self.submitted
@@ -394,6 +400,8 @@ class History(RuleBasedStateMachine):
             elif isinstance(action, ev.Forget):
                 assert action.below > self.forgotten
                 self.forgotten = action.below
+        assert self.aside is None, "it has used up its attempts"
+        self.fails = False
         waiting_to_be_forgotten = self.done_below() - self.forgotten
         assert waiting_to_be_forgotten >= 0, "forgets what is not over"
         assert waiting_to_be_forgotten < self.forget_every
@@ -420,9 +428,12 @@ class History(RuleBasedStateMachine):
             assert len(there) < 2 or (there, *where) in asked
 
     def check_cancelled(self, functions: Iterable[int]) -> None:
-        """What came back, if the user has seen the error since; else it runs again."""
+        """What came back, if the user has seen the error since; else it runs again, or was set aside."""
         for function in functions:
             outcome = self.outcomes.get(function)
+            if isinstance(outcome, ev.Fail):
+                assert function >= self.taken_below
+                continue
             assert (function < self.taken_below) == isinstance(outcome, ev.Cancel)
             assert outcome is None or outcome == ev.Cancel(function, self.error_taken)
 
@@ -431,7 +442,10 @@ class History(RuleBasedStateMachine):
         assert self.pending() is None
         assert not self.lost
         assert where in self.usable(), "sent to a process that takes nothing"
-        levels = {at: len(self.open_batches(at)) for at in self.usable()}
+        levels = {at: len(self.open_batches(at)) for at in self.usable() if not self.runs_a_lost_one(at)}
+        assert where in levels, "beside one that was lost"
+        assert action.is_repeated == (self.next_again() in self.losses), "something older waited"
+        assert not action.is_repeated or (len(action.functions) == 1 and not self.load(where)), "not by itself"
         assert levels[where] < self.room, "more batches than agreed"
         others = [at for at in levels if levels[at] < levels[where]]
         assert all(self.load(at) and at in self.stalled() for at in others), "another worker had less to do"
@@ -443,14 +457,14 @@ class History(RuleBasedStateMachine):
             assert function not in self.sent, "in flight twice"
             if function not in self.first_dispatches:
                 assert not self.first_dispatches or function > self.first_dispatches[-1], "out of order"
-                assert not self.waiting_again(), "something older waited"
+                assert all(other in self.later for other in self.waiting_again()), "something older waited"
                 assert not self.held, "begun while dispatch is held"
                 self.first_dispatches.append(function)
             else:
                 assert function >= self.taken_below, "it belongs to an error that the user has seen"
-                first = [waiting for waiting in self.waiting_again() if waiting in self.touched]
-                assert function == min(first or self.waiting_again())
-                assert function in self.touched or not self.held, "begun while dispatch is held"
+                assert action.is_repeated == (function in self.losses)
+                assert function == self.next_again()
+                assert function in self.losses or not self.held, "begun while dispatch is held"
             self.sent[function] = where
         self.batches.setdefault(where, []).append(set(action.functions))
 
@@ -470,7 +484,24 @@ class History(RuleBasedStateMachine):
         return self.submitted - len(self.outcomes) - len(self.sent)
 
     def waiting_again(self) -> list[int]:
-        return [function for function in self.first_dispatches if function not in self.sent.keys() | self.outcomes]
+        return [f for f in self.first_dispatches if f not in self.sent and f not in self.outcomes]
+
+    def next_again(self) -> int | None:
+        """Of what was sent before: which has to go next; none, where others come before them."""
+        waiting = self.waiting_again()
+        once = [function for function in waiting if function in self.losses and function not in self.later]
+        back = [function for function in waiting if function not in self.losses]
+        if once or (back and not self.held):
+            return min(once or back)
+        often = [function for function in self.later if function in waiting]
+        return often[0] if often and (self.held or self.first_never_sent() >= self.later[often[0]]) else None
+
+    def first_never_sent(self) -> int:
+        known = self.outcomes.keys() | set(self.first_dispatches)
+        return next(function for function in itertools.count() if function not in known)
+
+    def runs_a_lost_one(self, where: tuple[int, str]) -> bool:
+        return any(at == where and function in self.losses for function, at in self.sent.items())
 
     def usable(self) -> list[tuple[int, str]]:
         return [where for where in self.live.items() if where not in self.draining | self.leaving]
@@ -488,10 +519,21 @@ class History(RuleBasedStateMachine):
         if self.live.get(where[0]) == where[1]:
             del self.live[where[0]]
         self.dead.append(where)
-        lost = [function for function, at in self.sent.items() if at == where]
-        self.touched.update(lost)
+        lost = sorted(function for function, at in self.sent.items() if at == where)
         for function in lost:
+            self.losses[function] = self.losses.get(function, 0) + 1
             self.unbook(function)
+        self.put_behind(lost)
+        if len(lost) == 1 and lost[0] >= self.taken_below:
+            limit = self.limits.get(lost[0], 5)
+            if limit is not None and self.losses[lost[0]] >= limit:
+                self.aside, self.fails = lost[0], True
+
+    def put_behind(self, functions: Iterable[int]) -> None:
+        for function in sorted(functions):
+            if self.losses.get(function, 0) > 1:
+                self.later.pop(function, None)
+                self.later[function] = self.submitted
 
     def pick_sent(self, data: st.DataObject) -> tuple[int, tuple[int, str]]:
         return data.draw(st.sampled_from(sorted(self.sent.items())))
@@ -503,12 +545,13 @@ class History(RuleBasedStateMachine):
 
     # -- events as they come
 
-    @rule(number=st.sampled_from([1, 2, 5, 40]))
-    def submit(self, number: int) -> None:
+    @rule(number=st.sampled_from([1, 2, 5, 40]), limit=st.sampled_from([5, 5, 1, 2, None]))
+    def submit(self, number: int, limit: int | None = 5) -> None:
         for _ in range(number):
+            self.limits[self.submitted] = limit
             self.submitted += 1
             self.announced = None
-            self.tell(ev.Submitted(self.submitted - 1))
+            self.tell(ev.Submitted(self.submitted - 1, limit))
 
     @rule(worker=st.integers(0, WORKERS - 1), readmit=st.booleans())
     def join(self, worker: int, readmit: bool) -> None:
@@ -568,6 +611,7 @@ class History(RuleBasedStateMachine):
         for function in functions:
             self.unbook(function)
             self.recalled.discard((function, where))
+        self.put_behind(functions)
         self.tell(ev.HandedBack(*where, functions))
         self.check_cancelled(functions)
 
@@ -581,7 +625,6 @@ class History(RuleBasedStateMachine):
             self.error = error
         self.fails = True
         outcome, *rest = self.tell(ev.Failed(*where, function, error))
-        self.fails = False
         assert outcome == (ev.Cancel(function, self.loss_told) if is_explained else ev.Fail(function, error))
         if is_first:
             self.check_asked_for_all(rest, [other for other in self.live.items() if other != where])
@@ -660,7 +703,7 @@ class History(RuleBasedStateMachine):
         assert scheduler.done == (len(self.outcomes) == self.submitted)
         assert scheduler.pending_error is self.pending()
         assert scheduler.servers_lost == self.lost
-        half_way = self.pending() is None and not self.touched <= self.outcomes.keys()
+        half_way = self.pending() is None and not self.losses.keys() <= self.outcomes.keys()
         assert scheduler.at_rest == (self.held and not self.sent and not half_way)
         assert scheduler.workers == {where[0]: where[1] for where in self.usable() if where not in self.stalled()}
         assert all(self.load(where) for where in self.draining), "released as soon as it has nothing"
@@ -668,8 +711,11 @@ class History(RuleBasedStateMachine):
             function: where[0] for function, where in self.sent.items()
         }
         if scheduler.queued and self.pending() is None and not self.lost and not self.held:
-            takers = [where for where in self.usable() if where not in self.stalled()]
-            assert all(len(self.open_batches(where)) == self.room for where in takers), "a worker idles"
+            takers = [
+                where for where in self.usable() if where not in self.stalled() and not self.runs_a_lost_one(where)
+            ]
+            room = 1 if self.next_again() in self.losses else self.room
+            assert all(len(self.open_batches(where)) >= room for where in takers), "a worker idles"
             assert all(self.load(where) for where in self.stalled())
 
     def teardown(self) -> None:

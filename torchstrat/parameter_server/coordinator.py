@@ -35,6 +35,7 @@ from torchstrat.parameter_server.per_worker import (
 )
 from torchstrat.parameter_server.releasing import release
 from torchstrat.parameter_server.remote_value import PlainT, RemoteValue
+from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
 from torchstrat.parameter_server.server_loss import (
     RESTORE,
     FromNowhere,
@@ -58,6 +59,11 @@ if TYPE_CHECKING:
     from torchstrat.strategies.parameter_server import ParameterServerStrategy
 
 QUEUE_SIZE = 262_144
+
+_Limits = tuple[int | None, float | None]
+"""Of attempts, and of seconds."""
+
+_USUAL_LIMITS: _Limits = MAX_ATTEMPTS, None
 
 T = TypeVar("T")
 
@@ -119,7 +125,13 @@ class ClusterCoordinator:
     # -- functions --------------------------------------------------------------------------------------------------
 
     def schedule(
-        self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        timeout: timedelta | float | None = None,
+        max_attempts: int | None = MAX_ATTEMPTS,
     ) -> RemoteValue[T]:
         """Queue ``fn(*args, **kwargs)`` for any worker, and return at once the place where its result will be.
 
@@ -128,6 +140,10 @@ class ClusterCoordinator:
                 worker's own there; per-worker values mean the executing worker's. All else is copied.
             args, kwargs: what can be pickled, and per-worker values; no `RemoteValue`. In place of a `Lease`, ``fn``
                 gets its rows as a batch.
+            timeout: how long one run of ``fn`` may take on a worker, in seconds; None: any time. A worker on which it
+                takes longer is given up and replaced, which ends the run as a crash does.
+            max_attempts: how often ``fn`` is run where its worker is lost each time; None: any number of times. After
+                that its outcome is a `FunctionSetAsideError`. From the second loss on it waits for what is queued.
 
         Waits while the queue is full (262,144 functions). Raises the error of an earlier function, once, and cancels
         what was queued; ``fn`` is then not queued either. Raises `NotSendableError` naming the part of ``fn`` that
@@ -140,21 +156,24 @@ class ClusterCoordinator:
         require_kwargs(kwargs)
         if args or kwargs:
             refuse_remote_values((list(args), kwargs or {}), RemoteValue, "schedule")
+        limits = _limits_of(timeout, max_attempts)
         on_loss = self._on_server_loss
         on_loss.require_ready()
         if not on_loss.restores:
-            return self._schedule(fn, args, kwargs)
+            return self._schedule(fn, args, kwargs, limits)
         try:
-            return on_loss.attempt(lambda: self._schedule(fn, args, kwargs), lambda: self._came_too_late(fn))
+            return on_loss.attempt(lambda: self._schedule(fn, args, kwargs, limits), lambda: self._came_too_late(fn))
         except OutdatedLeaseError:  # between two calls of the user's, who need not know
             return self._came_too_late(fn)
 
-    def _schedule(self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None) -> RemoteValue[T]:
+    def _schedule(
+        self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None, limits: _Limits
+    ) -> RemoteValue[T]:
         with held_back:
-            return self._pack_and_submit(fn, args, kwargs)
+            return self._pack_and_submit(fn, args, kwargs, limits)
 
     def _pack_and_submit(
-        self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None
+        self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any] | None, limits: _Limits
     ) -> RemoteValue[T]:
         self._raise_pending("this call's function was not queued")
         job, catalog = self._job, self._job.catalog
@@ -183,7 +202,9 @@ class ClusterCoordinator:
         def make(number: int) -> Work:
             claim_all(leases, number)
             value: RemoteValue[T] = RemoteValue(number, _name_of(fn), self._where)
-            return Work(code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases))
+            return Work(
+                code.digest, code, arguments, options, modes, job.seed_of(number), value, tuple(leases), *limits
+            )
 
         return self._dispatcher.submit(make)
 
@@ -507,6 +528,17 @@ def _collect_garbage_once() -> None:
     """All that imports have made is new to the garbage collector. It would go through it, which takes 0.1 s, when the
     first few thousand functions have been scheduled."""
     gc.collect()
+
+
+def _limits_of(timeout: timedelta | float | None, max_attempts: int | None) -> _Limits:
+    if timeout is None and max_attempts == MAX_ATTEMPTS:
+        return _USUAL_LIMITS
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is not None and not seconds > 0:
+        raise InvalidArgumentError(f"timeout={timeout!r} must be more than 0 seconds, or None for any time.")
+    if max_attempts is not None and max_attempts < 1:
+        raise InvalidArgumentError(f"max_attempts={max_attempts} must be at least 1, or None for any number.")
+    return max_attempts, seconds
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

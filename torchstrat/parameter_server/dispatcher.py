@@ -29,6 +29,7 @@ from torchstrat.errors import (
     CommunicationError,
     CommunicationTimeoutError,
     ContextError,
+    FunctionSetAsideError,
     NotSendableError,
     ParameterServerUnavailable,
     TorchstratError,
@@ -67,6 +68,7 @@ from torchstrat.parameter_server.scheduler_events import (
     WorkerLost,
 )
 from torchstrat.parameter_server.tasks import Peer, Task
+from torchstrat.parameter_server.time_limits import TimeLimits
 from torchstrat.parameter_server.travel.closures import Packed
 from torchstrat.parameter_server.travel.exceptions import unpack_exception
 
@@ -110,6 +112,8 @@ class Dispatcher:
         self._workers: dict[str, KnownWorker] = {}
         self._is_shared = False  # there are several, or were
         self._has_released = False  # something that not all workers have been told of
+        self._timed = 0  # functions without an outcome that have a limit of time
+        self._limits = TimeLimits()
         self._inbox: deque[Event | _News] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
@@ -119,7 +123,7 @@ class Dispatcher:
         self._loss: ParameterServerUnavailable | None = None  # the last one
         self._broken: BaseException | None = None
         self._closed = False
-        self._moment_due: float | None = None
+        self._moment_due = math.inf
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the thread: to look, and whether to go on
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -140,9 +144,13 @@ class Dispatcher:
                 number = self._next_function
                 work = self._works[number] = make(number)
                 self._next_function += 1
-                actions = self._scheduler.handle(Submitted(number))  # nobody waits for anything that this changes
+                # Nobody waits for anything that this changes.
+                actions = self._scheduler.handle(Submitted(number, work.max_attempts))
                 if actions:
                     self._carry_out(actions)
+                if work.timeout_seconds is not None:
+                    self._timed += 1
+                    self._look_at_time()
         if may_run:
             if self._outbox:
                 self._empty_outbox()
@@ -332,7 +340,7 @@ class Dispatcher:
     def worker_lost(self, peer: Peer, reason: str) -> None:
         logger.warning("%s was lost: %s; what it was running runs elsewhere.", peer, reason)
         self._job.fence(peer)
-        self.put(WorkerLost(peer.task.index, peer.incarnation))
+        self.put(WorkerLost(peer.task.index, peer.incarnation, reason))
 
     def worker_leaves(self, peer: Peer) -> int:
         """It says that it will end. Returns how many of its functions have not been answered yet."""
@@ -394,15 +402,40 @@ class Dispatcher:
 
     def _loop(self) -> None:
         while True:
-            due = self._moment_due
-            left = None if due is None else max(due - time.monotonic(), 0.0)
+            due = min(self._moment_due, self._limits.due)
+            left = None if due == math.inf else max(due - time.monotonic(), 0.0)
             try:
                 if not self._calls.get(timeout=left):
                     return
             except queue.Empty:
-                self._moment_due = None
-                self._inbox.append(MomentPassed())
+                if self._moment_due <= time.monotonic():
+                    self._moment_due = math.inf
+                    self._inbox.append(MomentPassed())
+                self._end_what_takes_too_long()
             self._take_in()
+
+    def _look_at_time(self) -> None:
+        """With the lock: which functions with a limit run now."""
+        first = ((known, self._scheduler.first_at(known.peer.task.index)) for known in self._workers.values())
+        running = ((known, function, self._works[function]) for known, function in first if function is not None)
+        timed = [
+            (known.peer.incarnation, function, work.timeout_seconds)
+            for known, function, work in running
+            if work.timeout_seconds is not None
+        ]
+        if self._limits.look(timed):
+            self._calls.put(True)
+
+    def _end_what_takes_too_long(self) -> None:
+        with self._lock:
+            for incarnation, function in self._limits.passed():
+                known, work = self._workers.get(incarnation), self._works.get(function)
+                if known is not None and work is not None:
+                    reason = (
+                        f"function {function} ({work.value._name}) ran for more than {work.timeout_seconds:g} s, its "
+                        "timeout"
+                    )
+                    self._outbox.append(partial(self._job.membership.give_up, known.peer, reason))
 
     def _take_in(self) -> None:
         """Handle what has come, on the calling thread, which does not hold the lock."""
@@ -446,6 +479,8 @@ class Dispatcher:
         """With the lock; `_empty_outbox` comes after it."""
         self._before(event)
         self._carry_out(self._scheduler.handle(event))
+        if self._timed or self._limits.due < math.inf:
+            self._look_at_time()
         if self._scheduler.servers_lost and isinstance(event, ServersLost | WorkerLost | HandedBack):
             self._tell_who_waits_in_vain()
         if self._awaited and any(condition() for condition in self._awaited):
@@ -497,7 +532,10 @@ class Dispatcher:
             elif isinstance(action, Recall):
                 self._recall(action)
             elif isinstance(action, Fail):
-                self._end(action.function)._set_error(action.error)
+                value = self._end(action.function)
+                if isinstance(action.error, FunctionSetAsideError):
+                    action.error.name = value._name
+                value._set_error(action.error)
             elif isinstance(action, Cancel):
                 self._end(action.function)._set_error(_cancelled(action))
             elif isinstance(action, Release):
@@ -517,12 +555,14 @@ class Dispatcher:
         works = self._works
         for function, result in zip(functions, results, strict=True):
             work = works.pop(function)
+            self._timed -= work.timeout_seconds is not None
             for lease in work.leases:  # before anybody can see the outcome
                 lease._ended(returned=True)
             work.value._set_result(result)
 
     def _end(self, function: int) -> RemoteValue[Any]:
         work = self._works.pop(function)
+        self._timed -= work.timeout_seconds is not None
         for lease in work.leases:
             lease._ended(returned=False)
         return work.value
@@ -602,7 +642,7 @@ class Dispatcher:
         elif isinstance(error, CommunicationError):
             # Usually the membership knows by now. A process that lives and cannot be talked to must start afresh.
             self._job.membership.give_up(known.peer, f"its answer did not come: {error}")
-            self._tell(known.peer, [WorkerLost(*_names(known.peer))])
+            self._tell(known.peer, [WorkerLost(*_names(known.peer), f"its answer did not come: {error}")])
         else:
             self._tell(known.peer, [Failed(*_names(known.peer), function, error) for function in functions])
 

@@ -11,6 +11,7 @@ from torchstrat.parameter_server.dispatch import KEPT_CODES, Arguments, Batch, M
 from torchstrat.parameter_server.leases.lease import Lease
 from torchstrat.parameter_server.per_worker import numbers_of
 from torchstrat.parameter_server.remote_value import RemoteValue
+from torchstrat.parameter_server.scheduler_events import MAX_ATTEMPTS
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.travel.closures import Packed
 from torchstrat.parameter_server.wire.payloads import pack
@@ -28,6 +29,8 @@ class Work:
     seed: int
     value: RemoteValue[Any]
     leases: tuple[Lease, ...] = ()
+    max_attempts: int | None = MAX_ATTEMPTS
+    timeout_seconds: float | None = None
 
 
 class KnownWorker:

@@ -13,7 +13,8 @@ How functions run
     In batches, first in, first out; any worker with room takes the next batch, those with the least to do first. A
     batch is a share of what waits, as long as the worker takes some milliseconds for it by what functions took so far,
     so that where functions are long, or few wait, it is a single one. A function that was lost with its worker runs
-    again before everything else, then comes what was handed back, then what was never sent, each oldest first. A result
+    again before everything else (see below), then comes what was handed back, then what was never sent, each oldest
+    first. A result
     counts only if it comes from where the function is in flight now; whatever else arrives (from a process that was
     given up, twice, for a function that runs elsewhere again) changes nothing.
 
@@ -43,6 +44,12 @@ Held dispatch
     have begun them, do run again: servers may have had a part of what they change. So once `at_rest` holds, each
     function has changed all that it changes, or nothing.
 
+Lost functions
+    What was lost with a worker, which may have begun it, runs again by itself: on a worker that has nothing else, and
+    gets nothing else meanwhile. So if that worker is lost too, it is known with what. A function that was lost twice
+    first lets everything run that waits at that time. One that was lost by itself, and ``max_attempts`` times in all,
+    is set aside: its outcome is an error.
+
 Removed workers
     `WorkerDraining` holds for the index: its process gets no more functions and is released when it has none, and a
     process that joins later under that index is ignored, unless the event says ``readmit``. Ignored incarnations may be
@@ -51,13 +58,14 @@ Removed workers
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Any
 
-from torchstrat.errors import CommunicationError, InvalidArgumentError
+from torchstrat.errors import CommunicationError, FunctionSetAsideError, InvalidArgumentError
 from torchstrat.parameter_server.scheduler_events import (
+    MAX_ATTEMPTS,
     Action,
     AllDone,
     AwaitMoment,
@@ -111,7 +119,10 @@ class _Batch:
 class _Process:
     """One incarnation of a worker, from joining to loss or release."""
 
-    __slots__ = ("asked", "batches", "draining", "incarnation", "leaving", "level", "reported", "stalled", "worker")
+    __slots__ = (
+        *("alone", "asked", "batches", "draining", "incarnation", "leaving", "level", "reported", "stalled"),
+        "worker",
+    )
 
     def __init__(self, worker: int, incarnation: str) -> None:
         self.worker = worker
@@ -120,6 +131,7 @@ class _Process:
         self.level: int | None = None  # its place in `Scheduler._free`
         self.draining = False  # the user removes it
         self.leaving = False  # it said itself that it leaves
+        self.alone = False  # it runs a function that was lost before
         self.reported = False  # an outcome since the last moment, or it had nothing to do before
         self.stalled = False
         self.asked = False  # to hand back a part, and has neither done so nor reported an outcome since
@@ -156,7 +168,9 @@ class Scheduler:
         self._first = self._next = self._end = self._low = self._forgotten = first_function
         self._again: list[int] = []  # a heap: what may have been begun, to run again
         self._back: list[int] = []  # a heap: what was sent, and came back without having been begun by anybody
-        self._touched: set[int] = set()  # what was lost with a worker, and has no outcome yet
+        self._touched: dict[int, list[str]] = {}  # what was lost with a worker, and has no outcome yet: how, each time
+        self._later: deque[tuple[int, int]] = deque()  # of that, what waits until nothing below a number was never sent
+        self._limits: dict[int, int | None] = {}  # other than `MAX_ATTEMPTS`
         self._running: dict[int, _Batch] = {}
         self._processes: dict[int, _Process] = {}
         self._busy = 0  # how many processes have functions
@@ -205,7 +219,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """How many functions wait to be dispatched, for the first time or again."""
-        return self._end - self._next + len(self._back) + len(self._again)
+        return self._end - self._next + len(self._back) + len(self._again) + len(self._later)
 
     @property
     def in_flight(self) -> int:
@@ -246,7 +260,12 @@ class Scheduler:
     def at_rest(self) -> bool:
         """Whether no function is half-way, and none begins: dispatch is held. After an error what was to run again will
         not; then half of it may stay."""
-        return self._held and not self._running and (not self._again or self.pending_error is not None)
+        return self._held and not self._running and (not self._lost_ones or self.pending_error is not None)
+
+    @property
+    def _lost_ones(self) -> int:
+        """How many wait that were lost."""
+        return len(self._again) + len(self._later)
 
     @property
     def workers(self) -> dict[int, str]:
@@ -258,6 +277,11 @@ class Scheduler:
         and has not begun the others."""
         process = self._processes.get(worker)
         return process.functions if process is not None else []
+
+    def first_at(self, worker: int) -> int | None:
+        """The first of `functions_at`."""
+        process = self._processes.get(worker)
+        return next(iter(process.batches[0].functions)) if process is not None and process.batches else None
 
     def worker_of(self, function: int) -> int | None:
         """Where a function is in flight; None if it waits, has its outcome, or is unknown."""
@@ -291,6 +315,8 @@ class Scheduler:
         if event.function != self._end:
             raise InvalidArgumentError(f"function {event.function} was submitted, but {self._end} is the next number.")
         self._end += 1
+        if event.max_attempts != MAX_ATTEMPTS:
+            self._limits[event.function] = event.max_attempts
         self._announced = None
         self._dispatch(actions)
 
@@ -299,7 +325,7 @@ class Scheduler:
             return
         before = self._processes.get(event.worker)
         if before is not None:  # it died unnoticed
-            self._lose(before, actions)
+            self._lose(before, "it was started again", actions)
         if event.readmit:
             self._removed.discard(event.worker)
         if event.worker not in self._removed:
@@ -312,7 +338,7 @@ class Scheduler:
         self._seen.add(event.incarnation)  # it must not join later: it may have been lost on its way in
         process = self._process_of(event)
         if process is not None:
-            self._lose(process, actions)
+            self._lose(process, event.reason, actions)
             self._dispatch(actions)
 
     def _worker_draining(self, event: WorkerDraining, actions: list[Action]) -> None:
@@ -337,7 +363,7 @@ class Scheduler:
             return
         self._learn_duration(event.seconds, len(event.functions))
         self._has_reported(process)
-        self._touched.difference_update(functions)
+        self._forget_attempts(functions)
         actions.append(Complete(functions))
         self._dispatch(actions, busy=process)
         self._release_if_empty(process, actions)
@@ -347,16 +373,11 @@ class Scheduler:
         if process is None or not self._take(process, (event.function,)):
             return
         self._has_reported(process)
-        self._touched.discard(event.function)
+        self._forget_attempts((event.function,))
         if self._loss is not None and self._was_caused_by_loss(event):
             actions.append(Cancel(event.function, self._loss))
         else:
-            actions.append(Fail(event.function, event.error))
-            if self._function_error is None and event.function >= self._taken_below:
-                self._function_error = event.error
-                for other in self._processes.values():
-                    if other is not process:  # it hands back what it has by itself
-                        self._recall_all(other, actions)
+            self._fail(event.function, event.error, process, actions)
         self._dispatch(actions, busy=process)
         self._release_if_empty(process, actions)
 
@@ -396,10 +417,12 @@ class Scheduler:
         error = self.pending_error
         if error is None:
             return
-        actions.extend(Cancel(function, error) for function in sorted(self._again + self._back))
+        lost = self._again + [function for _, function in self._later]
+        actions.extend(Cancel(function, error) for function in sorted(lost + self._back))
         actions.extend(Cancel(function, error) for function in range(self._next, self._end))
-        self._touched.difference_update(self._again)
+        self._forget_attempts(lost)
         self._again.clear()
+        self._later.clear()
         self._back.clear()
         self._next = self._taken_below = self._end
         self._taken_error = error
@@ -424,20 +447,33 @@ class Scheduler:
         if self._servers_lost or self._server_error is not None or self._function_error is not None:
             return
         while (process := self._next_free()) is not None and (waiting := self._sendable()):
-            functions = self._pop(self._size_of_batch(waiting))
+            is_repeated = self._next_is_lost()
+            if is_repeated and process.batches:
+                return  # the next one that has nothing takes it, before everything else
+            functions = (self._pop_lost(),) if is_repeated else self._pop(self._size_of_batch(waiting))
             rested = not process.batches and process is not busy
             if not process.batches:
                 self._busy += 1
                 process.reported = True
             batch = _Batch(process, functions)
             process.batches.append(batch)
+            process.alone = is_repeated
             self._running.update(dict.fromkeys(functions, batch))
             self._settle(process)
-            actions.append(Dispatch(functions, process.worker, process.incarnation, rested))
+            actions.append(Dispatch(functions, process.worker, process.incarnation, rested, is_repeated))
 
     def _sendable(self) -> int:
         """How many functions wait and may go."""
-        return len(self._again) if self._held else self.queued
+        return self._lost_ones if self._held else self.queued
+
+    def _next_is_lost(self) -> bool:
+        """Whether the next to be sent was lost before. Something may be sent."""
+        if self._again or not self._later:
+            return bool(self._again)
+        return self._held or (not self._back and self._next >= self._later[0][0])
+
+    def _pop_lost(self) -> int:
+        return heappop(self._again) if self._again else self._later.popleft()[1]
 
     def _next_free(self) -> _Process | None:
         for level in self._free:
@@ -454,17 +490,13 @@ class Scheduler:
         return max(1, size)
 
     def _pop(self, count: int) -> tuple[int, ...]:
-        """The next functions, at most ``count``; at least one waits."""
-        if not self._again and not self._back:
+        """The next functions that were not lost, at most ``count``; at least one waits."""
+        if not self._back:
             first, self._next = self._next, min(self._next + count, self._end)
             return tuple(range(first, self._next))
         functions: list[int] = []
         while len(functions) < count:
-            if self._again:
-                functions.append(heappop(self._again))
-            elif self._held:
-                break
-            elif self._back:
+            if self._back:
                 functions.append(heappop(self._back))
             elif self._next < self._end:
                 functions.append(self._next)
@@ -513,6 +545,7 @@ class Scheduler:
         if taken and not all(batch.functions for batch in process.batches):
             process.batches = [batch for batch in process.batches if batch.functions]
             if not process.batches:
+                process.alone = False
                 self._busy -= 1
                 self._is_not_stalled(process)
         return tuple(taken)
@@ -528,7 +561,8 @@ class Scheduler:
 
     def _settle(self, process: _Process) -> None:
         """Put it where it belongs among those that take functions."""
-        level = len(process.batches) if _takes_functions(process) and len(process.batches) < self._room else None
+        has_room = _takes_functions(process) and not process.alone and len(process.batches) < self._room
+        level = len(process.batches) if has_room else None
         if level != process.level:
             if process.level is not None:
                 del self._free[process.level][process]
@@ -536,13 +570,19 @@ class Scheduler:
                 self._free[level][process] = None
             process.level = level
 
-    def _lose(self, process: _Process, actions: list[Action]) -> None:
+    def _lose(self, process: _Process, reason: str, actions: list[Action]) -> None:
         del self._processes[process.worker]
         lost = self._take(process, process.functions)
         process.leaving = True
         self._settle(process)
-        self._touched.update(lost)
-        self._send_again(lost, actions)
+        for function in lost:
+            self._touched.setdefault(function, []).append(f"worker {process.worker}: {reason.rstrip('.')}")
+        if len(lost) == 1 and self._is_used_up(lost[0]):  # beside others it need not have been this one
+            losses = tuple(self._touched[lost[0]])
+            self._forget_attempts(lost)
+            self._fail(lost[0], FunctionSetAsideError(lost[0], losses), None, actions)
+        else:
+            self._send_again(lost, actions)
         if process.draining:
             actions.append(Release(process.worker, process.incarnation))
 
@@ -554,10 +594,33 @@ class Scheduler:
     def _send_again(self, functions: Iterable[int], actions: list[Action]) -> None:
         for function in sorted(functions):
             if self._taken_error is not None and function < self._taken_below:
-                self._touched.discard(function)
+                self._forget_attempts((function,))
                 actions.append(Cancel(function, self._taken_error))
             else:
-                heappush(self._again if function in self._touched else self._back, function)
+                losses = len(self._touched.get(function, ()))
+                if losses > 1:
+                    self._later.append((self._end, function))
+                else:
+                    heappush(self._again if losses else self._back, function)
+
+    def _is_used_up(self, function: int) -> bool:
+        limit = self._limits.get(function, MAX_ATTEMPTS)
+        may_run = self._taken_error is None or function >= self._taken_below
+        return may_run and limit is not None and len(self._touched[function]) >= limit
+
+    def _fail(self, function: int, error: BaseException, at: _Process | None, actions: list[Action]) -> None:
+        actions.append(Fail(function, error))
+        if self._function_error is None and function >= self._taken_below:
+            self._function_error = error
+            for process in self._processes.values():
+                if process is not at:  # it hands back what it has by itself
+                    self._recall_all(process, actions)
+
+    def _forget_attempts(self, functions: Iterable[int]) -> None:
+        if self._touched or self._limits:
+            for function in functions:
+                self._touched.pop(function, None)
+                self._limits.pop(function, None)
 
     def _learn_duration(self, seconds: float, functions: int) -> None:
         self._seconds += seconds
@@ -572,7 +635,7 @@ class Scheduler:
         return in_flight_then and isinstance(event.error, CommunicationError)
 
     def _forget(self, actions: list[Action]) -> None:
-        oldest = self._next
+        oldest = min((function for _, function in self._later), default=self._next)
         for waiting in (self._again, self._back):
             if waiting and waiting[0] < oldest:
                 oldest = waiting[0]
@@ -600,11 +663,16 @@ class Scheduler:
         """Assert what always holds. Takes time in proportion to workers and functions in flight, not to the queue."""
         assert self._first <= self._forgotten <= self._low <= self._next <= self._end
         again, back, flying = set(self._again), set(self._back), set(self._running)
+        later = {function for _, function in self._later}
         assert len(again) + len(back) + len(flying) == len(self._again) + len(self._back) + len(self._running)
+        assert len(later) == len(self._later)
+        assert later.isdisjoint(again | back | flying)
+        again |= later
         assert len(again | back | flying) == len(again) + len(back) + len(flying), (
             "queued twice, or queued and in flight"
         )
-        assert again <= self._touched <= again | flying, "forgotten that it may have been begun, or not forgotten"
+        assert again <= self._touched.keys(), "forgotten that it may have been begun"
+        assert self._touched.keys() <= again | flying, "not forgotten"
         assert all(self._low <= function < self._next for function in again | back | flying), "below the watermark"
         at_workers = [function for process in self._processes.values() for function in process.functions]
         assert sorted(at_workers) == sorted(flying), "in flight twice, or at no live process"
@@ -619,15 +687,19 @@ class Scheduler:
             assert all(0 < len(batch.functions) <= LARGEST_BATCH for batch in process.batches)
             assert count or not process.draining, "drained and not released"
             assert count or not process.stalled, "it has nothing that could keep it"
+            assert not process.alone or count == 1, "others beside one that was lost"
+            assert process.alone == any(function in self._touched for function in process.functions)
             assert process.stalled or not process.asked, "it does not hold anybody up"
             assert process.stalled == (process in self._stalled)
             levels = [level for level, free in enumerate(self._free) if process in free]
-            assert levels == ([count] if _takes_functions(process) and count < self._room else []), "wrongly free"
+            has_room = _takes_functions(process) and not process.alone and count < self._room
+            assert levels == ([count] if has_room else []), "wrongly free"
         assert set(self._stalled) <= set(self._processes.values()), "a lost process is asked for functions"
         assert self._busy == sum(bool(process.batches) for process in self._processes.values())
         assert sum(map(len, self._free)) <= len(self._processes), "a lost process is offered functions"
         if self.pending_error is None and not self._servers_lost:
-            assert not (self._sendable() and any(self._free)), "a worker idles while functions wait"
+            free = self._free[:1] if self._sendable() and self._next_is_lost() else self._free
+            assert not (self._sendable() and any(free)), "a worker idles while functions wait"
             if self._free[0] and len(self._running) > self._busy:
                 assert self._awaits_moment, "nobody will notice that functions wait for a slow one"
 

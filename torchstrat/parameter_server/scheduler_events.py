@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+MAX_ATTEMPTS = 5
+"""How often a function is run whose worker is lost each time, if nothing else is said."""
+
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The user scheduled a function."""
+    """The user scheduled a function. ``max_attempts``: how often it may be lost with its worker; None: any number."""
 
     function: int
+    max_attempts: int | None = MAX_ATTEMPTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class WorkerLost:
 
     worker: int
     incarnation: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +145,14 @@ Event: TypeAlias = (
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Send a worker a batch of functions, to be run in this order behind what it has. ``rested``: it had nothing to do
-    since its last function, if it had one at all, so that the values it holds may be old."""
+    since its last function, if it had one at all, so that the values it holds may be old. ``is_repeated``: the one
+    function was lost with a worker before, which may have begun it."""
 
     functions: tuple[int, ...]
     worker: int
     incarnation: str
     rested: bool
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

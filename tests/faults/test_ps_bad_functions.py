@@ -1,0 +1,59 @@
+"""Functions that end their workers, or never end, in a job of real processes: they are set aside, the rest goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import torchstrat as ts
+from torchstrat.errors import FunctionSetAsideError
+from torchstrat.launch import LocalCluster, RestartPolicy
+
+pytestmark = [pytest.mark.deadline(240), pytest.mark.usefixtures("clusters_share_a_fork_server")]
+
+PATIENCE_SECONDS = 120
+
+
+def crashes() -> None:
+    os._exit(1)
+
+
+def hangs() -> None:
+    time.sleep(600)
+
+
+def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on() -> None:
+    with LocalCluster(workers=2, ps=1, restart=RestartPolicy(quick_seconds=0.0)) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver)
+        with strategy.scope():
+            counter = ts.Variable(torch.tensor(0), name="counter")
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def count() -> int:
+            counter.assign_add(1)
+            return coordinator.get_current_worker_index()
+
+        done = 0
+        for bad, options in ((crashes, {}), (hangs, {"timeout": 0.5, "max_attempts": 2})):
+            value = coordinator.schedule(bad, **options)
+            others = [coordinator.schedule(count) for _ in range(20)]
+            began = time.monotonic()
+            with pytest.raises(FunctionSetAsideError, match=bad.__name__) as raised:
+                coordinator.join(timeout=PATIENCE_SECONDS)
+            assert time.monotonic() - began < 40
+            assert len(raised.value.losses) == options.get("max_attempts", 5)
+            assert [other.get(timeout=PATIENCE_SECONDS) in (0, 1) for other in others] == [True] * 20
+            with pytest.raises(FunctionSetAsideError):
+                value.get()
+            done += 20
+            assert int(counter.read_value()) == done
+
+        seen: set[int] = set()
+        until = time.monotonic() + PATIENCE_SECONDS
+        while seen != {0, 1} and time.monotonic() < until:  # both were replaced
+            seen |= {coordinator.schedule(count).get(timeout=PATIENCE_SECONDS) for _ in range(4)}
+        assert seen == {0, 1}
+        strategy.close()
