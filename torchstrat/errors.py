@@ -27,6 +27,7 @@
     │   ├── CancelledError                    was cancelled before it ran, because another one failed
     │   │   └── CancelledByServerLossError    (also a ParameterServerUnavailable)
     │   ├── FunctionSetAsideError             was lost with its worker as often as it may be run
+    │   ├── RepeatedFunctionError             ran again after its worker was lost, and made other changes than before
     │   └── ClosureInputError                 could not run: its dataset or resource could not be built on the worker
     ├── NotSendableError (TypeError)          a function, an argument or a result that cannot travel between processes
     ├── OutOfRangeError (RuntimeError)        `get_next` past the end of the data
@@ -194,6 +195,11 @@ class FunctionSetAsideError(FunctionError):
             "workers are lost for other reasons, allow more with schedule(…, max_attempts=…). What waited behind it "
             "went on."
         )
+
+
+class RepeatedFunctionError(FunctionError):
+    """A function runs again, because its worker was lost, and is about to change other variables, or rows, than the
+    earlier run of it, of which servers have applied a part."""
 
 
 class ClosureInputError(FunctionError):

@@ -22,6 +22,7 @@ from torchstrat.errors import (
     FunctionSetAsideError,
     InvalidArgumentError,
     ParameterServerUnavailable,
+    RepeatedFunctionError,
 )
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -226,6 +227,29 @@ def test_a_server_that_no_process_of_a_task_can_reach_is_lost_in_the_end() -> No
                 job.coordinator.join(timeout=WAIT)
         with pytest.raises(ParameterServerUnavailable, match="was removed"):
             result.fetch(timeout=WAIT)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_repeated_function_that_takes_another_branch_is_refused(when: Any) -> None:
+    """But not where nothing of its first run was applied: then there is only one."""
+    with FakeCluster(workers=2, ps=2) as cluster:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            a, b = ts.Variable(0, name="a"), ts.Variable(0, name="b")  # on ps 0 and ps 1
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def balance() -> None:
+            (a if int(a.read_value()) == int(b.read_value()) else b).assign_add(1)
+
+        with cluster.network.hold(cluster.peer("ps", 0), "ps.push", when) as held:
+            coordinator.schedule(balance)
+            held.wait_until_reached()
+            cluster.kill_worker(held.caller.task.index)
+        if when == "after":
+            with pytest.raises(RepeatedFunctionError, match=r"function 0 runs again.* push 0 has changed a on ps 0"):
+                coordinator.join(timeout=WAIT)
+        coordinator.join(timeout=WAIT)
+        assert (int(a.read_value()), int(b.read_value())) == (1, 0)
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,19 @@ from torchstrat.errors import (
     CommunicationTimeoutError,
     FencedError,
     InvalidArgumentError,
+    RepeatedFunctionError,
     UnsupportedError,
 )
 from torchstrat.host_memory import available_bytes
 from torchstrat.optimizer_tiers import Kind, Tier
+from torchstrat.parameter_server.applied_parts import EarlierRuns, part_of
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     AppliedPushes,
     InitialOp,
     NewShard,
     OptimizerStep,
+    Push,
     RowsRequest,
     ShardEdit,
 )
@@ -850,3 +853,60 @@ def test_an_imported_trunc_normal_is_recorded_too() -> None:
     from torch.nn.init import trunc_normal_
 
     assert float(replayed(recorded(lambda t: trunc_normal_(t, std=0.02), 10, 3)).abs().max()) < 0.2
+
+
+# -- functions that run again ------------------------------------------------------------------------------------------
+
+
+def rows_step(*ids: int, optimizer: int = 0) -> dict[str, Any]:
+    rows = torch.tensor(ids)
+    return {"steps": (OptimizerStep(optimizer, ({},), (), (((0, 0), rows, torch.ones(len(ids), 2)),)),)}
+
+
+def add_to(number: int, *rows: int) -> dict[str, Any]:
+    return {"edits": (ShardEdit((number, 0), "add", torch.ones(1), torch.tensor(rows) if rows else None),)}
+
+
+@pytest.mark.parametrize(
+    ("before", "applied", "now", "is_refused"),
+    [
+        ({0: rows_step(1, 2), 1: rows_step(3)}, (0, 1), {0: rows_step(1, 2), 1: rows_step(3)}, False),
+        ({0: rows_step(1, 2), 1: rows_step(3)}, (0,), {0: rows_step(1, 2), 1: rows_step(4)}, False),  # not known there
+        ({0: rows_step(1, 2), 1: rows_step(3)}, (0,), {0: rows_step(1, 4), 1: rows_step(3)}, True),
+        ({0: rows_step(1, 2), 1: rows_step(3)}, (0, 1), {0: rows_step(1, 4), 1: rows_step(3)}, False),  # it is dropped
+        ({0: rows_step(1, 2), 1: rows_step(3)}, (), {0: add_to(7)}, False),
+        ({0: rows_step(1, 2)}, (0,), {}, False),
+        ({0: rows_step(1, 2)}, (0,), {0: rows_step(1, 2, optimizer=1)}, True),
+        ({0: add_to(1)}, (0,), {1: add_to(2)}, True),
+        ({0: add_to(1)}, (0,), {0: add_to(1), 1: add_to(2)}, True),
+        ({0: add_to(1)}, (0,), {0: add_to(2)}, True),
+        ({0: add_to(1)}, (0,), {0: add_to(1, 5)}, True),
+        ({0: add_to(1, 5), 1: add_to(2)}, (0,), {0: add_to(1, 6), 1: add_to(2)}, True),
+        ({0: add_to(1)}, (0,), {0: {"edits": (ShardEdit((1, 0), "assign", torch.ones(1)),)}}, True),
+    ],
+)
+def test_what_a_repeated_run_may_change(
+    before: dict[int, Any], applied: tuple[int, ...], now: dict[int, Any], is_refused: bool
+) -> None:
+    servers = tuple(before)
+    parts = {
+        server: {0: part_of(servers, before[server].get("steps", ()), before[server].get("edits", ()))}
+        for server in applied
+    }
+    earlier = EarlierRuns(3, parts)
+    earlier.check(1, {0: add_to(9)})  # of another push nothing was applied
+    with pytest.raises(RepeatedFunctionError, match="function 3 runs again") if is_refused else nullcontext():
+        earlier.check(0, now)
+
+
+def test_what_was_applied_is_remembered_until_its_function_is_forgotten() -> None:
+    store = make_store(torch.zeros(2), torch.zeros(2))
+    for function in range(2):
+        edit = ShardEdit((function, 0), "add", torch.ones(2))
+        store.push(Push(function, 0, "w", edits=(edit,), servers=(0,)))
+    assert {index: part.names for index, part in store.applied_parts(1).items()} == {0: ("v1",)}
+    store.forget_below(1)
+    assert store.applied_parts(0) == {}
+    assert store.applied_parts(1) != {}
+    store.forget_below(2)
+    assert store.applied_parts(1) == {}

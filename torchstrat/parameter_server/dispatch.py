@@ -81,6 +81,7 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
         left_elsewhere: numbers of parameters of which others hold gradients that no step has used.
         gone: tokens of what the coordinator's program has dropped. What the worker has of these goes when it has taken
             in everything else of the batch, and kept codes that name them before; no function will name them again.
+        is_repeated: the one function of the batch may have run before, on a worker that was lost.
     """
 
     number: int
@@ -95,6 +96,7 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
     is_shared: bool = False
     left_elsewhere: tuple[int, ...] = ()
     gone: tuple[Any, ...] = ()
+    is_repeated: bool = False
 
 
 PLAIN_RESULTS = frozenset({type(None), bool, int, float, complex, str, bytes})

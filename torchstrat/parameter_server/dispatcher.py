@@ -499,7 +499,7 @@ class Dispatcher:
             waiting = [known for known in self._workers.values() if known.is_to_be_told]
             for known in waiting:
                 if not self._scheduler.functions_at(known.peer.task.index):  # else with the next batch
-                    self._send_to(known, (), rested=False)
+                    self._send_to(known, ())
             self._has_released = any(known.is_to_be_told for known in waiting)
 
     def _before(self, event: Event) -> None:
@@ -574,9 +574,11 @@ class Dispatcher:
         for function in action.functions:
             for lease in self._works[function].leases:
                 lease._was_sent()
-        self._send_to(known, action.functions, rested=action.rested)
+        self._send_to(known, action.functions, rested=action.rested, is_repeated=action.is_repeated)
 
-    def _send_to(self, known: KnownWorker, functions: tuple[int, ...], *, rested: bool) -> None:
+    def _send_to(
+        self, known: KnownWorker, functions: tuple[int, ...], *, rested: bool = False, is_repeated: bool = False
+    ) -> None:
         catalog = self._job.catalog
         # Only what `schedule` has made ready: the user's thread may be half-way through building the next model.
         increments = tuple(catalog.increments(known.version, new=False))
@@ -592,6 +594,7 @@ class Dispatcher:
             servers=self._job.server_peers(),
             is_shared=self._is_shared,
             left_elsewhere=self._left_elsewhere(known),
+            is_repeated=is_repeated,
         )
         self._outbox.append(partial(self._send_batch, known, batch))
 

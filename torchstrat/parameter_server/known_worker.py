@@ -64,6 +64,7 @@ class KnownWorker:
         servers: Mapping[int, Peer],
         is_shared: bool,
         left_elsewhere: tuple[int, ...],
+        is_repeated: bool,
     ) -> Batch:
         """The next message: ``functions`` of ``works``, with what this worker does not have yet.
 
@@ -103,6 +104,7 @@ class KnownWorker:
             is_shared,
             left_elsewhere,
             gone,
+            is_repeated,
         )
 
     def release(self, tokens: Collection[Any]) -> None:

@@ -135,6 +135,7 @@ class Push:
     (``function``, ``index``) names it: ``index`` counts the pushes of one run of the function. A server that has
     applied it already applies nothing and answers the same. ``wants``: the shards whose values the answer brings, read
     after the change. ``incarnation``: the worker's, so that pushes of a process that was given up can be refused.
+    ``servers``: all that get a part of it that changes something.
     """
 
     function: int
@@ -143,6 +144,7 @@ class Push:
     steps: tuple[OptimizerStep, ...] = ()
     edits: tuple[ShardEdit, ...] = ()
     wants: tuple[ShardKey, ...] = ()
+    servers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from torchstrat.errors import CommunicationTimeoutError, FencedError
+from torchstrat.parameter_server.applied_parts import AppliedPart
 from torchstrat.parameter_server.messages import COORDINATOR, AppliedPushes
 
 
@@ -26,6 +27,7 @@ class AppliedRecords:
         self.owner = owner
         self._changed = threading.Condition()
         self._masks: dict[int, int] = {}
+        self._parts: dict[int, dict[int, AppliedPart]] = {}  # of the same functions
         self._below = 0
         self._next_function = 0
         self._fenced: set[str] = set()
@@ -54,11 +56,13 @@ class AppliedRecords:
             self._by_incarnation[incarnation] += 1
             return True
 
-    def finish(self, function: int, index: int, incarnation: str) -> None:
-        """The push is applied; from now on its repetitions are dropped."""
+    def finish(self, function: int, index: int, incarnation: str, part: AppliedPart | None = None) -> None:
+        """The push is applied; from now on its repetitions are dropped. ``part``: what it has changed."""
         with self._changed:
             if function != COORDINATOR and function >= self._below:
                 self._masks[function] = self._masks.get(function, 0) | (1 << index)
+                if part is not None:
+                    self._parts.setdefault(function, {})[index] = part
             self._end(function, index, incarnation)
 
     def abandon(self, function: int, index: int, incarnation: str) -> None:
@@ -81,6 +85,12 @@ class AppliedRecords:
             self._next_function = max(self._next_function, function)
             for old in [known for known in self._masks if known < self._below]:
                 del self._masks[old]
+                self._parts.pop(old, None)
+
+    def parts_of(self, function: int) -> dict[int, AppliedPart]:
+        """By push: what the pushes of a function that is not finished have changed here."""
+        with self._changed:
+            return dict(self._parts.get(function, {}))
 
     def wait_until_idle(self, timeout_seconds: float) -> None:
         """Wait until no push is being applied."""
@@ -108,6 +118,7 @@ class AppliedRecords:
         with self._changed:
             self._below, self._next_function = state.below, state.next_function
             self._masks = dict(state.masks)
+            self._parts.clear()
             self._changed.notify_all()
 
     def forget_functions(self) -> None:
@@ -118,6 +129,7 @@ class AppliedRecords:
         """As new: the next coordinator counts its functions from zero."""
         with self._changed:
             self._masks.clear()
+            self._parts.clear()
             self._fenced.clear()
             self._below = self._next_function = 0
             self._changed.notify_all()

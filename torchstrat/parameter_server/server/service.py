@@ -62,6 +62,7 @@ class VariableServer:
     ``ps.fence``                a worker's incarnation                     None, when none of its pushes is at work
     ``ps.forget_below``         id of a function                           None
     ``ps.repeat``               list of `RepeatedOps`                      None
+    ``ps.applied_parts``        id of a function                           push → `AppliedPart`
     ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
     ``ps.optimizer_options``    optimizer                                  by group, what steps have set
@@ -125,6 +126,7 @@ class VariableServer:
             "ps.fence": store.fence,
             "ps.forget_below": self._forget_below,
             "ps.take_conflicts": lambda _: store.take_conflicts(),
+            "ps.applied_parts": store.applied_parts,  # behind the fence of who ran it before
             "ps.catalog": lambda _: store.catalog(),
             "ps.add_peer": self._add_peer,
             "ps.use_default_dtype": self._use_default_dtype,

@@ -16,6 +16,7 @@ import torch
 
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.host_memory import check_fits
+from torchstrat.parameter_server.applied_parts import AppliedPart, part_of
 from torchstrat.parameter_server.endpoint import FRESH, AnswerMemory
 from torchstrat.parameter_server.messages import (
     AppliedPushes,
@@ -228,13 +229,14 @@ class VariableStore:
         """
         with self._locked(self._numbers_of(push)) as shards:
             if self._applied.begin(push.function, push.index, push.incarnation):
-                applied = False
                 try:
                     self._apply(push, shards)
-                    applied = True
-                finally:
-                    end = self._applied.finish if applied else self._applied.abandon
-                    end(push.function, push.index, push.incarnation)
+                except BaseException:
+                    self._applied.abandon(push.function, push.index, push.incarnation)
+                    raise
+                applied = True
+                part = part_of(push.servers, push.steps, push.edits) if push.servers else None
+                self._applied.finish(push.function, push.index, push.incarnation, part)
             else:
                 applied = False
             phases.reached(phases.APPLIED)
@@ -264,6 +266,16 @@ class VariableStore:
         once."""
         found, self._conflicts = self._conflicts, set()
         return tuple(sorted(found))
+
+    def applied_parts(self, function: int) -> dict[int, AppliedPart]:
+        """By push: what was applied here of the pushes of a function that has not ended, with variables' names."""
+        parts = self._applied.parts_of(function)
+        with self._structure:
+            known = {number: variable.spec.name for number, variable in self._variables.items()} if parts else {}
+        return {
+            index: part._replace(names=tuple(known[number] for number in part.some if number in known))
+            for index, part in parts.items()
+        }
 
     def fence(self, incarnation: str) -> None:
         """Refuse the pushes of a process from now on; when this returns, none of them is being applied any more."""

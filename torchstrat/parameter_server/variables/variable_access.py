@@ -41,6 +41,9 @@ class Sender(Protocol):
     def next_push(self) -> tuple[int, int, str]:
         """(function, index, incarnation) of the push that is about to be sent."""
 
+    def check(self, index: int, parts: Mapping[int, Mapping[str, Any]], servers: ServerGroup) -> None:
+        """Raise `RepeatedFunctionError` where this push must not be sent, by what servers have applied before."""
+
 
 class CoordinatorSender:
     """The coordinator repeats nothing, so its pushes need no records."""
@@ -50,6 +53,8 @@ class CoordinatorSender:
 
     def next_push(self) -> tuple[int, int, str]:
         return COORDINATOR, 0, self._incarnation
+
+    def check(self, index: int, parts: Mapping[int, Mapping[str, Any]], servers: ServerGroup) -> None: ...
 
 
 class RowsToCome:
@@ -140,9 +145,18 @@ class VariableAccess:
         values = ValuesToCome(self.servers, "ps.push", wanted, places, _values_of)
         # One that steps nothing is asked for values all the same.
         if servers := parts.keys() | wanted.keys():
-            function, index, incarnation = self._sender().next_push()
+            sender, changed = self._sender(), tuple(parts)
+            function, index, incarnation = sender.next_push()
+            sender.check(index, parts, self.servers)
             pushes = {
-                server: Push(function, index, incarnation, wants=tuple(wanted.get(server, ())), **parts.get(server, {}))
+                server: Push(
+                    function,
+                    index,
+                    incarnation,
+                    wants=tuple(wanted.get(server, ())),
+                    servers=changed if server in parts else (),
+                    **parts.get(server, {}),
+                )
                 for server in servers
             }
             values.ask(pushes, _one_has_applied if phases.is_observed() else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,8 @@ from torchstrat import context
 from torchstrat.errors import ContextError, OutOfRangeError
 from torchstrat.generator_states import state_of
 from torchstrat.parameter_server import warm_up
+from torchstrat.parameter_server.applied_parts import EarlierRuns
+from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.steps import RemoteSteps
 from torchstrat.parameter_server.worker.table_rows import TableRows
@@ -37,14 +39,22 @@ class FunctionRun:
     that a server has applied already are not applied again.
     """
 
-    def __init__(self, function: int, incarnation: str, worker_index: int) -> None:
+    def __init__(self, function: int, incarnation: str, worker_index: int, *, is_repeated: bool = False) -> None:
         self.function = function
+        self._is_repeated = is_repeated
+        self._earlier: EarlierRuns | None = None
         self.worker_index = worker_index
         self._incarnation = incarnation
         self._indices = itertools.count()
 
     def next_push(self) -> tuple[int, int, str]:
         return self.function, next(self._indices), self._incarnation
+
+    def check(self, index: int, parts: Mapping[int, Mapping[str, Any]], servers: ServerGroup) -> None:
+        if self._is_repeated:
+            if self._earlier is None:
+                self._earlier = EarlierRuns(self.function, servers.ask_all("ps.applied_parts", self.function))
+            self._earlier.check(index, parts)
 
 
 def current_run() -> FunctionRun:

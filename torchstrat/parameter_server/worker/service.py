@@ -197,7 +197,7 @@ class FunctionWorker:
                 continue
             session.set_up_to(place)
             began = time.perf_counter()
-            result = session.run(function, code, arguments, seed)
+            result = session.run(function, code, arguments, seed, is_repeated=batch.is_repeated)
             outcomes.left(session.left)
             if isinstance(result, Raised | ServerGone):
                 session.stops += 1
@@ -311,13 +311,13 @@ class _Session:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run(self, function: int, code: int, arguments: Arguments, seed: int) -> Any:
+    def run(self, function: int, code: int, arguments: Arguments, seed: int, *, is_repeated: bool) -> Any:
         """What the function returned, plain or `Packed`; or `Raised`, or `ServerGone`."""
         try:
             if self._trouble is not None:
                 trouble, self._trouble = self._trouble, None
                 raise trouble
-            run = FunctionRun(function, self._incarnation, self._index)
+            run = FunctionRun(function, self._incarnation, self._index, is_repeated=is_repeated)
             rested, self._rested = self._rested, False
             try:
                 result = self._executor.call(run, lambda: self._load(self._codes[code], arguments), seed, rested=rested)
