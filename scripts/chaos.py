@@ -101,7 +101,9 @@ class Chaos:
             raise RuntimeError(f"all {self.size} places are used up and kills are left: some phase is not reached.")
         results = []
         while self.functions < last:
-            results.append(self.coordinator.schedule(self._add_one, args=(self.functions, self._iterator)))
+            results.append(
+                self.coordinator.schedule(self._add_one, args=(self.functions, self._iterator), max_attempts=None)
+            )
             self.functions += 1
         self.coordinator.join(JOIN_SECONDS)
         places = [int(place) for place in self.coordinator.fetch(results)]

@@ -40,7 +40,7 @@ class Job:
             self.coordinator.schedule(note_run, ("warm-up",))
         self.coordinator.join(DEADLINE_SECONDS)
         self.scheduler = self.coordinator._dispatcher._scheduler
-        self.scheduler._seconds = 0.0  # the first one imports
+        self.scheduler._durations.seconds = 0.0  # the first one imports
         take_runs()
 
     @contextmanager

@@ -18,6 +18,7 @@ from torchstrat.parameter_server import scheduler as scheduler_module
 from torchstrat.parameter_server import scheduler_events as ev
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH, Scheduler
 from torchstrat.parameter_server.scheduler_events import Action, Event
+from torchstrat.parameter_server.scheduler_invariants import check
 
 WRONG = ValueError("the function's own")
 WRONG_TOO = KeyError("another function's own")
@@ -29,7 +30,7 @@ def play(scheduler: Scheduler, *events: Event) -> list[Action]:
     actions = []
     for event in events:
         actions += scheduler.handle(event)
-        scheduler.check()
+        check(scheduler)
     return actions
 
 
@@ -307,7 +308,7 @@ def test_a_long_queue_is_no_burden() -> None:
     assert sent(play(scheduler, *joined(0))) == [(0, 0)]
     for function in range(1000):
         assert sent(scheduler.handle(finished(0, "0a", function))) == [(function + 1, 0)]
-    scheduler.check()
+    check(scheduler)
     assert play(scheduler, ev.Failed(0, "0a", 1000, WRONG)) == [ev.Fail(1000, WRONG), ev.Quiet()]
     cancelled = play(scheduler, ev.ErrorTaken())
     assert cancelled[:-2] == [ev.Cancel(function, WRONG) for function in range(1001, functions)]
@@ -369,7 +370,7 @@ class History(RuleBasedStateMachine):
     def tell(self, event: Event) -> list[Action]:
         self.reporting = (event.worker, event.incarnation) if isinstance(event, ev.Finished | ev.Failed) else None
         actions = self.scheduler.handle(event)
-        self.scheduler.check()
+        check(self.scheduler)
         for action in actions:
             if isinstance(action, ev.Dispatch):
                 self.book_dispatch(action)

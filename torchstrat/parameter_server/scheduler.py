@@ -64,8 +64,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from torchstrat.errors import CommunicationError, FunctionSetAsideError, InvalidArgumentError
+from torchstrat.parameter_server.lost_functions import LostFunctions
 from torchstrat.parameter_server.scheduler_events import (
-    MAX_ATTEMPTS,
     Action,
     AllDone,
     AwaitMoment,
@@ -93,56 +93,13 @@ from torchstrat.parameter_server.scheduler_events import (
     WorkerLeaves,
     WorkerLost,
 )
+from torchstrat.parameter_server.scheduler_processes import Batch, Durations, Process, takes_functions
 
 __all__ = ["LARGEST_BATCH", "Scheduler"]
 
 LARGEST_BATCH = 256
-_BATCH_SECONDS = 0.005
-"""How long a worker should take for a batch: much longer than a message takes, much shorter than anybody minds."""
 _FEWEST_SHARES = 4
 """Into how many batches what waits is cut at least: two workers with two batches each."""
-_REMEMBERED = 16
-"""About how many functions the mean duration is taken over: few, since the first one of a worker imports and unpickles
-for seconds, and batches of one should soon be over."""
-
-
-class _Batch:
-    """Functions that were sent together and have no outcome yet, in their order."""
-
-    __slots__ = ("functions", "process")
-
-    def __init__(self, process: _Process, functions: Iterable[int]) -> None:
-        self.process = process
-        self.functions = dict.fromkeys(functions)
-
-
-class _Process:
-    """One incarnation of a worker, from joining to loss or release."""
-
-    __slots__ = (
-        *("alone", "asked", "batches", "draining", "incarnation", "leaving", "level", "reported", "stalled"),
-        "worker",
-    )
-
-    def __init__(self, worker: int, incarnation: str) -> None:
-        self.worker = worker
-        self.incarnation = incarnation
-        self.batches: list[_Batch] = []  # in the order in which it runs them
-        self.level: int | None = None  # its place in `Scheduler._free`
-        self.draining = False  # the user removes it
-        self.leaving = False  # it said itself that it leaves
-        self.alone = False  # it runs a function that was lost before
-        self.reported = False  # an outcome since the last moment, or it had nothing to do before
-        self.stalled = False
-        self.asked = False  # to hand back a part, and has neither done so nor reported an outcome since
-
-    @property
-    def count(self) -> int:
-        return sum(len(batch.functions) for batch in self.batches)
-
-    @property
-    def functions(self) -> list[int]:
-        return [function for batch in self.batches for function in batch.functions]
 
 
 class Scheduler:
@@ -168,20 +125,18 @@ class Scheduler:
         self._first = self._next = self._end = self._low = self._forgotten = first_function
         self._again: list[int] = []  # a heap: what may have been begun, to run again
         self._back: list[int] = []  # a heap: what was sent, and came back without having been begun by anybody
-        self._touched: dict[int, list[str]] = {}  # what was lost with a worker, and has no outcome yet: how, each time
+        self._lost = LostFunctions()
         self._later: deque[tuple[int, int]] = deque()  # of that, what waits until nothing below a number was never sent
-        self._limits: dict[int, int | None] = {}  # other than `MAX_ATTEMPTS`
-        self._running: dict[int, _Batch] = {}
-        self._processes: dict[int, _Process] = {}
+        self._running: dict[int, Batch] = {}
+        self._processes: dict[int, Process] = {}
         self._busy = 0  # how many processes have functions
-        self._stalled: dict[_Process, None] = {}
+        self._stalled: dict[Process, None] = {}
         # _free[n]: those that take functions and have n batches, the one that waits longest first. An OrderedDict,
         # since taking the first of a plain dict walks over everything that was ever deleted before it.
-        self._free: list[OrderedDict[_Process, None]] = [OrderedDict() for _ in range(batches_per_worker)]
+        self._free: list[OrderedDict[Process, None]] = [OrderedDict() for _ in range(batches_per_worker)]
         self._removed: set[int] = set()
         self._seen: set[str] = set()
-        self._seconds = 0.0  # that the last functions took
-        self._timed = 0.0  # how many these were; older ones count less and less
+        self._durations = Durations()
         self._awaits_moment = False
         self._function_error: BaseException | None = None
         self._server_error: BaseException | None = None
@@ -270,7 +225,7 @@ class Scheduler:
     @property
     def workers(self) -> dict[int, str]:
         """Worker → incarnation of those that are given functions."""
-        return {index: each.incarnation for index, each in self._processes.items() if _takes_functions(each)}
+        return {index: each.incarnation for index, each in self._processes.items() if takes_functions(each)}
 
     def functions_at(self, worker: int) -> list[int]:
         """What is in flight at a worker, in the order in which it runs them: it runs the first, if its news are here,
@@ -315,8 +270,7 @@ class Scheduler:
         if event.function != self._end:
             raise InvalidArgumentError(f"function {event.function} was submitted, but {self._end} is the next number.")
         self._end += 1
-        if event.max_attempts != MAX_ATTEMPTS:
-            self._limits[event.function] = event.max_attempts
+        self._lost.limit(event.function, event.max_attempts)
         self._announced = None
         self._dispatch(actions)
 
@@ -330,7 +284,7 @@ class Scheduler:
             self._removed.discard(event.worker)
         if event.worker not in self._removed:
             self._seen.add(event.incarnation)
-            process = self._processes[event.worker] = _Process(event.worker, event.incarnation)
+            process = self._processes[event.worker] = Process(event.worker, event.incarnation)
             self._settle(process)
         self._dispatch(actions)
 
@@ -361,9 +315,9 @@ class Scheduler:
         functions = self._take(process, event.functions)
         if process is None or not functions:
             return
-        self._learn_duration(event.seconds, len(event.functions))
+        self._durations.learn(event.seconds, len(event.functions))
         self._has_reported(process)
-        self._forget_attempts(functions)
+        self._lost.forget(functions)
         actions.append(Complete(functions))
         self._dispatch(actions, busy=process)
         self._release_if_empty(process, actions)
@@ -373,7 +327,7 @@ class Scheduler:
         if process is None or not self._take(process, (event.function,)):
             return
         self._has_reported(process)
-        self._forget_attempts((event.function,))
+        self._lost.forget((event.function,))
         if self._loss is not None and self._was_caused_by_loss(event):
             actions.append(Cancel(event.function, self._loss))
         else:
@@ -420,7 +374,7 @@ class Scheduler:
         lost = self._again + [function for _, function in self._later]
         actions.extend(Cancel(function, error) for function in sorted(lost + self._back))
         actions.extend(Cancel(function, error) for function in range(self._next, self._end))
-        self._forget_attempts(lost)
+        self._lost.forget((*lost, *self._back, *range(self._next, self._end)))
         self._again.clear()
         self._later.clear()
         self._back.clear()
@@ -442,7 +396,7 @@ class Scheduler:
 
     # ---- what is sent ------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, actions: list[Action], busy: _Process | None = None) -> None:
+    def _dispatch(self, actions: list[Action], busy: Process | None = None) -> None:
         """Send out what can be sent. ``busy`` has just finished a function."""
         if self._servers_lost or self._server_error is not None or self._function_error is not None:
             return
@@ -455,7 +409,7 @@ class Scheduler:
             if not process.batches:
                 self._busy += 1
                 process.reported = True
-            batch = _Batch(process, functions)
+            batch = Batch(process, functions)
             process.batches.append(batch)
             process.alone = is_repeated
             self._running.update(dict.fromkeys(functions, batch))
@@ -475,19 +429,15 @@ class Scheduler:
     def _pop_lost(self) -> int:
         return heappop(self._again) if self._again else self._later.popleft()[1]
 
-    def _next_free(self) -> _Process | None:
+    def _next_free(self) -> Process | None:
         for level in self._free:
             if level:
                 return next(iter(level))
         return None
 
     def _size_of_batch(self, waiting: int) -> int:
-        if not self._timed:
-            return 1
-        size = min(LARGEST_BATCH, waiting // max(_FEWEST_SHARES, self._room * len(self._processes)))
-        if self._seconds * size > _BATCH_SECONDS * self._timed:
-            size = int(_BATCH_SECONDS * self._timed / self._seconds)
-        return max(1, size)
+        share = waiting // max(_FEWEST_SHARES, self._room * len(self._processes))
+        return self._durations.size_of_batch(min(LARGEST_BATCH, share))
 
     def _pop(self, count: int) -> tuple[int, ...]:
         """The next functions that were not lost, at most ``count``; at least one waits."""
@@ -521,18 +471,18 @@ class Scheduler:
             self._awaits_moment = True
             actions.append(AwaitMoment())
 
-    def _recall_all(self, process: _Process, actions: list[Action]) -> None:
+    def _recall_all(self, process: Process, actions: list[Action]) -> None:
         if process.count > 1:  # one alone has been begun, or is about to be
             actions.append(Recall(tuple(process.functions), process.worker, process.incarnation))
 
     # ---- the parts of events -----------------------------------------------------------------------------------------
 
-    def _process_of(self, event: WorkerLost | WorkerLeaves | Finished | Failed | HandedBack) -> _Process | None:
+    def _process_of(self, event: WorkerLost | WorkerLeaves | Finished | Failed | HandedBack) -> Process | None:
         """Where news come from; None if they are out of date."""
         process = self._processes.get(event.worker)
         return process if process is not None and process.incarnation == event.incarnation else None
 
-    def _take(self, process: _Process | None, functions: Iterable[int]) -> tuple[int, ...]:
+    def _take(self, process: Process | None, functions: Iterable[int]) -> tuple[int, ...]:
         """Take functions off a process; returns those that were in flight there. `_settle` comes next."""
         if process is None:
             return ()
@@ -550,18 +500,18 @@ class Scheduler:
                 self._is_not_stalled(process)
         return tuple(taken)
 
-    def _has_reported(self, process: _Process) -> None:
+    def _has_reported(self, process: Process) -> None:
         process.reported = True
         self._is_not_stalled(process)
         self._settle(process)
 
-    def _is_not_stalled(self, process: _Process) -> None:
+    def _is_not_stalled(self, process: Process) -> None:
         process.stalled = process.asked = False
         self._stalled.pop(process, None)
 
-    def _settle(self, process: _Process) -> None:
+    def _settle(self, process: Process) -> None:
         """Put it where it belongs among those that take functions."""
-        has_room = _takes_functions(process) and not process.alone and len(process.batches) < self._room
+        has_room = takes_functions(process) and not process.alone and len(process.batches) < self._room
         level = len(process.batches) if has_room else None
         if level != process.level:
             if process.level is not None:
@@ -570,65 +520,52 @@ class Scheduler:
                 self._free[level][process] = None
             process.level = level
 
-    def _lose(self, process: _Process, reason: str, actions: list[Action]) -> None:
+    def _lose(self, process: Process, reason: str, actions: list[Action]) -> None:
         del self._processes[process.worker]
         lost = self._take(process, process.functions)
         process.leaving = True
         self._settle(process)
         for function in lost:
-            self._touched.setdefault(function, []).append(f"worker {process.worker}: {reason.rstrip('.')}")
-        if len(lost) == 1 and self._is_used_up(lost[0]):  # beside others it need not have been this one
-            losses = tuple(self._touched[lost[0]])
-            self._forget_attempts(lost)
+            self._lost.add(function, f"worker {process.worker}: {reason.rstrip('.')}")
+        # Beside others it need not have been this one.
+        if len(lost) == 1 and self._lost.is_used_up(lost[0]) and not self._was_taken(lost[0]):
+            losses = self._lost.losses(lost[0])
+            self._lost.forget(lost)
             self._fail(lost[0], FunctionSetAsideError(lost[0], losses), None, actions)
         else:
             self._send_again(lost, actions)
         if process.draining:
             actions.append(Release(process.worker, process.incarnation))
 
-    def _release_if_empty(self, process: _Process, actions: list[Action]) -> None:
+    def _release_if_empty(self, process: Process, actions: list[Action]) -> None:
         if process.draining and not process.batches:
             del self._processes[process.worker]
             actions.append(Release(process.worker, process.incarnation))
 
     def _send_again(self, functions: Iterable[int], actions: list[Action]) -> None:
         for function in sorted(functions):
-            if self._taken_error is not None and function < self._taken_below:
-                self._forget_attempts((function,))
+            if self._was_taken(function):
+                assert self._taken_error is not None
+                self._lost.forget((function,))
                 actions.append(Cancel(function, self._taken_error))
             else:
-                losses = len(self._touched.get(function, ()))
+                losses = self._lost.times(function)
                 if losses > 1:
                     self._later.append((self._end, function))
                 else:
                     heappush(self._again if losses else self._back, function)
 
-    def _is_used_up(self, function: int) -> bool:
-        limit = self._limits.get(function, MAX_ATTEMPTS)
-        may_run = self._taken_error is None or function >= self._taken_below
-        return may_run and limit is not None and len(self._touched[function]) >= limit
+    def _was_taken(self, function: int) -> bool:
+        """Whether it was submitted before the user took an error: it never runs a second time."""
+        return self._taken_error is not None and function < self._taken_below
 
-    def _fail(self, function: int, error: BaseException, at: _Process | None, actions: list[Action]) -> None:
+    def _fail(self, function: int, error: BaseException, at: Process | None, actions: list[Action]) -> None:
         actions.append(Fail(function, error))
         if self._function_error is None and function >= self._taken_below:
             self._function_error = error
             for process in self._processes.values():
                 if process is not at:  # it hands back what it has by itself
                     self._recall_all(process, actions)
-
-    def _forget_attempts(self, functions: Iterable[int]) -> None:
-        if self._touched or self._limits:
-            for function in functions:
-                self._touched.pop(function, None)
-                self._limits.pop(function, None)
-
-    def _learn_duration(self, seconds: float, functions: int) -> None:
-        self._seconds += seconds
-        self._timed += functions
-        if self._timed >= 2 * _REMEMBERED:
-            kept = _REMEMBERED / self._timed
-            self._seconds *= kept
-            self._timed *= kept
 
     def _was_caused_by_loss(self, event: Failed) -> bool:
         in_flight_then = self._server_error is not None or event.function < self._loss_below
@@ -656,53 +593,3 @@ class Scheduler:
         if state is not None and state is not self._announced:
             actions.append(state())
         self._announced = state
-
-    # ---- invariants --------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Assert what always holds. Takes time in proportion to workers and functions in flight, not to the queue."""
-        assert self._first <= self._forgotten <= self._low <= self._next <= self._end
-        again, back, flying = set(self._again), set(self._back), set(self._running)
-        later = {function for _, function in self._later}
-        assert len(again) + len(back) + len(flying) == len(self._again) + len(self._back) + len(self._running)
-        assert len(later) == len(self._later)
-        assert later.isdisjoint(again | back | flying)
-        again |= later
-        assert len(again | back | flying) == len(again) + len(back) + len(flying), (
-            "queued twice, or queued and in flight"
-        )
-        assert again <= self._touched.keys(), "forgotten that it may have been begun"
-        assert self._touched.keys() <= again | flying, "not forgotten"
-        assert all(self._low <= function < self._next for function in again | back | flying), "below the watermark"
-        at_workers = [function for process in self._processes.values() for function in process.functions]
-        assert sorted(at_workers) == sorted(flying), "in flight twice, or at no live process"
-        for function, batch in self._running.items():
-            assert self._processes[batch.process.worker] is batch.process, "in flight at a process that was lost"
-            assert function in batch.functions
-        for index, process in self._processes.items():
-            count = len(process.batches)
-            assert process.worker == index
-            assert process.incarnation in self._seen
-            assert count <= self._room, "more in flight than agreed"
-            assert all(0 < len(batch.functions) <= LARGEST_BATCH for batch in process.batches)
-            assert count or not process.draining, "drained and not released"
-            assert count or not process.stalled, "it has nothing that could keep it"
-            assert not process.alone or count == 1, "others beside one that was lost"
-            assert process.alone == any(function in self._touched for function in process.functions)
-            assert process.stalled or not process.asked, "it does not hold anybody up"
-            assert process.stalled == (process in self._stalled)
-            levels = [level for level, free in enumerate(self._free) if process in free]
-            has_room = _takes_functions(process) and not process.alone and count < self._room
-            assert levels == ([count] if has_room else []), "wrongly free"
-        assert set(self._stalled) <= set(self._processes.values()), "a lost process is asked for functions"
-        assert self._busy == sum(bool(process.batches) for process in self._processes.values())
-        assert sum(map(len, self._free)) <= len(self._processes), "a lost process is offered functions"
-        if self.pending_error is None and not self._servers_lost:
-            free = self._free[:1] if self._sendable() and self._next_is_lost() else self._free
-            assert not (self._sendable() and any(free)), "a worker idles while functions wait"
-            if self._free[0] and len(self._running) > self._busy:
-                assert self._awaits_moment, "nobody will notice that functions wait for a slow one"
-
-
-def _takes_functions(process: _Process) -> bool:
-    return not (process.draining or process.leaving or process.stalled)
