@@ -66,7 +66,7 @@ STREAM = textwrap.dedent(
             for _ in range(4):
                 coordinator.schedule(add, args=(scheduled,))
                 scheduled += 1
-            while not stop.is_set() and coordinator._dispatcher.unfinished > 4:
+            while not stop.is_set() and coordinator._dispatcher.num_unfinished > 4:
                 time.sleep(0.002)
 
     thread = threading.Thread(target=stream)

@@ -136,7 +136,7 @@ class Dispatcher:
         """Queue ``make(number)``; waits while the queue is full."""
         with self._lock:
             if len(self._works) >= self.queue_size:
-                self._wait_for(lambda: self.unfinished < self.queue_size or self._is_stuck())
+                self._wait_for(lambda: self.num_unfinished < self.queue_size or self._is_stuck())
             if self._closed or self._broken is not None:
                 self._require_running()
             may_run = self._scheduler.pending_error is None and not self._scheduler.servers_lost
@@ -160,7 +160,7 @@ class Dispatcher:
         raise ParameterServerUnavailable(f"{self._loss} Until then nothing can be scheduled.", self._loss.task)
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished(self) -> int:
         """How many of those that were scheduled have not ended."""
         return len(self._works)
 
@@ -180,24 +180,24 @@ class Dispatcher:
     def ended_functions(self) -> int:
         """How many have ended, those of an earlier coordinator of the same servers included."""
         with self._lock:
-            return self._next_function - self.unfinished
+            return self._next_function - self.num_unfinished
 
     @property
     def is_idle(self) -> bool:
         """Whether no function runs, nor will any that is queued: the user has an error to take first."""
         with self._lock:
-            return self.unfinished == 0 or self._is_quiet()
+            return self.num_unfinished == 0 or self._is_quiet()
 
     @property
     def is_done(self) -> bool:
         with self._lock:
-            return self.unfinished == 0
+            return self.num_unfinished == 0
 
     def wait(self, timeout_seconds: float | None) -> None:
         """Until everything has run, or an error is there to be taken and nothing runs any more."""
         with self._lock:
             ended = self._wait_for(
-                lambda: self.unfinished == 0 or self._is_quiet() or self._broken is not None, timeout_seconds
+                lambda: self.num_unfinished == 0 or self._is_quiet() or self._broken is not None, timeout_seconds
             )
             if not ended:
                 raise CommunicationTimeoutError(self._waiting_for(timeout_seconds))
@@ -370,7 +370,7 @@ class Dispatcher:
             if not self._scheduler.servers_lost:  # a call was the first to notice
                 self._loss = loss
                 self._handle(ServersLost(loss))
-            unfinished = self.unfinished
+            unfinished = self.num_unfinished
             self._handle(ErrorTaken())
         self._empty_outbox()
         return unfinished

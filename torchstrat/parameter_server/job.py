@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future

@@ -59,7 +59,7 @@ class Functions(Protocol):
         """How many there are."""
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished(self) -> int:
         """How many of them have not ended."""
 
     def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
@@ -70,7 +70,7 @@ class NoFunctions:
     """Before there is a coordinator that could schedule any."""
 
     next_function = 0
-    unfinished = 0
+    num_unfinished = 0
 
     def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -171,7 +171,7 @@ class CoordinatorCache:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def now(self) -> Moment:
-        return self.functions.next_function, self.functions.unfinished
+        return self.functions.next_function, self.functions.num_unfinished
 
     def paused(self, who: str) -> AbstractContextManager[None]:
         """A block in which no function is half-way, for ``who``."""
@@ -263,7 +263,7 @@ class CoordinatorCache:
 
     def write(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
         """Make a call that changes some of these in place."""
-        if not all(map(self.is_current, copies)) and not self.functions.unfinished:
+        if not all(map(self.is_current, copies)) and not self.functions.num_unfinished:
             self.bring(copies)
         if all(map(self.is_current, copies)):
             return self._run(copies, call)
