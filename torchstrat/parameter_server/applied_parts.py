@@ -9,14 +9,15 @@ what they have of it, before its first push, and is refused where it differs. Fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from torchstrat.errors import RepeatedFunctionError
-from torchstrat.parameter_server.messages import OptimizerStep, ShardEdit, ShardKey
+from torchstrat.parameter_server.messages import EditOp, OptimizerStep, ShardEdit, ShardKey
 
-_OPERATIONS = {name: number for number, name in enumerate(("assign", "add", "sub", "mul", "div", "min", "max"))}
+# Which of these two it is depends on who else works, and may be the other when the function runs again.
+_OPERATIONS = {name: number for number, name in enumerate(get_args(EditOp))} | {"move": 0, "assign": 0}
 _MOST_NAMES = 3
 _PRIME = 1_000_003
 

@@ -295,8 +295,7 @@ class Job:
     def close(self, *, finished: bool) -> None:
         self.cache.close()
         for optimizer in self._registry.optimizers():
-            if isinstance(optimizer.state, RemoteOptimizerState):
-                optimizer.state = defaultdict(dict, dict.items(optimizer.state))
+            CoordinatorState.detach(optimizer)
         self.membership.close(finished=finished)
 
     def warn_of_conflicts(self) -> None:
@@ -362,8 +361,10 @@ class Job:
             for number in dropped.optimizers:
                 self._optimizers.pop(number, None)
 
-    def let_go(self, values: Iterable[Any]) -> None:
+    def let_go(self, values: Collection[Any]) -> None:
         """As if the program had dropped these."""
+        for value in values:
+            CoordinatorState.detach(value)
         for token in filter(None, [self.catalog.token_of(value) for value in values]):
             self.lifetimes.died(token)
         self.catalog.let_go(values)

@@ -27,13 +27,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lazy_in_run": UnsupportedError,  # has no shape when it is to be placed
     "lazy_in_run_drawn": UnsupportedError,
     "tensor_hooks": UnsupportedError,  # hooks on parameters, which workers have others of
-    "assigned_state_dict": UnsupportedError,  # replaces parameters that workers have
-    "pruned_half_way": UnsupportedError,
-    "parametrized_half_way": UnsupportedError,
-    "another_head_half_way": UnsupportedError,
-    "layer_behind_the_hooks": UnsupportedError,
     "lazy_layer_behind_the_hooks": UnsupportedError,
-    "buffer_behind_the_hooks": UnsupportedError,
     "group_added_in_step": InvalidArgumentError,
     "sharpness_aware": UnsupportedError,  # puts state into an optimizer outside of its step()
     "lookahead_without_hooks": UnsupportedError,  # not known where it is made, and may look at all it steps
@@ -45,7 +39,6 @@ PYTHON_STATE: Mapping[str, str] = {
     "built_in_run_drawn": "the model is made by the function, so it is the worker's own",
     "everything_made_in_first_run": "the model is made by the function, so it is the worker's own",
     "buffers_of_every_kind": "one is made by the function, so it is the worker's own",
-    "edited_in_numpy_half_way": "the coordinator's memory, of which no counter tells that it was written to",
     "gradients_given_between_steps": "the coordinator's gradients, and every worker has its own",
     "rate_set_by_hand": "the function sets its worker's copy of the learning rate",
     "deepcopy_kept_between_steps": "the coordinator clears a dict of which the worker has a copy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,12 @@ class CoordinatorState:
         else:
             keeper = cls(job, optimizer, is_current=is_current)
             optimizer.state = RemoteOptimizerState(keeper, dict(dict.items(state)))
+
+    @staticmethod
+    def detach(optimizer: Any) -> None:
+        """It is an ordinary optimizer again, with the state that it holds."""
+        if isinstance(getattr(optimizer, "state", None), RemoteOptimizerState):
+            optimizer.state = defaultdict(dict, dict.items(optimizer.state))
 
     @staticmethod
     def of(optimizer: Optimizer) -> CoordinatorState:

@@ -27,7 +27,8 @@ MEMBERS = "members"
 
 class Members(NamedTuple):
     """What a module has, by name and in order: variables, tokens of children, None for what is registered as None.
-    ``not_saved``: names of buffers that are not in ``state_dict()``. ``hooks``: a `Packed` of the tables of hooks."""
+    ``not_saved``: names of buffers that are not in ``state_dict()``. ``hooks``: a `Packed` of its class, where that has
+    changed, as parametrizations do it, and of its tables of hooks."""
 
     parameters: Mapping[str, VariableSpec | None]
     buffers: Mapping[str, VariableSpec | None]
@@ -44,6 +45,8 @@ class ModuleStructure:
         self._changed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         """With the marks of its hooks, and these in a `Packed`."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._kinds: weakref.WeakKeyDictionary[nn.Module, type] = weakref.WeakKeyDictionary()  # when they were sent
+        self._other_kind: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of another class than that, or were once
 
     def check(self, modules: Iterable[nn.Module]) -> None:
         """Raise `UnsupportedError` for what would not be on the workers as it is here."""
@@ -58,6 +61,8 @@ class ModuleStructure:
                     check_parameter(f"{type(module).__name__}.{name}", tensor)
             if is_known:
                 self._changed.setdefault(module, (None, None))
+            if self._kinds.setdefault(module, type(module)) is not type(module):
+                self._other_kind.add(module)
             self._sent[id(module)] = weakref.ref(module, partial(_forget, self._sent, id(module))), ids
             (self._hooked.add if any(_hook_marks(module)) else self._hooked.discard)(module)
 
@@ -73,10 +78,12 @@ class ModuleStructure:
     ) -> Iterator[tuple[Any, Members]]:
         """The modules that have changed since they were sent, with what they have now."""
         for module, (marks, hooks) in list(self._changed.items()):
-            if marks != _hook_marks(module):
+            now = [type(module), _hook_marks(module)]
+            if marks != now:
                 tables = {name: dict(vars(module)[name]) for name in _hook_tables(module)}
-                hooks = pack(tables, catalog, what=f"the hooks of {type(module).__name__}")
-                self._changed[module] = _hook_marks(module), hooks
+                kind = type(module) if module in self._other_kind else None
+                hooks = pack((kind, tables), catalog, what=f"the hooks of {type(module).__name__}")
+                self._changed[module] = now, hooks
             members = Members(
                 {name: None if one is None else catalog.spec_of(one) for name, one in module._parameters.items()},
                 {name: None if one is None else spec_of_buffer(module, name) for name, one in module._buffers.items()},
@@ -108,7 +115,12 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
 def _ids(module: nn.Module) -> list[Any]:
     """Other ones when a parameter, a child or the name of a buffer was added, removed or replaced."""
     members = [(name, id(one)) for each in (module._parameters, module._modules) for name, one in each.items()]
-    return [*members, *((name, one is None) for name, one in module._buffers.items()), _hook_marks(module)]
+    return [
+        *members,
+        *((name, one is None) for name, one in module._buffers.items()),
+        _hook_marks(module),
+        id(type(module)),
+    ]
 
 
 def _hook_tables(module: nn.Module) -> list[str]:

@@ -302,10 +302,10 @@ class _Session:
             options = options if new_options is None else new_options
             modes = modes if new_modes is None else new_modes
         try:
+            if modes is not None:  # first: they bring what is new in modules, and optimizers may step that
+                self._settings.set_modes(modes)
             if options is not None:
                 self._settings.set_options(options)
-            if modes is not None:
-                self._settings.set_modes(modes)
         except BaseException as error:
             self._trouble = error
 

@@ -56,8 +56,10 @@ class Settings:
         for number, groups in options.items():
             if self._world.knows(("helper", number)):
                 optimizer = self._optimizers[number] = self._world.resolve(("helper", number))
-                for values in groups[len(optimizer.param_groups) :]:
-                    optimizer.param_groups.append({"params": [self._copies.tensor_of(n) for n in values["params"]]})
+                while len(optimizer.param_groups) < len(groups):
+                    optimizer.param_groups.append({"params": []})
+                for group, values in zip(optimizer.param_groups, groups, strict=True):
+                    group["params"] = [self._copies.tensor_of(number) for number in values["params"]]
                 kept = zip(optimizer.param_groups, groups, strict=True)
                 self._groups[number] = [_Group(group, values) for group, values in kept]
         for gone in self._groups.keys() - options.keys():
@@ -103,7 +105,10 @@ class Settings:
         # One that is there already may be another tensor by now, which a function has put in its place.
         _fill(module._buffers, {name: module._buffers.get(name, one) for name, one in buffers.items()})
         module._non_persistent_buffers_set = set(members.not_saved)
-        for name, hooks in unpack(members.hooks, self._world).items():
+        kind, tables = unpack(members.hooks, self._world)
+        if kind is not None:
+            module.__class__ = kind
+        for name, hooks in tables.items():
             _fill(vars(module)[name], hooks)
         self._copies.note_modules(one for _, one in self._world.modules())
 
