@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from torchstrat import _torch_private
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
 from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
+from torchstrat.parameter_server.worker.table_parameter import TableParameter
+from torchstrat.parameter_server.worker.tables import TableLookups
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same
+
+_LARGE_BYTES = 64 << 20
 
 Edit = tuple[VariableSpec, EditName, torch.Tensor, None]
 
 
 class Copies:
-    """Parameters and buffers by the numbers of their variables. For one thread: the one that runs functions."""
+    """Parameters and buffers by the numbers of their variables. For the thread that runs functions, but for
+    `bring_table`."""
 
     def __init__(self, access: VariableAccess, device: torch.device) -> None:
         self.access = access
@@ -30,7 +38,10 @@ class Copies:
         self._slots: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         self._buffers_of: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._reference: dict[int, torch.Tensor] = {}
-        self._by_rows: set[int] = set()
+        self._lock = threading.RLock()
+        self._reached: set[int] = set()
+        self._held: set[int] = set()  # tables that are here as a whole
+        self.lookups = TableLookups(access, self._reached_too)
         self._staging: dict[int, torch.Tensor] = {}
         self._fresh: set[int] = set()
         self._can_wait: set[int] = set()
@@ -39,16 +50,15 @@ class Copies:
     # -- made from a skeleton ---------------------------------------------------------------------------------------
 
     def make(self, spec: VariableSpec) -> torch.Tensor:
-        """The tensor that stands for ``spec`` here; its values come later. A table takes one element of memory."""
+        """The tensor that stands for ``spec`` here; its values come later. A table takes no memory."""
         if spec.number in self._tensors:
             return self._tensors[spec.number]
+        tensor: torch.Tensor
         if spec.by_rows:
-            # Of the right shape for autograd and optimizers, without storage: rows are read where they are used.
-            value = torch.zeros((), dtype=spec.dtype, device=self._device).expand(spec.shape)
-            self._by_rows.add(spec.number)
+            tensor = TableParameter(spec, self._device, self.lookups, self)
         else:
             value = self._memory_for(spec).zero_()
-        tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
+            tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
         self._specs[spec.number] = spec
         self._tensors[spec.number] = tensor
         self._numbers[id(tensor)] = spec.number
@@ -94,16 +104,6 @@ class Copies:
             if one._buffers:
                 yield from self._buffers_of.get(one, none).values()
 
-    def is_table(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` stands for rows on the servers, and holds no values itself."""
-        return self._numbers.get(id(tensor)) in self._by_rows
-
-    def tables(self) -> Iterator[torch.Tensor]:
-        return (self._tensors[number] for number in self._by_rows)
-
-    def has_tables(self, numbers: Iterable[int]) -> bool:
-        return not self._by_rows.isdisjoint(numbers)
-
     def parameters(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, WatchedParameter]]:
         """Those of the variables, or of all, that take gradients."""
         for number in list(self._tensors) if numbers is None else numbers:
@@ -113,9 +113,30 @@ class Copies:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
+    @property
+    def reached(self) -> frozenset[int]:
+        """Numbers of the variables that the function that runs is known to reach: its step brings their values back."""
+        return frozenset(self._reached)
+
+    def _reached_too(self, number: int) -> None:
+        self._reached.add(number)
+
+    def begin(self, reached: Iterable[int]) -> None:
+        """A function begins that reaches these variables, as far as can be seen of it."""
+        self._reached = set(reached)
+        # Whoever uses a table as a whole is likely to do so again: then its values come with those of other variables.
+        for number in [number for number in self._held if not self._table(number).is_current]:
+            self._held.discard(number)
+            self._fresh.discard(number)
+            self._table(number).whole = None
+        for number in self._held:
+            self._table(number).is_current = False
+        self.refresh(self._reached)
+
     def dense(self, numbers: Iterable[int]) -> list[VariableSpec]:
         """Those of the variables that this worker holds whole."""
-        return [self._specs[number] for number in numbers if number in self._specs and number not in self._by_rows]
+        specs = [self._specs[number] for number in numbers if number in self._specs]
+        return [spec for spec in specs if not spec.by_rows or spec.number in self._held]
 
     def expire(self) -> None:
         """Whatever is here may be out of date."""
@@ -209,13 +230,26 @@ class Copies:
                 return current
         return self._tensors[spec.number]
 
-    def make_dense(self, tensor: torch.Tensor) -> None:
-        """A table that is used whole is held whole from now on."""
-        number = self._numbers[id(tensor)]
-        spec = self._specs[number]
-        self._by_rows.discard(number)
-        self._parameter(number).replace(self._memory_for(spec))
-        self.refresh([number])
+    def bring_table(self, table: TableParameter) -> None:
+        """See `TablesHolder`."""
+        spec, number = table.spec, table.spec.number
+        with self._lock, _torch_private.untouched_by_surroundings():
+            if table.is_current:  # another thread has just brought it
+                return
+            if table.whole is None:
+                _warn_of_size(table)
+                table.replace(self._memory_for(spec))
+                self._held.add(number)
+                self._fresh.discard(number)
+            if number not in self._fresh:
+                self.fill([spec], self.access.start_reading)
+            self._reached.add(number)
+            table.is_current = True
+
+    def _table(self, number: int) -> TableParameter:
+        table = self._tensors[number]
+        assert isinstance(table, TableParameter)
+        return table
 
     def _parameter(self, number: int) -> WatchedParameter:
         tensor = self._tensors[number]
@@ -224,13 +258,13 @@ class Copies:
 
     # -- what the function wrote by hand ----------------------------------------------------------------------------
 
-    def take_edits(self, numbers: Iterable[int]) -> list[Edit]:
+    def take_edits(self) -> list[Edit]:
         """What the function itself has changed since the values were read, to be told to the servers.
 
         Parameters and floating buffers as they are now (the last writer's stay), integral buffers as differences, so
-        that counters count every worker's steps. Tables are not held here, and cannot be written as a whole.
+        that counters count every worker's steps. Of tables those that are here as a whole.
         """
-        numbers = list(numbers)
+        numbers = self.reached
         return [*self._parameter_edits(numbers), *self._buffer_edits(numbers)]
 
     def _parameter_edits(self, numbers: Iterable[int]) -> Iterator[Edit]:
@@ -239,12 +273,13 @@ class Copies:
                 continue
             parameter = self._parameter(spec.number)
             if parameter.is_written():
-                if parameter.shape != torch.Size(spec.shape):
+                current = parameter.memory
+                if current.shape != torch.Size(spec.shape):
                     raise InvalidArgumentError(
-                        f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(parameter.shape)}. "
+                        f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(current.shape)}. "
                         "Variables on parameter servers keep their shape."
                     )
-                yield spec, "assign", parameter.detach().clone(), None
+                yield spec, "assign", current.clone(), None
                 parameter.settle()
 
     def _buffer_edits(self, numbers: Iterable[int]) -> list[Edit]:
@@ -263,3 +298,15 @@ class Copies:
                 edits.append((spec, "add", current - reference, None))
             self._reference[number] = current.clone()
         return edits
+
+
+def _warn_of_size(table: TableParameter) -> None:
+    spec = table.spec
+    size = table.numel() * table.element_size()
+    if size > _LARGE_BYTES:
+        warnings.warn(
+            f"table {spec.name} {spec.shape} is used as a whole, not only by F.embedding or F.embedding_bag, so "
+            f"every worker holds all of its {size / 2**20:.0f} MiB and sends its whole gradient. Look rows up "
+            "instead, or create it without a partitioner.",
+            stacklevel=6,
+        )

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchstrat import _torch_private
 from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
+from torchstrat.parameter_server.worker.row_gradients import RowGradient
 from torchstrat.parameter_server.worker.watched_parameter import GRAD, WatchedParameter
 
 
@@ -108,7 +109,7 @@ class LeftGradient(torch.Tensor):
 
 def _mark(parameter: WatchedParameter, gradient: torch.Tensor) -> None:
     parameter.has_left_gradient = True
-    if type(gradient) is torch.Tensor:
+    if type(gradient) in (torch.Tensor, RowGradient):
         marked: Any = gradient
         marked.__class__ = LeftGradient
         marked._parameter = weakref.ref(parameter)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torchstrat.generator_states import state_of
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.steps import RemoteSteps
-from torchstrat.parameter_server.worker.table_rows import TableRows
-from torchstrat.parameter_server.worker.tables import TableLookups
 
 
 class _Running(threading.local):
@@ -90,9 +87,7 @@ class Executor:
         self._copies = copies
         self._access = copies.access
         self._context = context.enter(strategy, None)
-        self._reached: frozenset[int] = frozenset()  # by the function that runs
-        self._steps = RemoteSteps(copies, self._access, number_of, lambda: self._reached)
-        self._table_rows = TableRows(copies.access)
+        self._steps = RemoteSteps(copies, self._access, number_of)
         self._stepped = False
         self.left = self._steps.left
 
@@ -115,37 +110,26 @@ class Executor:
         if rested or not self._stepped:
             self._copies.expire()
         self._stepped = False
-        self._table_rows.begin_function(rested=rested)
+        self._copies.lookups.rows.begin_function(rested=rested)
         with _RunningHere(run), self._context, _Seeded(seed):
             fn, args, kwargs, captured = load()
-            self._reached = reached = frozenset(self._variables(captured))
+            self._copies.begin(self._variables(captured))
             self._steps.watch(captured)
-            if reached:
-                result = self._call_with_variables(reached, fn, args, kwargs)
-            else:
-                with self._steps:
-                    result = _call(fn, args, kwargs)
+            result = self._call(fn, args, kwargs)
             self._stepped = self._steps.stepped
             return result
 
-    def _call_with_variables(
-        self, reached: frozenset[int], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._copies.refresh(reached)
-        has_tables = self._copies.has_tables(reached)
-        self.left.begin(reached)
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.left.begin(self._copies.reached)
         try:
-            with self._steps, self._lookups if has_tables else nullcontext():
+            with self._steps:
                 result = _call(fn, args, kwargs)
         finally:
-            self.left.end(reached)
+            self.left.end(self._copies.reached)
         self._steps.check_states()
-        self._access.push(self._copies.take_edits(reached))
+        if self._copies.reached:
+            self._access.push(self._copies.take_edits())
         return result
-
-    @functools.cached_property
-    def _lookups(self) -> TableLookups:
-        return TableLookups(self._copies, self._access, self._table_rows)
 
     def _variables(self, captured: Iterable[Any]) -> Iterator[int]:
         for value in captured:

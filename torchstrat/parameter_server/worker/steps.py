@@ -22,12 +22,11 @@ from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, VariableSpec
-from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
-from torchstrat.parameter_server.worker.row_gradients import ROWS
+from torchstrat.parameter_server.worker.row_gradients import rows_of
 from torchstrat.replicas.optimizer_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
 
@@ -73,7 +72,6 @@ class RemoteSteps:
 
     Args:
         number_of: the job's number of an optimizer, None for one that it does not know.
-        reached: numbers of the variables whose values a step brings back.
     """
 
     def __init__(
@@ -81,12 +79,10 @@ class RemoteSteps:
         copies: Copies,
         access: VariableAccess,
         number_of: Callable[[Optimizer], int | None],
-        reached: Callable[[], frozenset[int]],
     ) -> None:
         self._copies = copies
         self._access = access
         self._number_of = number_of
-        self._reached = reached
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
         self._watched: list[Optimizer] = []
@@ -135,7 +131,7 @@ class RemoteSteps:
             )
         self.check_states()
         self.left.check(optimizer, self._name_of)
-        with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
+        with DisableTorchFunction():  # here are hundreds of operators, and nobody has to look at them
             self._push(number, optimizer)
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
 
@@ -158,7 +154,6 @@ class RemoteSteps:
 
     def _push(self, number: int, optimizer: Optimizer) -> None:
         step = _Gradients(optimizer, self._copies.spec_of, self.left.pushed)
-        reached = self._reached()
         parts: dict[int, dict[str, Any]] = defaultdict(dict)
         if not step.found_inf:
             options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
@@ -166,10 +161,10 @@ class RemoteSteps:
                 parts[server]["steps"] = (
                     OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server])),
                 )
-        for spec, op, value, _ in self._copies.take_edits(reached):
+        for spec, op, value, _ in self._copies.take_edits():
             for server, edit in shard_edits(spec, op, value, None):
                 parts[server]["edits"] = (*parts[server].get("edits", ()), edit)
-        self._copies.fill(self._copies.dense(reached), partial(self._access.send_push, parts))
+        self._copies.fill(self._copies.dense(self._copies.reached), partial(self._access.send_push, parts))
         self.stepped = True
 
 
@@ -196,7 +191,7 @@ class _Gradients:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
                         spec = _known(spec_of(tensor), tensor, optimizer)
-                        self._add(spec, _by_rows(tensor.grad))
+                        self._add(spec, rows_of(tensor.grad))
                         pushed(spec.number, tensor.grad)
                     elif always:
                         shards = _known(spec_of(tensor), tensor, optimizer).shards
@@ -229,17 +224,6 @@ class _Gradients:
         for number, shard in enumerate(spec.shards):
             where = slice(ends[number], ends[number + 1])
             self.rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
-
-
-def _by_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """The sparse gradient of a table that has become dense in the function is one of rows still: of those that it had,
-    and of those that have numbers now."""
-    rows: torch.Tensor | None = getattr(gradient, ROWS, None)
-    gradient = gradient.detach()
-    if rows is None:
-        return gradient
-    ids = torch.cat([rows, gradient.flatten(1).ne(0).any(1).nonzero().flatten()]).unique()
-    return sparse_rows(ids, gradient[ids], len(gradient))
 
 
 def _sorted_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
