@@ -3,9 +3,11 @@ the numbers of plain PyTorch, whoever asks, on whichever thread, or an error; ne
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,8 +36,11 @@ def more_arguments() -> list[tuple[Any, ...]]:
     return [*some, (START, START.t()), (0, START), (slice(1, 3), START[:2]), ("cpu",), (lambda value: None,)]
 
 
-NAMES = [one.name for one in operations() if one.is_method and not one.name.startswith("register_")]
+OPERATIONS = [
+    one for one in operations() if one.place in ("torch.Tensor", "of_another") and not one.name.startswith("register_")
+]
 NOT_COMPARED = {
+    *("data_ptr", "const_data_ptr"),
     *("new_empty", "new_empty_strided", "resize_", "resize_as_", "new"),  # memory that nobody has written
     *("__hash__", "__repr__", "__format__", "__dir__", "__reduce__", "__reduce_ex__", "_cdata"),  # of the object
     *("__deepcopy__", "backward", "grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
@@ -60,32 +65,36 @@ def table() -> nn.Module:
     return nn.Embedding(SIDE, SIDE, _weight=START.clone())
 
 
-def compare(box: Box, name: str, given: list[tuple[Any, ...]], modes: list[bool]) -> tuple[list[str], int]:
+def compare(box: Box, operation: Operation, given: list[tuple[Any, ...]], modes: list[bool]) -> tuple[list[str], int]:
     """What is wrong with this attribute of the tensors in the box, each with arguments of its own, and how many calls
     were as on a plain tensor."""
     wrong, same = [], 0
     for tensor, arguments in zip(box.tensors(), given, strict=True):
         for grad in modes:
             plain = nn.Parameter(START.clone()) if isinstance(tensor, nn.Parameter) else START.clone()
-            seen, wanted = call(tensor, name, arguments, grad), call(plain, name, arguments, grad)
-            says = complaint(name, seen, wanted)
+            seen, wanted = call(tensor, operation, arguments, grad), call(plain, operation, arguments, grad)
+            says = complaint(operation.name, seen, wanted)
             same += not says and not isinstance(wanted, Exception)
-            wrong += [f"{name}{arguments!r:.60}, {'with' if grad else 'without'} gradients: {says}"] if says else []
+            wrong += (
+                [f"{operation.key}{arguments!r:.60}, {'with' if grad else 'without'} gradients: {says}"] if says else []
+            )
             tensor.grad = None
             with torch.no_grad():
+                if tensor.shape != START.shape or not tensor.is_contiguous():
+                    tensor.set_(START.clone())
                 tensor.copy_(START)
                 tensor.requires_grad_(isinstance(tensor, nn.Parameter))
     return wrong, same
 
 
-def call(tensor: torch.Tensor, name: str, arguments: tuple[Any, ...], grad: bool) -> Any:
+def call(tensor: torch.Tensor, operation: Operation, arguments: tuple[Any, ...], grad: bool) -> Any:
     """What it gives, then the values that the tensor has, and its gradient from what it gave; or what it raises."""
     given = [one.clone() if isinstance(one, torch.Tensor) else one for one in arguments]
     torch.default_generator.manual_seed(7)
     try:
         with torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            flat = pytree.tree_leaves(Operation("torch.Tensor", name)(tensor, *given))
+            flat = pytree.tree_leaves(operation(tensor, *given))
         others = [one for one in flat if isinstance(one, torch.Tensor) and one.grad_fn is not None]
         if others:
             sum((one.to_dense().abs() ** 2).sum() for one in others).backward()
@@ -121,16 +130,30 @@ def complaint(name: str, seen: Any, wanted: Any) -> str:
 def check_all(make: Callable[[], nn.Module], given: list[tuple[Any, ...]], modes: list[bool]) -> int:
     """Raises AssertionError where a call on what ``make`` makes is not as on a plain tensor. How many are."""
     same, wrong = 0, []
-    with on_servers(lambda: Box(make, len(given)), 2) as program:
-        for name in NAMES:  # a function each: at its beginning nothing is there
-            of_one, count = program.run(compare, program.made, name, given, modes)
+    partitioned = 2 if make is table else None
+    with on_servers(lambda: Box(make, len(given)), partitioned) as program:
+        for operation in OPERATIONS:  # a function each, and another one: at its beginning nothing is there
+            of_one, count = program.run(partial(compare, operation=operation, given=given, modes=modes), program.made)
             wrong += of_one
             same += count
     assert not wrong, "\n".join(wrong)
     return same
 
 
-STAND_INS = {"table": table}
+class Buffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", START.clone())
+
+
+def layer() -> nn.Module:
+    module = nn.Linear(SIDE, SIDE, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(START)
+    return module
+
+
+STAND_INS = {"table": table, "parameter": layer, "buffer": Buffer}
 
 
 @pytest.mark.deadline(120)
@@ -342,3 +365,157 @@ def test_gradients_are_those_of_one_device(way: Callable[[LooksUp], torch.Tensor
     with on_servers(LooksUp, 2) as program:
         torch.testing.assert_close(program.run(step, program.made), wanted, rtol=1e-12, atol=1e-12)
         states_are_close(program.made.state_dict(), plain.state_dict(), 1e-12)
+
+
+# -- models that a function is not seen to reach -----------------------------------------------------------------------
+
+
+class InAList(nn.Module):
+    """Keeps its layers in a plain list, each with its optimizer, as a forward-forward network does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers: list[Any] = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)]
+        self.layers = [layer.double() for layer in layers]
+        for layer in self.layers:
+            layer.optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def train(self, mode: bool = True) -> InAList:
+        for layer in self.layers:
+            layer.train(mode)
+        return self
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return {f"{n} {key}": value for n, one in enumerate(self.layers) for key, value in one.state_dict().items()}
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def train_on(model: InAList, number: int) -> torch.Tensor:
+    loss = model(batch(number))
+    for layer in model.layers:
+        layer.optimizer.zero_grad()
+    loss.backward()
+    for layer in model.layers:
+        layer.optimizer.step()
+    return loss.detach()
+
+
+def train_twice(model: InAList, number: int) -> torch.Tensor:
+    return torch.stack([train_on(model, number), train_on(model, number + 10)])
+
+
+def evaluate(model: InAList, number: int) -> torch.Tensor:
+    with torch.no_grad():
+        return model.train(False)(batch(number))
+
+
+def evaluate_in_a_thread(model: InAList, number: int) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(evaluate(model, number)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def step_with_given_gradients(model: InAList, number: int) -> torch.Tensor:
+    """Without having used a parameter; and then once more, from the new values."""
+    layer = model.layers[0]
+    for _ in range(2):
+        layer.weight.grad, layer.bias.grad = torch.full_like(layer.weight, 0.1), batch(number)[0]
+        layer.optimizer.step()
+    return layer.weight.detach().clone()
+
+
+def write(model: InAList, number: int) -> torch.Tensor:
+    with torch.no_grad():
+        model.layers[2].weight.mul_(0.5)
+        model.layers[0].bias.data.add_(1.0)
+    model.layers[1].running_mean = batch(number)[0]  # without having used the one that was there
+    model.layers[1].num_batches_tracked += 7
+    return model.layers[0].bias.detach().clone()
+
+
+def compiled(model: InAList, number: int) -> torch.Tensor:
+    return torch.compile(model, backend="eager")(batch(number)).detach()
+
+
+LIST_PROGRAMS = {
+    "evaluated": [evaluate] * 2,
+    "trained": [train_on] * 3,
+    "trained twice in each function": [train_twice] * 2,
+    "in turn": [train_on, evaluate_in_a_thread, train_on, evaluate, train_on],
+    "gradients by hand": [step_with_given_gradients, train_on, step_with_given_gradients, evaluate],
+    "written": [write, train_on, write, evaluate],
+    "compiled": [compiled, train_on, compiled, compiled],
+}
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("name", LIST_PROGRAMS)
+def test_a_model_in_a_list_has_the_numbers_of_one_device(name: str) -> None:
+    plain = InAList()
+    with on_servers(InAList) as program:
+        for number, function in enumerate(LIST_PROGRAMS[name]):
+            wanted = function(plain, number)
+            torch.testing.assert_close(program.run(function, program.made, number), wanted, rtol=1e-12, atol=1e-12)
+            plain.train()
+            program.made.train()
+        states_are_close(program.made.states(), plain.states(), 1e-12)
+
+
+def test_what_was_not_brought_before_a_function_is_the_next_time() -> None:
+    with on_servers(InAList) as program:
+        messages = program.cluster.network.record("ps.read")
+        counts = []
+        for _ in range(3):
+            before = len(messages)
+            program.run(evaluate, program.made, 0)
+            counts.append(len(messages) - before)
+    assert counts[0] > counts[1] == counts[2]
+
+
+def test_two_models_in_turn_each_with_the_values_of_its_last_step() -> None:
+    """The one that a function does not reach is not current there, whoever used it before."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.models = [InAList(), InAList()]
+
+    def step(two: Two, which: int, number: int) -> torch.Tensor:
+        loss = train_on(two.models[which].train(), number)
+        return torch.stack([loss, evaluate(two.models[1 - which], number)])
+
+    plain = Two()
+    with on_servers(Two) as program:
+        for number in range(4):
+            wanted = step(plain, number % 2, number)
+            torch.testing.assert_close(program.run(step, program.made, number % 2, number), wanted)
+
+
+def test_a_process_that_a_function_forks_is_told() -> None:
+    def fork(model: InAList) -> str:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                model.layers[0].weight.sum()
+            except BaseException as error:
+                os.write(writing, str(error).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        with os.fdopen(reading) as pipe:
+            return pipe.read()
+
+    with on_servers(InAList) as program:
+        assert "in a process that a scheduled function" in program.run(fork, program.made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import warnings
 import weakref
@@ -11,11 +13,13 @@ import torch
 from torch import nn
 
 from torchstrat import _torch_private
-from torchstrat.errors import InvalidArgumentError
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.errors import CommunicationError, InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.variables.variable_access import EditName, VariableAccess
-from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
+from torchstrat.parameter_server.worker.arrivals import Arrivals, hears_of_compilations, worth_waiting_for
+from torchstrat.parameter_server.worker.pending import Bringer, refuse_in_a_fork, resume, suspend
 from torchstrat.parameter_server.worker.table_parameter import TableParameter
 from torchstrat.parameter_server.worker.tables import TableLookups
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same
@@ -26,10 +30,15 @@ Edit = tuple[VariableSpec, EditName, torch.Tensor, None]
 
 
 class Copies:
-    """Parameters and buffers by the numbers of their variables. For the thread that runs functions, but for
-    `bring_table`."""
+    """Parameters and buffers by the numbers of their variables. For the thread that runs functions, but for `bring` and
+    `bring_table`.
 
-    def __init__(self, access: VariableAccess, device: torch.device) -> None:
+    ``reached``: called with the number of each variable that a function uses without having been seen to reach it.
+    """
+
+    def __init__(
+        self, access: VariableAccess, device: torch.device, reached: Callable[[int], None] = lambda number: None
+    ) -> None:
         self.access = access
         self._device = device
         self._specs: dict[int, VariableSpec] = {}
@@ -39,13 +48,20 @@ class Copies:
         self._buffers_of: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._reference: dict[int, torch.Tensor] = {}
         self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._on_reached = reached
         self._reached: set[int] = set()
+        self._is_running = False
+        self._open: set[int] = set()  # whose tensors are ordinary ones
+        self._pending_buffers: dict[int, torch.Tensor] = {}
+        self._bringer: weakref.ref[Bringer] = weakref.ref(self)
+        self._tables: set[int] = set()
         self._held: set[int] = set()  # tables that are here as a whole
-        self.lookups = TableLookups(access, self._reached_too)
+        self.lookups = TableLookups(access, self.reach)
         self._staging: dict[int, torch.Tensor] = {}
         self._fresh: set[int] = set()
         self._can_wait: set[int] = set()
-        self._arrivals = Arrivals(self._settled)
+        self._arrivals = Arrivals(self._settled, self._lock, self._bring_all)
 
     # -- made from a skeleton ---------------------------------------------------------------------------------------
 
@@ -56,12 +72,15 @@ class Copies:
         tensor: torch.Tensor
         if spec.by_rows:
             tensor = TableParameter(spec, self._device, self.lookups, self)
+            self._tables.add(spec.number)
         else:
-            value = self._memory_for(spec).zero_()
+            value = _unknown(self._memory_for(spec))
             tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
         self._specs[spec.number] = spec
         self._tensors[spec.number] = tensor
         self._numbers[id(tensor)] = spec.number
+        if not spec.by_rows:
+            self._suspend(spec.number)
         return tensor
 
     def _memory_for(self, spec: VariableSpec) -> torch.Tensor:
@@ -73,8 +92,9 @@ class Copies:
     def note_modules(self, modules: Iterable[nn.Module]) -> None:
         """Remember where buffers are, since modules may replace the tensor by assignment; and what may arrive late."""
         modules = list(modules)
-        large = worth_waiting_for(modules)
-        self._can_wait = {number for one, number in self._numbers.items() if one in large}
+        with DisableTorchFunctionSubclass():
+            large = worth_waiting_for(modules)
+        self._can_wait = {number for one, number in self._numbers.items() if one in large} - self._tables
         for module in modules:
             for name, tensor in module._buffers.items():
                 number = None if tensor is None else self._numbers.get(id(tensor))
@@ -118,12 +138,17 @@ class Copies:
         """Numbers of the variables that the function that runs is known to reach: its step brings their values back."""
         return frozenset(self._reached)
 
-    def _reached_too(self, number: int) -> None:
-        self._reached.add(number)
+    def reach(self, number: int) -> None:
+        """The function that runs has turned out to reach this one, too."""
+        if number not in self._reached:
+            self._reached.add(number)
+            self._on_reached(number)
 
     def begin(self, reached: Iterable[int]) -> None:
         """A function begins that reaches these variables, as far as can be seen of it."""
+        hears_of_compilations()
         self._reached = set(reached)
+        self._is_running = True
         # Whoever uses a table as a whole is likely to do so again: then its values come with those of other variables.
         for number in [number for number in self._held if not self._table(number).is_current]:
             self._held.discard(number)
@@ -132,6 +157,48 @@ class Copies:
         for number in self._held:
             self._table(number).is_current = False
         self.refresh(self._reached)
+        with self._lock:
+            for number in self._reached - self._open - self._tables:
+                if number in self._fresh and number not in self._arrivals:
+                    self._resume(number)
+            for number in self._open - self._reached:
+                self._suspend(number)
+
+    def end(self) -> None:
+        """The function has ended."""
+        self._is_running = False
+
+    def bring(self, number: int) -> None:
+        """See `Bringer`."""
+        refuse_in_a_fork(self._pid)
+        with self._lock, _torch_private.untouched_by_surroundings():
+            self._arrivals.wait(number)
+            if number not in self._fresh:
+                self.fill([self._specs[number]], self.access.start_reading)
+                self._arrivals.wait(number)
+            self.reach(number)
+            self._resume(number)
+
+    def _bring_all(self) -> None:
+        """PyTorch's compiler takes hold of tensors without asking their classes."""
+        if self._is_running:
+            for number in self._specs.keys() - self._open - self._tables:
+                with contextlib.suppress(CommunicationError):  # whoever uses it will be told
+                    self.bring(number)
+
+    def _suspend(self, number: int) -> None:
+        tensor = self._tensors[number]
+        if self._specs[number].kind == "buffer":
+            tensor = self._buffer(self._specs[number])
+            if type(tensor) is not torch.Tensor:  # a function has put it there
+                return
+            self._pending_buffers[number] = tensor
+        suspend(tensor, self._bringer, number)
+        self._open.discard(number)
+
+    def _resume(self, number: int) -> None:
+        resume(self._pending_buffers.pop(number, self._tensors[number]))
+        self._open.add(number)
 
     def dense(self, numbers: Iterable[int]) -> list[VariableSpec]:
         """Those of the variables that this worker holds whole."""
@@ -160,6 +227,14 @@ class Copies:
         write them, whole and on the CPU: the parameters themselves, or something that is then stored. If this raises, a
         server that is slow, or was stopped, may write there at any later time. Then everything moves elsewhere.
         """
+        with self._lock:
+            self._fill(specs, ask)
+
+    def _fill(
+        self,
+        specs: Sequence[VariableSpec],
+        ask: Callable[[Sequence[VariableSpec], Sequence[torch.Tensor]], ValuesToCome],
+    ) -> None:
         self._arrivals.settle()
         if self._can_wait:  # last those that may arrive late, first layers first
             specs = sorted(specs, key=lambda spec: (spec.number in self._can_wait, spec.number))
@@ -171,8 +246,9 @@ class Copies:
             for spec, place in zip(specs, places, strict=True):
                 keys = [(spec.number, shard) for shard in range(len(spec.shards))]
                 if spec.number in may_be_late and not values.is_written(keys):
-                    self._arrivals.add(spec.number, self._parameter(spec.number), values, keys)
+                    self._arrivals.add(spec.number, values, keys)
                     self._fresh.add(spec.number)
+                    self._suspend(spec.number)
                 else:
                     values.fetch(keys)
                     self.store(spec, place)
@@ -188,6 +264,8 @@ class Copies:
     def _settled(self, number: int, is_here: bool) -> None:
         if is_here:
             self._parameter(number).settle()
+            if number in self._reached:
+                self._resume(number)
         else:
             self._move(self._specs[number])
 
@@ -209,7 +287,7 @@ class Copies:
 
     def store(self, spec: VariableSpec, value: torch.Tensor) -> None:
         """``value`` has just been read from the servers."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
             if spec.kind == "buffer":
                 self._store_buffer(spec, value)
             else:
@@ -232,6 +310,7 @@ class Copies:
 
     def bring_table(self, table: TableParameter) -> None:
         """See `TablesHolder`."""
+        refuse_in_a_fork(self._pid)
         spec, number = table.spec, table.spec.number
         with self._lock, _torch_private.untouched_by_surroundings():
             if table.is_current:  # another thread has just brought it
@@ -243,7 +322,7 @@ class Copies:
                 self._fresh.discard(number)
             if number not in self._fresh:
                 self.fill([spec], self.access.start_reading)
-            self._reached.add(number)
+            self.reach(number)
             table.is_current = True
 
     def _table(self, number: int) -> TableParameter:
@@ -264,6 +343,7 @@ class Copies:
         Parameters and floating buffers as they are now (the last writer's stay), integral buffers as differences, so
         that counters count every worker's steps. Of tables those that are here as a whole.
         """
+        self._notice_replaced_buffers()
         numbers = self.reached
         return [*self._parameter_edits(numbers), *self._buffer_edits(numbers)]
 
@@ -282,6 +362,17 @@ class Copies:
                 yield spec, "assign", current.clone(), None
                 parameter.settle()
 
+    def _notice_replaced_buffers(self) -> None:
+        """A function may put another tensor in a buffer's place without having used the one that was there."""
+        for number, tensor in list(self._pending_buffers.items()):
+            spec = self._specs[number]
+            if self._buffer(spec) is not tensor:
+                (value,) = self.access.read([spec])
+                self._reference[number] = value.to(self._device)
+                self._fresh.add(number)
+                self._resume(number)
+                self.reach(number)
+
     def _buffer_edits(self, numbers: Iterable[int]) -> list[Edit]:
         edits: list[Edit] = []
         for number in numbers:
@@ -298,6 +389,13 @@ class Copies:
                 edits.append((spec, "add", current - reference, None))
             self._reference[number] = current.clone()
         return edits
+
+
+def _unknown(value: torch.Tensor) -> torch.Tensor:
+    """Filled with what no program takes for a value: who gets past the class of what was never read shall see it."""
+    if value.is_floating_point() or value.is_complex():
+        return value.fill_(float("nan"))
+    return value.zero_() if value.dtype == torch.bool else value.fill_(torch.iinfo(value.dtype).min)
 
 
 def _warn_of_size(table: TableParameter) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -53,6 +53,12 @@ class LeftGradients:
             for _, parameter in self._parameters(self._elsewhere.intersection(reached)):
                 parameter.has_left_gradient = True
 
+    def reach(self, number: int) -> None:
+        """The function has turned out to reach this one, too."""
+        if number in self._elsewhere:
+            for _, parameter in self._parameters((number,)):
+                parameter.has_left_gradient = True
+
     def pushed(self, number: int, gradient: torch.Tensor) -> None:
         """A step has used it."""
         if self._is_shared:
@@ -87,6 +93,7 @@ class LeftGradient(torch.Tensor):
     """A gradient of an earlier function. Setting it to zero makes it an ordinary one; nothing else can be done with it,
     for on another worker it would be another one."""
 
+    is_asked_first: ClassVar[bool] = True
     _parameter: weakref.ref[WatchedParameter]
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,7 @@ class RowGradient(torch.Tensor):
     """A sparse COO tensor over a table, or what was computed from one and has the same form. Below Python it is an
     ordinary one: autograd adds to it, hands it on and drops it as it does those."""
 
+    is_asked_first: ClassVar[bool] = True
     _table: weakref.ref[Any]
 
     @classmethod

@@ -17,6 +17,7 @@ from torchstrat.errors import ContextError, OutOfRangeError
 from torchstrat.generator_states import state_of
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.steps import RemoteSteps
 
 
@@ -83,25 +84,28 @@ class _RunningHere:
 class Executor:
     """Runs functions one after the other in the strategy's cross-replica context."""
 
-    def __init__(self, strategy: Any, copies: Copies, number_of: Callable[[Optimizer], int | None]) -> None:
+    def __init__(
+        self, strategy: Any, copies: Copies, left: LeftGradients, number_of: Callable[[Optimizer], int | None]
+    ) -> None:
+        self._left = left
         self._copies = copies
         self._access = copies.access
         self._context = context.enter(strategy, None)
-        self._steps = RemoteSteps(copies, self._access, number_of)
+        self._steps = RemoteSteps(copies, self._access, number_of, left)
         self._stepped = False
-        self.left = self._steps.left
 
     def call(
         self,
         run: FunctionRun,
-        load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Iterable[Any]]],
+        load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Iterable[Any], set[int]]],
         seed: int,
         *,
         rested: bool,
     ) -> Any:
         """Run one function and return what it returned.
 
-        ``load()`` unpickles it: the function, its arguments, and the captured objects that these reach. A function
+        ``load()`` unpickles it: the function, its arguments, the captured objects that these are seen to reach, and
+        numbers of variables that it has reached besides when it ran before, to which this run's are added. A function
         that follows another begins with the values that the other's last step brought; one that comes after a rest
         reads them first. The random state is the function's own, so that it draws the same wherever it runs, and when
         it runs again.
@@ -112,20 +116,25 @@ class Executor:
         self._stepped = False
         self._copies.lookups.rows.begin_function(rested=rested)
         with _RunningHere(run), self._context, _Seeded(seed):
-            fn, args, kwargs, captured = load()
-            self._copies.begin(self._variables(captured))
+            fn, args, kwargs, captured, learned = load()
+            seen = set(self._variables(captured))
+            self._copies.begin(seen | learned)
             self._steps.watch(captured)
-            result = self._call(fn, args, kwargs)
+            try:
+                result = self._call(fn, args, kwargs)
+            finally:
+                self._copies.end()
+                learned |= self._copies.reached - seen
             self._stepped = self._steps.stepped
             return result
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.left.begin(self._copies.reached)
+        self._left.begin(self._copies.reached)
         try:
             with self._steps:
                 result = _call(fn, args, kwargs)
         finally:
-            self.left.end(self._copies.reached)
+            self._left.end(self._copies.reached)
         self._steps.check_states()
         if self._copies.reached:
             self._access.push(self._copies.take_edits())

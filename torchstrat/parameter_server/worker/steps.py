@@ -79,6 +79,7 @@ class RemoteSteps:
         copies: Copies,
         access: VariableAccess,
         number_of: Callable[[Optimizer], int | None],
+        left: LeftGradients,
     ) -> None:
         self._copies = copies
         self._access = access
@@ -86,7 +87,7 @@ class RemoteSteps:
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
         self._watched: list[Optimizer] = []
-        self.left = LeftGradients(copies.parameters)
+        self._left = left
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
 
@@ -129,11 +130,23 @@ class RemoteSteps:
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
                 "parameter servers do not hold still. Call loss.backward() and step() without a closure."
             )
+        if not any(optimizer is one for one in self._watched):
+            self._reach(optimizer)
         self.check_states()
-        self.left.check(optimizer, self._name_of)
+        self._left.check(optimizer, self._name_of)
         with DisableTorchFunction():  # here are hundreds of operators, and nobody has to look at them
             self._push(number, optimizer)
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
+
+    def _reach(self, optimizer: Optimizer) -> None:
+        """One that the function was not seen to reach: so are its parameters, and all that is asked of those is asked
+        of these."""
+        self._watched.append(optimizer)
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                spec = self._copies.spec_of(tensor)
+                if spec is not None:
+                    self._copies.reach(spec.number)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         spec = self._copies.spec_of(tensor)
@@ -153,7 +166,7 @@ class RemoteSteps:
     # -- the push ---------------------------------------------------------------------------------------------------
 
     def _push(self, number: int, optimizer: Optimizer) -> None:
-        step = _Gradients(optimizer, self._copies.spec_of, self.left.pushed)
+        step = _Gradients(optimizer, self._copies.spec_of, self._left.pushed)
         parts: dict[int, dict[str, Any]] = defaultdict(dict)
         if not step.found_inf:
             options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)

@@ -75,7 +75,7 @@ class TableParameter(WatchedParameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if RowGradient in types:
+        if len(types) > 1 and any(getattr(kind, "is_asked_first", False) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         found = _LOOKUPS.get(func)

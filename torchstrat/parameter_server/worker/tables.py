@@ -6,6 +6,7 @@ sparse COO tensor over the table, as that of ``nn.Embedding(sparse=True)`` is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.variable_access import VariableAccess
+from torchstrat.parameter_server.worker.pending import refuse_in_a_fork
 from torchstrat.parameter_server.worker.table_rows import Rows, TableRows
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class TableLookups:
         self.rows = TableRows(access)
         self._access = access
         self._reach = reach
+        self._pid = os.getpid()
 
     def embedding(
         self,
@@ -139,6 +142,7 @@ class TableLookups:
         return _Lookup.apply(table, unique, rows, places, padding)  # type: ignore[no-any-return,no-untyped-call]
 
     def _read(self, table: TableParameter, ids: torch.Tensor, max_norm: float | None, norm_type: float) -> Rows:
+        refuse_in_a_fork(self._pid)
         spec = table.spec
         self._reach(spec.number)
         # A table that this function uses as a whole, too, has the values of that, and what was written to them.

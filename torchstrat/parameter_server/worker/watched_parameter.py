@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
 
@@ -73,22 +75,26 @@ class WatchedParameter(nn.Parameter):
     @property
     def memory(self) -> torch.Tensor:
         """The values, to be written by who tells this object; see `data`."""
-        value: torch.Tensor = DATA.__get__(self)
+        with DisableTorchFunctionSubclass():  # it may be pending
+            value: torch.Tensor = DATA.__get__(self)
         return value
 
     def replace(self, value: torch.Tensor) -> None:
         """Another tensor of the same shape takes the place of the values."""
-        DATA.__set__(self, value)
+        with DisableTorchFunctionSubclass():
+            DATA.__set__(self, value)
         self.settle()
 
     def settle(self) -> None:
         """Servers and this copy agree now."""
-        self._version_stored, self._before = self._version, None
+        with DisableTorchFunctionSubclass():
+            self._version_stored, self._before = self._version, None
 
     def is_written(self) -> bool:
         """Whether the function has changed the values since they agreed."""
-        if self._version != self._version_stored:
-            return True
+        with DisableTorchFunctionSubclass():
+            if self._version != self._version_stored:
+                return True
         before = self._before
         return before is not None and not is_same(before, self.memory)
 
