@@ -5,6 +5,7 @@
     service.py    what it answers: one function at a time, from dispatch to outcome
     run.py        one execution of a function: its name for the servers, its pushes, what it reached
     copies.py     this worker's copies of dense variables, and when they are brought up to date
+    pending.py    variables that are not current: the class that brings them, whoever uses them
     arrivals.py   parameters whose fresh values are on their way, and who has to wait for them
     table_parameter.py  what an embedding table is here: no memory; its class brings what PyTorch asks for
     tables.py     lookups in it: rows are read from the servers, gradients are sparse

@@ -31,14 +31,9 @@ Edit = tuple[VariableSpec, EditName, torch.Tensor, None]
 
 class Copies:
     """Parameters and buffers by the numbers of their variables. For the thread that runs functions, but for `bring` and
-    `bring_table`.
+    `bring_table`."""
 
-    ``reached``: called with the number of each variable that a function uses without having been seen to reach it.
-    """
-
-    def __init__(
-        self, access: VariableAccess, device: torch.device, reached: Callable[[int], None] = lambda number: None
-    ) -> None:
+    def __init__(self, access: VariableAccess, device: torch.device) -> None:
         self.access = access
         self._device = device
         self._specs: dict[int, VariableSpec] = {}
@@ -49,7 +44,6 @@ class Copies:
         self._reference: dict[int, torch.Tensor] = {}
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._on_reached = reached
         self._reached: set[int] = set()
         self._is_running = False
         self._open: set[int] = set()  # whose tensors are ordinary ones
@@ -57,7 +51,7 @@ class Copies:
         self._bringer: weakref.ref[Bringer] = weakref.ref(self)
         self._tables: set[int] = set()
         self._held: set[int] = set()  # tables that are here as a whole
-        self.lookups = TableLookups(access, self.reach)
+        self.lookups = TableLookups(access)
         self._staging: dict[int, torch.Tensor] = {}
         self._fresh: set[int] = set()
         self._can_wait: set[int] = set()
@@ -140,9 +134,7 @@ class Copies:
 
     def reach(self, number: int) -> None:
         """The function that runs has turned out to reach this one, too."""
-        if number not in self._reached:
-            self._reached.add(number)
-            self._on_reached(number)
+        self._reached.add(number)
 
     def begin(self, reached: Iterable[int]) -> None:
         """A function begins that reaches these variables, as far as can be seen of it."""

@@ -33,6 +33,7 @@ class LeftGradients:
         self._versions: dict[int, int] = {}  # of gradients, by parameter, that a step has used
         self._is_shared = False
         self._elsewhere: frozenset[int] = frozenset()
+        self._marked: list[tuple[int, WatchedParameter]] = []  # for what is left elsewhere
 
     @property
     def unused(self) -> tuple[int, ...]:
@@ -46,18 +47,15 @@ class LeftGradients:
             self._is_shared = True
             self.end(None)
 
-    def begin(self, reached: Iterable[int]) -> None:
-        """A function begins that reaches these variables."""
+    def begin(self) -> None:
+        """A function begins. What it reaches is not known before it has looked at gradients."""
         self._versions.clear()
-        if self._elsewhere:
-            for _, parameter in self._parameters(self._elsewhere.intersection(reached)):
-                parameter.has_left_gradient = True
-
-    def reach(self, number: int) -> None:
-        """The function has turned out to reach this one, too."""
-        if number in self._elsewhere:
-            for _, parameter in self._parameters((number,)):
-                parameter.has_left_gradient = True
+        for number, parameter in self._marked:
+            if number not in self._unused:
+                parameter.has_left_gradient = False
+        self._marked = list(self._parameters(self._elsewhere)) if self._elsewhere else []
+        for _, parameter in self._marked:
+            parameter.has_left_gradient = True
 
     def pushed(self, number: int, gradient: torch.Tensor) -> None:
         """A step has used it."""
@@ -68,7 +66,7 @@ class LeftGradients:
         """The function has ended: what it leaves is no later one's to step with. None: of all variables."""
         if not self._is_shared:
             return
-        for number, parameter in self._parameters(reached):
+        for number, parameter in self._parameters(None if reached is None else self._unused.union(reached)):
             gradient: torch.Tensor | None = GRAD.__get__(parameter)
             is_used = gradient is not None and self._versions.get(number) == gradient._version
             if gradient is None or (not is_used and _is_zero(gradient)):  # zeros are there to be added to

@@ -26,6 +26,9 @@ _ATTRIBUTE = "_torchstrat_pending"
 class Bringer(Protocol):
     """Who has the variables of a worker."""
 
+    def reach(self, number: int) -> None:
+        """The function that runs turns out to have to do with variable ``number``."""
+
     def bring(self, number: int) -> None:
         """Afterwards variable ``number`` is current, and its tensor an ordinary one. On any thread.
 
@@ -43,6 +46,8 @@ class _Asked:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _NEEDS_NO_VALUES:
+            if func == _GRAD.__set__:  # the gradient may be left for other functions, which have to know
+                _reach(args[0])
             with _torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for tensor in tensors_in((args, kwargs)):
@@ -91,6 +96,12 @@ def wait_for(tensor: Any) -> None:
         if here is None:
             raise ContextError("a variable was used on a worker after the coordinator that had sent it was gone.")
         here.bring(number)
+
+
+def _reach(tensor: Any) -> None:
+    found = getattr(tensor, _ATTRIBUTE, None)
+    if found is not None and (bringer := found[0]()) is not None:
+        bringer.reach(found[1])
 
 
 def refuse_in_a_fork(pid: int) -> None:

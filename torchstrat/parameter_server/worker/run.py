@@ -129,7 +129,7 @@ class Executor:
             return result
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._left.begin(self._copies.reached)
+        self._left.begin()
         try:
             with self._steps:
                 result = _call(fn, args, kwargs)

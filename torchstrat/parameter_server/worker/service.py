@@ -226,7 +226,7 @@ class _Session:
         self._access = VariableAccess(self._servers, current_run)
         devices = local_devices()
         self._device = devices[0] if devices else "cpu:0"
-        self._copies = Copies(self._access, torch_device(self._device), self._reached)
+        self._copies = Copies(self._access, torch_device(self._device))
         self._left = LeftGradients(self._copies.parameters)
         self._strategy = ParameterServerStrategy._on_worker(self._device, self._servers)
         self._world = World(self._copies.make, self._make_missing, torch_device(self._device))
@@ -241,9 +241,6 @@ class _Session:
         self._rested = True  # the next function comes after a rest
         self._trouble: BaseException | None = None  # with what a batch brought, for the next function to raise
         self._executor = Executor(self._strategy, self._copies, self._left, self._number_of)
-
-    def _reached(self, number: int) -> None:
-        self._left.reach(number)
 
     # -- what a batch brings, whether its functions are run or not: it is not sent again ----------------------------
 

@@ -28,6 +28,9 @@ from torchstrat.row_prefetch import prefetch_rows
 class TablesHolder(Protocol):
     """Who brings whole tables, on any thread."""
 
+    def reach(self, number: int) -> None:
+        """The function that runs turns out to have to do with variable ``number``."""
+
     def bring_table(self, table: TableParameter) -> None:
         """Afterwards ``table.memory`` has what the servers hold, or what the function has written.
 
@@ -133,6 +136,12 @@ class TableParameter(WatchedParameter):
             holder.bring_table(self)
         return self.memory
 
+    def reach(self) -> None:
+        """The function that runs looks rows up."""
+        holder = self._holder()
+        if holder is not None:
+            holder.reach(self.spec.number)
+
     def put_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """What the servers have been told of, and this copy not yet."""
         with torch.no_grad():
@@ -175,6 +184,7 @@ class TableParameter(WatchedParameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        self.reach()
         GRAD.__set__(self, value)
         self.has_left_gradient = False
 

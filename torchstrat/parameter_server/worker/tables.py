@@ -7,7 +7,6 @@ sparse COO tensor over the table, as that of ``nn.Embedding(sparse=True)`` is.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,10 +69,9 @@ class _Lookup(torch.autograd.Function):
 class TableLookups:
     """Of one worker; on any thread."""
 
-    def __init__(self, access: VariableAccess, reach: Callable[[int], None]) -> None:
+    def __init__(self, access: VariableAccess) -> None:
         self.rows = TableRows(access)
         self._access = access
-        self._reach = reach
         self._pid = os.getpid()
 
     def embedding(
@@ -144,7 +142,7 @@ class TableLookups:
     def _read(self, table: TableParameter, ids: torch.Tensor, max_norm: float | None, norm_type: float) -> Rows:
         refuse_in_a_fork(self._pid)
         spec = table.spec
-        self._reach(spec.number)
+        table.reach()
         # A table that this function uses as a whole, too, has the values of that, and what was written to them.
         whole = table.memory if table.is_current else None
         # max_norm writes rows back: it must not take any from before the last push.
