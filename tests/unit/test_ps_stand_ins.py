@@ -272,6 +272,10 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "a view": lambda weight: weight[1:3].zero_(),
     "transposed": lambda weight: weight.T.add_(1.0),
     "rows": assign_rows,
+    "chunks": lambda weight: [one.mul_(0.5) for one in weight.chunk(2)],
+    "single rows": lambda weight: torch._foreach_mul_(list(weight.unbind()), 0.5),
+    "a flat view": lambda weight: weight.view(-1)[3:9].fill_(0.25),
+    "another's data": lambda weight: nn.Parameter(weight.data).data.mul_(0.5),
     "an array": write_array,
     "nn.init": nn.init.ones_,
     "out": lambda weight: torch.mul(weight, 2.0, out=weight),
@@ -306,6 +310,46 @@ def test_a_table_has_another_shape_or_a_pointer_nowhere() -> None:
     with on_servers(LooksUp, 2) as program:
         assert all("table weight of" in one for one in program.run(refuse, program.made))
         states_are_close(program.made.state_dict(), LooksUp().state_dict(), 0.0)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.hidden = table(), layer(), [layer()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.layer.weight, self.table.weight, self.hidden[0].weight]
+
+
+LISTS = sorted(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+
+
+def write_to_all(model: Both, name: str) -> int:
+    """How many ways to call it there are."""
+    start, accepted = 0.1 * START.abs() + 0.1, 0
+    for more in ((), (0.5,), ([0.5] * 3,), ([start] * 3,), ([start] * 3, 0.5), ([start] * 3, [start] * 3)):
+        tensors = model.tensors()
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, [start * (n + 1) for n in range(3)])
+            try:
+                getattr(torch, name)(tensors, *more)
+            except (TypeError, RuntimeError):
+                continue
+        accepted += 1
+        break
+    return accepted
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_arithmetic_over_lists_of_parameters_is_seen(name: str) -> None:
+    """A dense one, a table and one that the function is not seen to reach."""
+
+    plain = Both()
+    ways = write_to_all(plain, name)
+    with on_servers(Both, 2) as program:
+        assert program.run(write_to_all, program.made, name) == ways
+        for one, other in ((program.made, plain), (program.made.hidden[0], plain.hidden[0])):
+            states_are_close(one.state_dict(), other.state_dict(), 1e-12)
 
 
 # -- gradients of tables that nothing but autograd has handed over -----------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -398,5 +399,13 @@ def _warn_of_size(table: TableParameter) -> None:
             f"table {spec.name} {spec.shape} is used as a whole, not only by F.embedding or F.embedding_bag, so "
             f"every worker holds all of its {size / 2**20:.0f} MiB and sends its whole gradient. Look rows up "
             "instead, or create it without a partitioner.",
-            stacklevel=6,
+            stacklevel=_level_of_program(),
         )
+
+
+def _level_of_program() -> int:
+    """For a warning of the caller's: the line outside of PyTorch and torchstrat that has led here."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torchstrat"):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -103,8 +103,11 @@ class TableParameter(WatchedParameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         used: dict[int, TableParameter] = {}  # by the id of what takes the place of each
+        written = _lists_written_to(func, args)
         args = _with_values(args, used)
         result = func(*args, **{name: _with_values(value, used) for name, value in (kwargs or {}).items()})
+        if written:  # PyTorch leaves the count to what is called for each of the list, which comes out below it here
+            torch.autograd.graph.increment_version(written)
         for table in used.values():
             table._check_form(func)
             if func is _DETACH:  # what is written through an array of it is not counted
@@ -212,6 +215,15 @@ class TableParameter(WatchedParameter):
                 return by_rows(found, rows) if found.layout == torch.strided else found
 
         return super().register_hook(with_rows)  # type: ignore[no-untyped-call]
+
+
+def _lists_written_to(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors of lists that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    given = zip(func._schema.arguments, args, strict=False)
+    lists = [value for argument, value in given if argument.is_write and isinstance(value, list | tuple)]
+    return [tensor for one in lists for tensor in one]
 
 
 def _with_values(value: Any, used: dict[int, TableParameter]) -> Any:
