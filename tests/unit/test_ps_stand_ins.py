@@ -3,6 +3,7 @@ the numbers of plain PyTorch, whoever asks, on whichever thread, or an error; ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -265,10 +266,19 @@ def assign_rows(weight: torch.Tensor) -> None:
     weight[torch.tensor([1, 3])] = 2.0
 
 
+def write_after_refusal(weight: torch.Tensor) -> None:
+    weight.add_(1.0)
+    with contextlib.suppress(UnsupportedError):  # on a worker
+        weight.t_().t_()
+    weight.mul_(2.0)
+
+
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "in place": lambda weight: weight.mul_(0.5),
     "data": lambda weight: weight.data.mul_(0.5),
     "data assigned": assign_data,
+    "another memory": lambda weight: weight.set_(torch.full_like(weight, 0.25)),
+    "after what is refused": write_after_refusal,
     "a view": lambda weight: weight[1:3].zero_(),
     "transposed": lambda weight: weight.T.add_(1.0),
     "rows": assign_rows,

@@ -100,28 +100,30 @@ class TableParameter(WatchedParameter):
     @classmethod
     @_torch_private.uncompiled
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        used: dict[int, TableParameter] = {}  # by the id of what takes the place of each
+        used: list[tuple[TableParameter, torch.Tensor]] = []  # with what takes the place of each
         written = _lists_written_to(func, args)
         args = _with_values(args, used)
         result = func(*args, **{name: _with_values(value, used) for name, value in (kwargs or {}).items()})
         if written:  # PyTorch leaves the count to what is called for each of the list, which comes out below it here
             torch.autograd.graph.increment_version(written)
-        for table in used.values():
-            table._check_form(func)
+        for table, values in used:
+            if func._schema.is_mutable:
+                table._take_form(values, func)
             if func is _DETACH:  # what is written through an array of it is not counted
                 table.keep_before()
-        return _with_tables(result, used)
+        return _with_tables(result, {id(values): table for table, values in used})
 
-    def _check_form(self, func: Any) -> None:
-        whole = self.memory
-        if whole.shape != self.spec.shape or not whole.is_contiguous():
-            self.whole, self.is_current = None, False
+    def _take_form(self, values: torch.Tensor, func: Any) -> None:
+        """``values`` stood in for this in something that may have written to it."""
+        if values.shape != self.spec.shape or not values.is_contiguous():
             raise UnsupportedError(
                 f"{func} in a scheduled function gave the table {self.spec.name} {self.spec.shape} another shape. "
                 "Variables on parameter servers keep their shape."
             )
+        if values.data_ptr() != self.memory.data_ptr():
+            self.whole = values
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -226,11 +228,11 @@ def _lists_written_to(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [tensor for one in lists for tensor in one]
 
 
-def _with_values(value: Any, used: dict[int, TableParameter]) -> Any:
+def _with_values(value: Any, used: list[tuple[TableParameter, torch.Tensor]]) -> Any:
     if isinstance(value, TableParameter):
-        whole = value.bring()
-        used[id(whole)] = value
-        return whole
+        values = value.bring().detach()  # of whose form the table's own memory does not depend
+        used.append((value, values))
+        return values
     return type(value)(_with_values(one, used) for one in value) if isinstance(value, list | tuple) else value
 
 
