@@ -277,6 +277,10 @@ class Copies:
             parameter = self._parameter(spec.number)
             parameter.replace(self._memory_for(spec).copy_(parameter.memory))
         self._fresh.discard(spec.number)
+        if spec.by_rows:
+            self._table(spec.number).is_current = False
+        else:
+            self._suspend(spec.number)
 
     def store(self, spec: VariableSpec, value: torch.Tensor) -> None:
         """``value`` has just been read from the servers."""

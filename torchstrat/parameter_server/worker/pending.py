@@ -81,10 +81,6 @@ def resume(tensor: Any) -> None:
         delattr(tensor, _ATTRIBUTE)
 
 
-def is_pending(tensor: Any) -> bool:
-    return type(tensor) in _PENDING
-
-
 def wait_for(tensor: Any) -> None:
     """Until the values of ``tensor`` are here; returns at once for anything that is current."""
     if type(tensor) in _PENDING:
