@@ -107,6 +107,11 @@ set_version_counters: Callable[[Sequence[torch.Tensor], Sequence[int]], None] = 
 )
 """Sets ``_version`` of tensors, by which backward tells whether what it saved has been changed in place since."""
 
+raise_on_data_pointer: Callable[[torch.Tensor], None] = look_up("_C._set_throw_on_mutable_data_ptr")
+"""From now on whoever asks a tensor without memory for its pointer gets an exception; for good."""
+
+look_up("Tensor._make_wrapper_subclass")
+
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = look_up("_C._swap_tensor_impl")
 """Exchanges what two tensor objects stand for, on whichever devices; whoever holds the objects sees it."""
 
@@ -327,6 +332,10 @@ foreach_add_: Callable[..., None] = look_up("_foreach_add_")
 foreach_mul_: Callable[..., None] = look_up("_foreach_mul_")
 foreach_copy_: Callable[..., None] = look_up("_foreach_copy_")
 foreach_norm: Callable[..., list[torch.Tensor]] = look_up("_foreach_norm")
+foreach_div_: Callable[..., None] = look_up("_foreach_div_")
+foreach_zero_: Callable[..., None] = look_up("_foreach_zero_")
+unscale_: Callable[..., None] = look_up("_amp_foreach_non_finite_check_and_unscale_")
+"""What a gradient scaler does to gradients: looks whether all are finite, and takes the scale out."""
 
 
 @contextmanager

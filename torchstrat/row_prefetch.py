@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from torchstrat.errors import WrongTypeError
 from torchstrat.sparse_ids import ID_DTYPES
-
-
-class _Here(threading.local):
-    prefetch: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-
-
-here = _Here()
-"""What the calling thread does with a weight and ids: set by a worker while a function runs that reaches tables.
-
-Not done by the function mode that sees the lookups: torch's compiler takes a function of our own for one that no mode
-sees, and a compiled step would not ask for anything.
-"""
 
 
 def prefetch_rows(table: nn.Embedding | nn.EmbeddingBag | torch.Tensor, ids: torch.Tensor) -> None:
@@ -77,5 +63,5 @@ def prefetch_rows(table: nn.Embedding | nn.EmbeddingBag | torch.Tensor, ids: tor
     if not isinstance(ids, torch.Tensor) or ids.dtype not in ID_DTYPES:
         given = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
         raise WrongTypeError(f"prefetch_rows got {given} as ids; give it a tensor of torch.int32 or torch.int64.")
-    if here.prefetch is not None:
-        here.prefetch(weight, ids)
+    if has_torch_function_unary(weight):  # a worker's table
+        handle_torch_function(prefetch_rows, (weight,), weight, ids)

@@ -79,7 +79,7 @@ def test_the_next_function_computes_with_the_first_layers_and_a_server_may_die_m
             results = schedule(0, 1, 2)
             os.kill(stopped_server(1, 1), signal.SIGCONT)
             found = coordinator.fetch(results)
-            assert found[1]["classes"] == ("ArrivingParameter", "WatchedParameter")
+            assert found[1]["classes"] == ("PendingParameter", "WatchedParameter")
             checkpoint = ts.Checkpoint(model=model, optimizer=optimizer)
             checkpoint.save(tmp_path / "saved")
 

@@ -327,13 +327,6 @@ def _at(row: str, *columns: str, place: str = "2 servers, 2 workers") -> tuple[s
     return tuple(f"{row} | {column} | {place}" for column in columns)
 
 
-def _reached_by_tensors(self: Copies, module: nn.Module) -> Iterator[int]:
-    for tensor in (*module.parameters(), *module.buffers()):
-        spec = self.spec_of(tensor)
-        if spec is not None:
-            yield spec.number
-
-
 def _without_empty_ones(job: Job, whole: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         whole(job, optimizer)
@@ -378,7 +371,7 @@ FAULTS = [
     ),
     PlantedFault(
         "buffers are known by their tensors",
-        _off(Copies, "numbers_under", _reached_by_tensors),
+        _off(Copies, "_buffer", lambda self, spec: self._tensors[spec.number]),
         _at("buffer, replaced by forward", READ),
     ),
     PlantedFault(

@@ -143,30 +143,37 @@ def test_a_worker_in_the_coordinators_process_leaves_the_default_dtype_alone(pro
 
 
 class Gradients:
-    """A model with one weight, zero at first; its gradient is 1 for each backward pass, and the rate is 1."""
+    """A model with one weight, zero at first; its gradient is 1 for each backward pass, and the rate is 1.
 
-    def __init__(self, cluster: FakeCluster) -> None:
+    ``is_seen``: to be reached by the functions. Else they find it in a plain list.
+    """
+
+    def __init__(self, cluster: FakeCluster, is_seen: bool) -> None:
         self.workers = len(cluster.spec.task_indices("worker"))
         strategy = cluster.strategy()
         with strategy.scope():
             self.model = model = nn.Linear(1, 1, bias=False)
             nn.init.zeros_(model.weight)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            model.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            box: Any = nn.Module()
+            box.kept = [model]
             self.begun = ts.Variable(torch.tensor(0), name="begun")
         self.calls = 0
         self.coordinator = ts.ClusterCoordinator(strategy)
         x = torch.ones(1, 1)
+        of: Callable[[], nn.Linear] = (lambda: model) if is_seen else (lambda: box.kept[0])
+        stepped = (lambda: optimizer) if is_seen else (lambda: box.kept[0].optimizer)
         self.parts: dict[str, Callable[[], Any]] = {
-            "backward": lambda: model(x).sum().backward(),
-            "create_graph": lambda: (model(x) + 0 * model(x) ** 2).sum().backward(create_graph=True),
-            "step": optimizer.step,
-            "clear": optimizer.zero_grad,
-            "set to zero": lambda: optimizer.zero_grad(set_to_none=False),
-            "fill": lambda: model.weight.grad.fill_(0),
-            "assign": lambda: setattr(model.weight, "grad", torch.ones(1, 1)),
-            "halve": lambda: model.weight.grad.mul_(0.5),
-            "look": lambda: float(model.weight.grad),
-            "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 100.0),
+            "backward": lambda: of()(x).sum().backward(),
+            "create_graph": lambda: (of()(x) + 0 * of()(x) ** 2).sum().backward(create_graph=True),
+            "step": lambda: stepped().step(),
+            "clear": lambda: stepped().zero_grad(),
+            "set to zero": lambda: stepped().zero_grad(set_to_none=False),
+            "fill": lambda: of().weight.grad.fill_(0),
+            "assign": lambda: setattr(of().weight, "grad", torch.ones(1, 1)),
+            "halve": lambda: of().weight.grad.mul_(0.5),
+            "look": lambda: float(of().weight.grad),
+            "clip": lambda: nn.utils.clip_grad_norm_(of().parameters(), 100.0),
         }
 
     def run(self, worker: int, names: str) -> Any:
@@ -192,9 +199,9 @@ class Gradients:
 
 
 @contextmanager
-def program_of(workers: int) -> Iterator[tuple[Gradients, FakeCluster]]:
+def program_of(workers: int, is_seen: bool = True) -> Iterator[tuple[Gradients, FakeCluster]]:
     with FakeCluster(workers=workers, ps=1) as cluster:
-        yield Gradients(cluster), cluster
+        yield Gradients(cluster, is_seen), cluster
 
 
 @pytest.mark.parametrize(
@@ -226,14 +233,16 @@ def test_what_each_function_clears_may_run_anywhere(workers: int, functions: lis
         ["clear, backward, step", "backward, step"],
         ["backward", "create_graph, step"],
         ["backward", "halve"],
+        ["assign", "step"],
         ["backward", "look"],
         ["backward", "clip"],
         ["set to zero", "backward", "step"],
     ],
 )
-def test_what_another_function_left_is_refused_on_its_worker(functions: list[str]) -> None:
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_what_another_function_left_is_refused_on_its_worker(functions: list[str], is_seen: bool) -> None:
     *before, last = functions
-    with program_of(2) as (two, _):
+    with program_of(2, is_seen) as (two, _):
         for names in before:
             two.run(0, names.replace("set to zero", "backward, set to zero"))
         weight = two.weight()
@@ -245,8 +254,9 @@ def test_what_another_function_left_is_refused_on_its_worker(functions: list[str
 
 
 @pytest.mark.parametrize("last", ["step", "backward, step"])
-def test_what_is_left_on_another_worker_is_missed(last: str) -> None:
-    with program_of(2) as (two, _):
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_what_is_left_on_another_worker_is_missed(is_seen: bool, last: str) -> None:
+    with program_of(2, is_seen) as (two, _):
         two.run(0, "backward")
         with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
             two.run(1, last)

@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,16 +21,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from torchstrat.errors import CommunicationError, InvalidArgumentError, NotSendableError, PeerUnavailableError
+from torchstrat.errors import (
+    CommunicationError,
+    ContextError,
+    InvalidArgumentError,
+    NotSendableError,
+    PeerUnavailableError,
+)
 from torchstrat.parameter_server.dispatch import Batch, Report
 from torchstrat.parameter_server.messages import Shard, VariableSpec
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.put_rows import put_rows
 from torchstrat.parameter_server.worker import arrivals, unique_ids
-from torchstrat.parameter_server.worker.arrivals import Arrivals, ArrivingParameter, worth_waiting_for
+from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
 from torchstrat.parameter_server.worker.batch_queue import BatchQueue
 from torchstrat.parameter_server.worker.function_thread import FunctionThread
 from torchstrat.parameter_server.worker.outcomes import Outcomes
+from torchstrat.parameter_server.worker.pending import PendingParameter, resume, suspend
 from torchstrat.parameter_server.worker.service import FunctionWorker
 from torchstrat.parameter_server.worker.table_rows import TableRows
 from torchstrat.parameter_server.worker.unique_ids import ROWS_PER_ID, UniqueIds
@@ -400,10 +408,19 @@ class Late:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.settled: list[tuple[int, bool]] = []
-        self.arrivals = Arrivals(lambda number, is_here: self.settled.append((number, is_here)))
+        self.arrivals = Arrivals(self._settled)
         self.parameter = WatchedParameter(torch.full((SIDE, SIDE), WRONG), True)
         self.values = Values(self.parameter, error)
-        self.arrivals.add(7, self.parameter, self.values, [(7, 0)])  # type: ignore[arg-type]
+        self.arrivals.add(7, self.values, [(7, 0)])  # type: ignore[arg-type]
+        suspend(self.parameter, weakref.ref(self), 7)
+
+    def _settled(self, number: int, is_here: bool) -> None:
+        self.settled.append((number, is_here))
+        if is_here:
+            resume(self.parameter)
+
+    def bring(self, number: int) -> None:
+        self.arrivals.wait(number)
 
     @property
     def has_waited(self) -> bool:
@@ -438,7 +455,7 @@ ASKED = {
 def test_what_needs_no_values_does_not_wait(late: Late, what: str) -> None:
     assert ASKED[what](late.parameter)
     assert not late.has_waited
-    assert type(late.parameter) is ArrivingParameter
+    assert type(late.parameter) is PendingParameter
 
 
 def _written_to(p: torch.Tensor) -> torch.Tensor:
@@ -515,7 +532,7 @@ def test_gradients_are_those_of_the_values_and_once_they_are_here_nobody_asks(la
     assert 7 not in late.arrivals
     late.arrivals.wait(7)
     assert late.values.fetched == 1
-    assert not arrivals._on_their_way
+    assert type(late.parameter) is WatchedParameter
 
 
 def test_what_a_coordinator_has_sent_goes_as_a_whole() -> None:
@@ -523,8 +540,8 @@ def test_what_a_coordinator_has_sent_goes_as_a_whole() -> None:
     parameter = late.parameter
     del late
     gc.collect()
-    assert not arrivals._on_their_way
-    assert (parameter * 0).sum() == 0, "nobody is waited for who is not there"
+    with pytest.raises(ContextError, match="after the coordinator that had sent it was gone"):
+        parameter * 0
 
 
 def test_who_waits_for_a_server_that_is_gone_is_told_and_who_does_not_use_it_is_not() -> None:
@@ -532,7 +549,7 @@ def test_who_waits_for_a_server_that_is_gone_is_told_and_who_does_not_use_it_is_
     with pytest.raises(PeerUnavailableError, match="ps 0 is gone"):
         late.parameter + 1
     assert late.settled == [(7, False)]
-    assert type(late.parameter) is WatchedParameter
+    assert type(late.parameter) is PendingParameter, "whoever uses it next will ask for it again"
     unused = Late(PeerUnavailableError("ps 0 is gone", None))
     unused.arrivals.settle()
     assert unused.settled == [(7, False)]

@@ -1,10 +1,9 @@
 """Parameters whose fresh values servers are still writing while the next function computes with the first layers.
 
-A parameter that is on its way has a class of its own, `ArrivingParameter`, which PyTorch asks before it does anything
-with the parameter's values: the first use waits, and turns it into an ordinary one again. So layers wait one by one, at
-no cost for those that are there.
+A parameter that is on its way is pending (see `pending`): the first use waits. So layers wait one by one, at no cost
+for those that are there.
 
-What is let arrive late is what nobody can get at past that question: parameters of PyTorch's own modules, on the CPU,
+What is let arrive late is what nobody can get at past its class: parameters of PyTorch's own modules, on the CPU,
 whose memory no other tensor shows. Everything else is waited for before the function goes on; and when a transform of
 `torch.func` or PyTorch's compiler takes hold of tensors itself, everything is waited for before that, and from the
 compiler's first compilation on nothing is late any more.
@@ -17,16 +16,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from torchstrat import _torch_private
 from torchstrat.errors import CommunicationError
-from torchstrat.operands import tensors_in
 from torchstrat.parameter_server.messages import ShardKey
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
+from torchstrat.parameter_server.worker.pending import wait_for
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
 SWITCH = "TORCHSTRAT_OVERLAP_PULLS"
@@ -40,20 +39,28 @@ _CHOOSE_BY_CLASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transf
 
 
 class Arrivals:
-    """The parameters of one worker that are on their way.
+    """The parameters of one worker that are on their way. Their class is the business of whoever adds them.
 
     Args:
         settled: called with the number of a variable when its value is here, or is not going to be
             (``settled(number, False)``): then its memory may still be written to, and must not be used.
+        lock: held while anything here changes.
+        bring_all: called before PyTorch's compiler traces anything in this process.
     """
 
     _all: ClassVar[weakref.WeakSet[Arrivals]] = weakref.WeakSet()
     _compiles = False
 
-    def __init__(self, settled: Callable[[int, bool], None]) -> None:
+    def __init__(
+        self,
+        settled: Callable[[int, bool], None],
+        lock: threading.RLock | None = None,
+        bring_all: Callable[[], None] = lambda: None,
+    ) -> None:
         self._settled = settled
-        self._lock = threading.RLock()
-        self._coming: dict[int, tuple[WatchedParameter, ValuesToCome, Sequence[ShardKey]]] = {}
+        self._lock = threading.RLock() if lock is None else lock
+        self._bring_all = bring_all
+        self._coming: dict[int, tuple[ValuesToCome, Sequence[ShardKey]]] = {}
         self._is_on = os.environ.get(SWITCH, "").lower() != "off"
         _watch_what_passes_by()
         self._all.add(self)
@@ -63,20 +70,17 @@ class Arrivals:
         memory = parameter.memory
         return (
             self._is_on
-            and _hears_of_compilations()
+            and hears_of_compilations()
             and not Arrivals._compiles
             and memory.device.type == "cpu"
             and memory.is_contiguous()
             and _torch_private.tensors_in_storage(memory) == 2  # the parameter, and what was just made to look at it
         )
 
-    def add(self, number: int, parameter: WatchedParameter, values: ValuesToCome, keys: Sequence[ShardKey]) -> None:
+    def add(self, number: int, values: ValuesToCome, keys: Sequence[ShardKey]) -> None:
         """Variable ``number`` has its value when ``values`` has written ``keys``."""
         with self._lock:
-            self._coming[number] = parameter, values, keys
-            key = id(parameter)
-            _on_their_way[key] = weakref.ref(self, lambda _: _on_their_way.pop(key, None)), number
-            parameter.__class__ = ArrivingParameter
+            self._coming[number] = values, keys
 
     def __contains__(self, number: int) -> bool:
         return number in self._coming
@@ -87,16 +91,14 @@ class Arrivals:
             found = self._coming.get(number)
             if found is None:
                 return
-            parameter, values, keys = found
+            values, keys = found
             is_here = False
             try:
                 values.fetch(keys)
                 is_here = True
             finally:
-                # In this order: until all is as it should be, others who use it come here, too.
+                del self._coming[number]
                 self._settled(number, is_here)
-                parameter.__class__ = WatchedParameter
-                del self._coming[number], _on_their_way[id(parameter)]
 
     def settle(self) -> None:
         """Wait for all. What cannot come is forgotten: whoever needs it will ask for it again."""
@@ -117,38 +119,8 @@ class Arrivals:
         """From now on nothing is late."""
         cls._compiles = True
         cls.settle_all()
-
-
-class ArrivingParameter(WatchedParameter):
-    """Whatever needs its values waits for them."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _NEEDS_NO_VALUES:
-            with _torch_private.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        for tensor in tensors_in((args, kwargs)):
-            wait_for(tensor)
-        return func(*args, **kwargs)
-
-
-_on_their_way: dict[int, tuple[weakref.ref[Arrivals], int]] = {}
-"""By the ``id`` of the parameter: whose it is, and the number of its variable. `Arrivals` keeps it alive, and goes with
-what a coordinator has sent, when another one comes."""
-
-
-def wait_for(tensor: Any) -> None:
-    """Until the values of ``tensor`` are here; returns at once for anything that is not on its way."""
-    if type(tensor) is ArrivingParameter:
-        found = _on_their_way.get(id(tensor))
-        arrivals = None if found is None else found[0]()
-        if found is not None and arrivals is not None:
-            arrivals.wait(found[1])
-        else:  # another thread has just waited, or nobody is left who knows where it comes from
-            cast(Any, tensor).__class__ = WatchedParameter
+        for arrivals in list(cls._all):
+            arrivals._bring_all()
 
 
 def worth_waiting_for(modules: Iterable[nn.Module]) -> set[int]:
@@ -169,29 +141,6 @@ def _is_large(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and parameter.nbytes >= _LARGE_BYTES
 
 
-def _methods(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name) for name in names}
-
-
-def _properties(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name).__get__ for name in names}
-
-
-_GRAD: Any = torch.Tensor.grad
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-_NEEDS_NO_VALUES = frozenset(
-    {
-        *_properties("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
-        *_properties("nbytes", "itemsize", "is_cpu", "is_cuda", "is_sparse", "is_meta", "_version"),
-        *_methods("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
-        *_methods("is_contiguous", "is_floating_point", "is_complex", "get_device", "__hash__", "__len__"),
-        *_methods("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
-    }
-)
-"""What may be asked of a parameter that is on its way."""
-
 _watching = threading.Lock()
 _is_watching = False
 _is_hearing = False
@@ -207,7 +156,7 @@ def _watch_what_passes_by() -> None:
             os.register_at_fork(before=Arrivals.settle_all)
 
 
-def _hears_of_compilations() -> bool:
+def hears_of_compilations() -> bool:
     """Not before the compiler is imported, which workers do when they start (see `warm_up`)."""
     global _is_hearing
     if not _is_hearing and "torch._dynamo" in sys.modules:

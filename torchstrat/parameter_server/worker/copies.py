@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat import _torch_private
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.errors import CommunicationError, InvalidArgumentError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, VariableEdit
-from torchstrat.parameter_server.worker.arrivals import Arrivals, worth_waiting_for
+from torchstrat.parameter_server.worker.arrivals import Arrivals, hears_of_compilations, worth_waiting_for
 from torchstrat.parameter_server.worker.buffer_edits import BufferEdits
+from torchstrat.parameter_server.worker.pending import Bringer, refuse_in_a_fork, resume, suspend
+from torchstrat.parameter_server.worker.table_parameter import TableParameter
+from torchstrat.parameter_server.worker.tables import TableLookups
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same
 from torchstrat.replicas.buffer_rules import is_statistic
 
+_LARGE_BYTES = 64 << 20
+
 
 class Copies:
-    """Parameters and buffers by the numbers of their variables. For one thread: the one that runs functions."""
+    """Parameters and buffers by the numbers of their variables. For the thread that runs functions, but for `bring` and
+    `bring_table`."""
 
     def __init__(self, access: VariableAccess, device: torch.device) -> None:
         self.access = access
@@ -30,29 +43,40 @@ class Copies:
         self._slots: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
         self._buffers_of: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._reference: dict[int, torch.Tensor] = {}
-        self._by_rows: set[int] = set()
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._reached: set[int] = set()
+        self._is_running = False
+        self._open: set[int] = set()  # whose tensors are ordinary ones
+        self._pending_buffers: dict[int, torch.Tensor] = {}
+        self._bringer: weakref.ref[Bringer] = weakref.ref(self)
+        self._tables: set[int] = set()
+        self._held: set[int] = set()  # tables that are here as a whole
+        self.lookups = TableLookups(access)
         self._staging: dict[int, torch.Tensor] = {}
         self._fresh: set[int] = set()
         self._can_wait: set[int] = set()
-        self._arrivals = Arrivals(self._settled)
+        self._arrivals = Arrivals(self._settled, self._lock, self._bring_all)
         self.buffer_edits = BufferEdits()
 
     # -- made from a skeleton ---------------------------------------------------------------------------------------
 
     def make(self, spec: VariableSpec) -> torch.Tensor:
-        """The tensor that stands for ``spec`` here; its values come later. A table takes one element of memory."""
+        """The tensor that stands for ``spec`` here; its values come later. A table takes no memory."""
         if spec.number in self._tensors:
             return self._tensors[spec.number]
+        tensor: torch.Tensor
         if spec.by_rows:
-            # Of the right shape for autograd and optimizers, without storage: rows are read where they are used.
-            value = torch.zeros((), dtype=spec.dtype, device=self._device).expand(spec.shape)
-            self._by_rows.add(spec.number)
+            tensor = TableParameter(spec, self._device, self.lookups, self)
+            self._tables.add(spec.number)
         else:
-            value = self._memory_for(spec).zero_()
-        tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
+            value = _unknown(self._memory_for(spec))
+            tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
         self._specs[spec.number] = spec
         self._tensors[spec.number] = tensor
         self._numbers[id(tensor)] = spec.number
+        if not spec.by_rows:
+            self._suspend(spec.number)
         return tensor
 
     def _memory_for(self, spec: VariableSpec) -> torch.Tensor:
@@ -64,8 +88,9 @@ class Copies:
     def note_modules(self, modules: Iterable[nn.Module]) -> None:
         """Remember where buffers are, since modules may replace the tensor by assignment; and what may arrive late."""
         modules = list(modules)
-        large = worth_waiting_for(modules)
-        self._can_wait = {number for one, number in self._numbers.items() if one in large}
+        with DisableTorchFunctionSubclass():
+            large = worth_waiting_for(modules)
+        self._can_wait = {number for one, number in self._numbers.items() if one in large} - self._tables
         for module in modules:
             for name, tensor in module._buffers.items():
                 number = None if tensor is None else self._numbers.get(id(tensor))
@@ -95,16 +120,6 @@ class Copies:
             if one._buffers:
                 yield from self._buffers_of.get(one, none).values()
 
-    def is_table(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` stands for rows on the servers, and holds no values itself."""
-        return self._numbers.get(id(tensor)) in self._by_rows
-
-    def tables(self) -> Iterator[torch.Tensor]:
-        return (self._tensors[number] for number in self._by_rows)
-
-    def has_tables(self, numbers: Iterable[int]) -> bool:
-        return not self._by_rows.isdisjoint(numbers)
-
     def parameters(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[int, WatchedParameter]]:
         """Those of the variables, or of all, that take gradients."""
         for number in list(self._tensors) if numbers is None else numbers:
@@ -114,9 +129,75 @@ class Copies:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
+    @property
+    def reached(self) -> frozenset[int]:
+        """Numbers of the variables that the function that runs is known to reach: its step brings their values back."""
+        return frozenset(self._reached)
+
+    def reach(self, number: int) -> None:
+        """The function that runs has turned out to reach this one, too."""
+        self._reached.add(number)
+
+    def begin(self, reached: Iterable[int]) -> None:
+        """A function begins that reaches these variables, as far as can be seen of it."""
+        hears_of_compilations()
+        self._reached = set(reached)
+        self._is_running = True
+        # Whoever uses a table as a whole is likely to do so again: then its values come with those of other variables.
+        for number in [number for number in self._held if not self._table(number).is_current]:
+            self._held.discard(number)
+            self._fresh.discard(number)
+            self._table(number).whole = None
+        for number in self._held:
+            self._table(number).is_current = False
+        self.refresh(self._reached)
+        with self._lock:
+            for number in self._reached - self._open - self._tables:
+                if number in self._fresh and number not in self._arrivals:
+                    self._resume(number)
+            for number in self._open - self._reached:
+                self._suspend(number)
+
+    def end(self) -> None:
+        """The function has ended."""
+        self._is_running = False
+
+    def bring(self, number: int) -> None:
+        """See `Bringer`."""
+        refuse_in_a_fork(self._pid)
+        with self._lock, _torch_private.untouched_by_surroundings():
+            self._arrivals.wait(number)
+            if number not in self._fresh:
+                self.fill([self._specs[number]], self.access.start_reading)
+                self._arrivals.wait(number)
+            self.reach(number)
+            self._resume(number)
+
+    def _bring_all(self) -> None:
+        """PyTorch's compiler takes hold of tensors without asking their classes."""
+        if self._is_running:
+            for number in self._specs.keys() - self._open - self._tables:
+                with contextlib.suppress(CommunicationError):  # whoever uses it will be told
+                    self.bring(number)
+
+    def _suspend(self, number: int) -> None:
+        tensor = self._tensors[number]
+        if self._specs[number].kind == "buffer":
+            tensor = self._buffer(self._specs[number])
+            if type(tensor) is not torch.Tensor:  # a function has put it there
+                return
+            self._pending_buffers[number] = tensor
+        suspend(tensor, self._bringer, number)
+        self._open.discard(number)
+
+    def _resume(self, number: int) -> None:
+        resume(self._pending_buffers.pop(number, self._tensors[number]))
+        self._open.add(number)
+
     def dense(self, numbers: Iterable[int]) -> list[VariableSpec]:
         """Those of the variables that this worker holds whole."""
-        return [self._specs[number] for number in numbers if number in self._specs and number not in self._by_rows]
+        specs = [self._specs[number] for number in numbers if number in self._specs]
+        return [spec for spec in specs if not spec.by_rows or spec.number in self._held]
 
     def expire(self) -> None:
         """Whatever is here may be out of date."""
@@ -140,6 +221,14 @@ class Copies:
         write them, whole and on the CPU: the parameters themselves, or something that is then stored. If this raises, a
         server that is slow, or was stopped, may write there at any later time. Then everything moves elsewhere.
         """
+        with self._lock:
+            self._fill(specs, ask)
+
+    def _fill(
+        self,
+        specs: Sequence[VariableSpec],
+        ask: Callable[[Sequence[VariableSpec], Sequence[torch.Tensor]], ValuesToCome],
+    ) -> None:
         self._arrivals.settle()
         if self._can_wait:  # last those that may arrive late, first layers first
             specs = sorted(specs, key=lambda spec: (spec.number in self._can_wait, spec.number))
@@ -151,8 +240,9 @@ class Copies:
             for spec, place in zip(specs, places, strict=True):
                 keys = [(spec.number, shard) for shard in range(len(spec.shards))]
                 if spec.number in may_be_late and not values.is_written(keys):
-                    self._arrivals.add(spec.number, self._parameter(spec.number), values, keys)
+                    self._arrivals.add(spec.number, values, keys)
                     self._fresh.add(spec.number)
+                    self._suspend(spec.number)
                 else:
                     values.fetch(keys)
                     self.store(spec, place)
@@ -168,6 +258,8 @@ class Copies:
     def _settled(self, number: int, is_here: bool) -> None:
         if is_here:
             self._parameter(number).settle()
+            if number in self._reached:
+                self._resume(number)
         else:
             self._move(self._specs[number])
 
@@ -186,10 +278,14 @@ class Copies:
             parameter = self._parameter(spec.number)
             parameter.replace(self._memory_for(spec).copy_(parameter.memory))
         self._fresh.discard(spec.number)
+        if spec.by_rows:
+            self._table(spec.number).is_current = False
+        else:
+            self._suspend(spec.number)
 
     def store(self, spec: VariableSpec, value: torch.Tensor) -> None:
         """``value`` has just been read from the servers."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunctionSubclass():
             if spec.kind == "buffer":
                 self._store_buffer(spec, value)
             else:
@@ -217,13 +313,27 @@ class Copies:
                 return current
         return self._tensors[spec.number]
 
-    def make_dense(self, tensor: torch.Tensor) -> None:
-        """A table that is used whole is held whole from now on."""
-        number = self._numbers[id(tensor)]
-        spec = self._specs[number]
-        self._by_rows.discard(number)
-        self._parameter(number).replace(self._memory_for(spec))
-        self.refresh([number])
+    def bring_table(self, table: TableParameter) -> None:
+        """See `TablesHolder`."""
+        refuse_in_a_fork(self._pid)
+        spec, number = table.spec, table.spec.number
+        with self._lock, _torch_private.untouched_by_surroundings():
+            if table.is_current:  # another thread has just brought it
+                return
+            if table.whole is None:
+                _warn_of_size(table)
+                table.replace(self._memory_for(spec))
+                self._held.add(number)
+                self._fresh.discard(number)
+            if number not in self._fresh:
+                self.fill([spec], self.access.start_reading)
+            self.reach(number)
+            table.is_current = True
+
+    def _table(self, number: int) -> TableParameter:
+        table = self._tensors[number]
+        assert isinstance(table, TableParameter)
+        return table
 
     def release(self, numbers: Collection[int]) -> None:
         """The coordinator has dropped these variables."""
@@ -233,9 +343,9 @@ class Copies:
             tensor = self._tensors.pop(number, None)
             if tensor is not None:
                 self._numbers.pop(id(tensor), None)
-            for table in (self._specs, self._slots, self._reference, self._staging):
+            for table in (self._specs, self._slots, self._reference, self._staging, self._pending_buffers):
                 table.pop(number, None)
-        for known in (self._by_rows, self._fresh, self._can_wait):
+        for known in (self._tables, self._held, self._fresh, self._can_wait, self._open, self._reached):
             known.difference_update(numbers)
 
     def _parameter(self, number: int) -> WatchedParameter:
@@ -245,13 +355,13 @@ class Copies:
 
     # -- what the function wrote by hand ----------------------------------------------------------------------------
 
-    def take_edits(self, numbers: Iterable[int]) -> list[VariableEdit]:
+    def take_edits(self) -> list[VariableEdit]:
         """What the function itself has changed since the values were read, to be told to the servers.
 
-        Parameters as they are now, buffers as `buffer_edits` says. Tables are not held here, and cannot be written as a
-        whole.
+        Parameters as they are now, buffers as `buffer_edits` says. Of tables those that are here as a whole.
         """
-        numbers = list(numbers)
+        self._notice_replaced_buffers()
+        numbers = self.reached
         return [*self._parameter_edits(numbers), *self._buffer_edits(numbers)]
 
     def _parameter_edits(self, numbers: Iterable[int]) -> Iterator[VariableEdit]:
@@ -260,13 +370,25 @@ class Copies:
                 continue
             parameter = self._parameter(spec.number)
             if parameter.is_written():
-                if parameter.shape != torch.Size(spec.shape):
+                current = parameter.memory
+                if current.shape != torch.Size(spec.shape):
                     raise InvalidArgumentError(
-                        f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(parameter.shape)}. "
+                        f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(current.shape)}. "
                         "Variables on parameter servers keep their shape."
                     )
-                yield VariableEdit(spec, "assign", parameter.detach().clone())
+                yield VariableEdit(spec, "assign", current.clone())
                 parameter.settle()
+
+    def _notice_replaced_buffers(self) -> None:
+        """A function may put another tensor in a buffer's place without having used the one that was there."""
+        for number, tensor in list(self._pending_buffers.items()):
+            spec = self._specs[number]
+            if self._buffer(spec) is not tensor:
+                (value,) = self.access.read([spec])
+                self._reference[number] = value.to(self._device)
+                self._fresh.add(number)
+                self._resume(number)
+                self.reach(number)
 
     def _buffer_edits(self, numbers: Iterable[int]) -> list[VariableEdit]:
         edits: list[VariableEdit] = []
@@ -281,3 +403,30 @@ class Copies:
             edits.append(self.buffer_edits.edit_of(spec, current, reference, is_statistic=self._is_statistic(spec)))
             self._reference[number] = current.clone()
         return edits
+
+
+def _unknown(value: torch.Tensor) -> torch.Tensor:
+    """Filled with what no program takes for a value: who gets past the class of what was never read shall see it."""
+    if value.is_floating_point() or value.is_complex():
+        return value.fill_(float("nan"))
+    return value.zero_() if value.dtype == torch.bool else value.fill_(torch.iinfo(value.dtype).min)
+
+
+def _warn_of_size(table: TableParameter) -> None:
+    spec = table.spec
+    size = table.numel() * table.element_size()
+    if size > _LARGE_BYTES:
+        warnings.warn(
+            f"table {spec.name} {spec.shape} is used as a whole, not only by F.embedding or F.embedding_bag, so "
+            f"every worker holds all of its {size / 2**20:.0f} MiB and sends its whole gradient. Look rows up "
+            "instead, or create it without a partitioner.",
+            stacklevel=_level_of_program(),
+        )
+
+
+def _level_of_program() -> int:
+    """For a warning of the caller's: the line outside of PyTorch and torchstrat that has led here."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torchstrat"):
+        level, frame = level + 1, frame.f_back
+    return level

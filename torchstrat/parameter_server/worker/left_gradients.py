@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchstrat import _torch_private
 from torchstrat.errors import UnsupportedError
 from torchstrat.operands import tensors_in
+from torchstrat.parameter_server.worker.row_gradients import RowGradient
 from torchstrat.parameter_server.worker.watched_parameter import GRAD, WatchedParameter
 
 
@@ -32,6 +33,7 @@ class LeftGradients:
         self._versions: dict[int, int] = {}  # of gradients, by parameter, that a step has used
         self._is_shared = False
         self._elsewhere: frozenset[int] = frozenset()
+        self._marked: list[tuple[int, WatchedParameter]] = []  # for what is left elsewhere
 
     @property
     def unused(self) -> tuple[int, ...]:
@@ -45,12 +47,15 @@ class LeftGradients:
             self._is_shared = True
             self.end(None)
 
-    def begin(self, reached: Iterable[int]) -> None:
-        """A function begins that reaches these variables."""
+    def begin(self) -> None:
+        """A function begins. What it reaches is not known before it has looked at gradients."""
         self._versions.clear()
-        if self._elsewhere:
-            for _, parameter in self._parameters(self._elsewhere.intersection(reached)):
-                parameter.has_left_gradient = True
+        for number, parameter in self._marked:
+            if number not in self._unused:
+                parameter.has_left_gradient = False
+        self._marked = list(self._parameters(self._elsewhere)) if self._elsewhere else []
+        for _, parameter in self._marked:
+            parameter.has_left_gradient = True
 
     def pushed(self, number: int, gradient: torch.Tensor) -> None:
         """A step has used it."""
@@ -61,7 +66,7 @@ class LeftGradients:
         """The function has ended: what it leaves is no later one's to step with. None: of all variables."""
         if not self._is_shared:
             return
-        for number, parameter in self._parameters(reached):
+        for number, parameter in self._parameters(None if reached is None else self._unused.union(reached)):
             gradient: torch.Tensor | None = GRAD.__get__(parameter)
             is_used = gradient is not None and self._versions.get(number) == gradient._version
             if gradient is None or (not is_used and _is_zero(gradient)):  # zeros are there to be added to
@@ -76,7 +81,9 @@ class LeftGradients:
 
     def forget(self, numbers: Iterable[int]) -> None:
         """These parameters are gone, and their gradients with them."""
-        self._unused.difference_update(numbers)
+        numbers = set(numbers)
+        self._unused -= numbers
+        self._marked = [(number, parameter) for number, parameter in self._marked if number not in numbers]
         for number in numbers:
             self._versions.pop(number, None)
 
@@ -92,6 +99,7 @@ class LeftGradient(torch.Tensor):
     """A gradient of an earlier function. Setting it to zero makes it an ordinary one; nothing else can be done with it,
     for on another worker it would be another one."""
 
+    is_asked_first: ClassVar[bool] = True
     _parameter: weakref.ref[WatchedParameter]
 
     @classmethod
@@ -114,7 +122,7 @@ class LeftGradient(torch.Tensor):
 
 def _mark(parameter: WatchedParameter, gradient: torch.Tensor) -> None:
     parameter.has_left_gradient = True
-    if type(gradient) is torch.Tensor:
+    if type(gradient) in (torch.Tensor, RowGradient):
         marked: Any = gradient
         marked.__class__ = LeftGradient
         marked._parameter = weakref.ref(parameter)

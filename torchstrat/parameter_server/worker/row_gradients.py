@@ -1,137 +1,203 @@
 """Gradients of tables that are read by rows: sparse, where one device has dense ones, and used as these.
 
-What PyTorch computes with a sparse tensor comes to the same. Norms and clipping, which it does not, are computed on the
-rows; for anything else the gradient becomes the dense one that it stands for.
+What PyTorch computes with a sparse tensor comes to the same. Norms, clipping and unscaling, which it does not, are
+computed on the rows; for anything else the gradient becomes the dense one that it stands for: the same object, whoever
+holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
-from torchstrat._torch_private import DisableTorchFunction, foreach_norm
+from torchstrat import _torch_private
+from torchstrat._torch_private import DisableTorchFunctionSubclass, foreach_norm
+from torchstrat.operands import tensors_in
+from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
+from torchstrat.parameter_server.worker.watched_parameter import GRAD
 
-ROWS = "_torchstrat_rows"
+_ROWS = "_torchstrat_rows"
 """Attribute of a gradient that has become dense: which rows it had. The others take no part in a step by rows."""
 
-NOT_FOR_SPARSE = (NotImplementedError, RuntimeError, TypeError)
+_NOT_FOR_SPARSE = (NotImplementedError, RuntimeError, TypeError)
 """What PyTorch raises where an operator is not there for sparse tensors."""
+
+
+class RowGradient(torch.Tensor):
+    """A sparse COO tensor over a table, or what was computed from one and has the same form. Below Python it is an
+    ordinary one: autograd adds to it, hands it on and drops it as it does those."""
+
+    is_asked_first: ClassVar[bool] = True
+    _table: weakref.ref[Any]
+
+    @classmethod
+    @_torch_private.uncompiled
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Who has a word to say of other operands comes first; tables are read below Python.
+        if any(kind is not cls and not getattr(kind, "is_asked_below_python", False) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        table = next(one._table for one in tensors_in((args, kwargs)) if type(one) is RowGradient)
+        with DisableTorchFunctionSubclass():
+            rule = _RULES.get(func)
+            if rule is not None:
+                return rule(*args, **kwargs)
+            if _writes_to_list(func, args):
+                make_dense((args, kwargs))  # before any of the others is written to: it could not be done again
+                return func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except _NOT_FOR_SPARSE:
+                if not make_dense((args, kwargs)):
+                    raise
+                return func(*args, **kwargs)
+        return _as_computed(result, table)
+
+
+def as_rows(gradient: Any, table: Any) -> Any:
+    """``gradient`` as one of ``table``, if it is by rows. The table says in ``rows_asked_for_sparse`` whether one
+    device would have a sparse one, too."""
+    return _as_computed(gradient, weakref.ref(table))
+
+
+def _as_computed(value: Any, table: weakref.ref[Any]) -> Any:
+    if type(value) is torch.Tensor:
+        if value.layout == torch.sparse_coo and value.sparse_dim() == 1:
+            of = table()
+            if of is not None and value.shape == of.spec.shape:
+                marked: Any = value
+                marked.__class__ = RowGradient
+                marked._table = table
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _as_computed(one, table)
+    return value
+
+
+def make_dense(values: Any) -> bool:
+    """From now on the gradients by rows in ``values`` are dense; whether there were any."""
+    found = [one for one in tensors_in(values) if type(one) is RowGradient]
+    for one in found:
+        rows = one.coalesce().indices()[0]
+        _become(one, one.to_dense())
+        one.__class__ = torch.Tensor  # type: ignore[assignment]
+        setattr(one, _ROWS, rows)
+    return bool(found)
+
+
+def _become(gradient: RowGradient, other: torch.Tensor) -> None:
+    """The object is another tensor from now on, also as the gradient of its table."""
+    table = gradient._table()
+    is_of_table = table is not None and GRAD.__get__(table) is gradient
+    _torch_private.swap_tensor_impl(gradient, other)
+    if is_of_table:
+        GRAD.__set__(table, gradient)
+
+
+def rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` of a table, to be sent: if it was one of rows and has become dense in the function, it is one of
+    rows still: of those that it had, and of those that are not zero."""
+    rows = getattr(gradient, _ROWS, None)
+    return gradient.detach() if rows is None else by_rows(gradient.detach(), rows)
+
+
+def by_rows(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A dense gradient as one of ``rows``, and of whatever else is not zero."""
+    ids = torch.cat([rows, gradient.flatten(1).ne(0).any(1).nonzero().flatten()]).unique()
+    return sparse_rows(ids, gradient[ids], len(gradient))
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+def _looks_sparse(gradient: RowGradient) -> bool:
+    """Whether one device would have a sparse one. PyTorch's compiler is told the truth: it takes no sparse ones."""
+    table = gradient._table()
+    return _torch_private.is_compiler_at_work() or table is None or table.rows_asked_for_sparse
+
+
+def _layout(gradient: RowGradient) -> torch.layout:
+    return torch.sparse_coo if _looks_sparse(gradient) else torch.strided
+
+
+def _itself(gradient: torch.Tensor) -> torch.Tensor:
+    """What is done in place to another one with its values would be lost when either becomes dense."""
+    return gradient if not gradient.requires_grad else gradient.detach()
+
+
+def _values(gradient: RowGradient) -> torch.Tensor:
+    """To be written to: each row once."""
+    if not gradient.is_coalesced():
+        _become(gradient, gradient.coalesce())
+    return gradient._values()
+
+
+def _vector_norm(x: Any, ord: Any = 2, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
+    by_rows = not rest and set(kwargs) <= {"dtype"} and dim is None and isinstance(ord, int | float) and ord > 0
+    if type(x) is RowGradient and by_rows:
+        values = x.coalesce().values()
+        x = values if values.numel() else values.new_zeros(1)
+    elif type(x) is RowGradient:
+        x = x.to_dense()
+    return torch.linalg.vector_norm(x, ord, dim, *rest, **kwargs)
+
+
+def _foreach_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    return [_vector_norm(one, *args, **kwargs) for one in tensors]
+
+
+def _clamp_(x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
+    is_zero_kept = all(isinstance(end, int | float | None) for end in (min, max)) and (
+        (min is None or min <= 0) and (max is None or max >= 0)
+    )
+    if is_zero_kept and type(x) is RowGradient:
+        _values(x).clamp_(min, max)
+        return x
+    make_dense([x, min, max])
+    return x.clamp_(min, max)
+
+
+def _unscale_(gradients: Iterable[Any], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    _torch_private.unscale_(
+        [_values(one) if type(one) is RowGradient else one for one in gradients], found_inf, inverse
+    )
+
+
+def _reduced(gradient: RowGradient, protocol: Any) -> Any:
+    """What is sent elsewhere is what one device would have."""
+    other = gradient.detach() if _looks_sparse(gradient) else gradient.to_dense()
+    return other.requires_grad_(gradient.requires_grad).__reduce_ex__(protocol)
+
 
 _IS_SPARSE: Any = torch.Tensor.is_sparse
 _LAYOUT: Any = torch.Tensor.layout
 _DATA: Any = torch.Tensor.data
-SHOWS_GRADIENT = frozenset({_IS_SPARSE.__get__, _LAYOUT.__get__, _DATA.__get__, torch.Tensor.detach})
-"""What would show of a gradient that it has another form, or give another tensor with its values."""
+_RULES: Mapping[Any, Callable[..., Any]] = {
+    _IS_SPARSE.__get__: _looks_sparse,
+    _LAYOUT.__get__: _layout,
+    _DATA.__get__: _itself,
+    torch.Tensor.detach: _itself,
+    torch.Tensor.clamp_: _clamp_,
+    torch.Tensor.__reduce_ex__: _reduced,
+    torch.linalg.vector_norm: _vector_norm,
+    foreach_norm: _foreach_norm,
+    _torch_private.unscale_: _unscale_,
+}
+_WRITES_ROWS_TOO = (_torch_private.foreach_mul_, _torch_private.foreach_div_, _torch_private.foreach_zero_)
 
 
-class RowGradients:
-    """``tables()``: the parameters that are read by rows. For one function at a time, from `begin` on."""
-
-    def __init__(self, tables: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._tables = tables
-        self.became: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By id: gradients that the function may hold, and what is in their places since. Mostly empty; asked about at
-        every operator."""
-        self._sparse: set[int] = set()
-        """Ids of tables that are looked up for sparse gradients, as one device has them then, too."""
-
-    def begin(self) -> None:
-        self.became.clear()
-
-    def note(self, table: torch.Tensor, sparse: bool) -> None:
-        """A table is looked up, for gradients of this form."""
-        (self._sparse.add if sparse else self._sparse.discard)(id(table))
-
-    def shown(self, func: Any, gradient: torch.Tensor) -> Any:
-        """What one of `SHOWS_GRADIENT` says of a gradient by rows."""
-        gradient = self.current(gradient)
-        if func not in (_IS_SPARSE.__get__, _LAYOUT.__get__):
-            # Itself: what is done in place to another one with its values would be lost when either becomes dense.
-            return gradient if not gradient.requires_grad else func(gradient)
-        alike = [table for table in self._tables() if table.shape == gradient.shape]
-        own = [table for table in alike if table.grad is gradient] or alike  # or it was computed from one
-        is_sparse = any(id(table) in self._sparse for table in own)
-        if func == _LAYOUT.__get__:
-            return torch.sparse_coo if is_sparse else torch.strided
-        return is_sparse
-
-    def current(self, value: Any) -> Any:
-        """``value`` with those in their places; of lists and tuples the elements."""
-        if isinstance(value, list | tuple) and any(id(one) in self.became for one in value):
-            return type(value)(self.current(one) for one in value)
-        return self.became[id(value)][1] if id(value) in self.became else value
-
-    def make_dense(self, values: Iterable[Any]) -> bool:
-        """From now on those among ``values`` are dense; whether there were any."""
-        with DisableTorchFunction():
-            found = [one for one in _flat(values) if self.is_one(one)]
-            for one in found:
-                rows = one.coalesce().indices()[0]
-                self._replace(one, one.to_dense())
-                setattr(self.became[id(one)][1], ROWS, rows)
-        return bool(found)
-
-    def is_one(self, value: Any) -> bool:
-        """Also what was computed from one, which is of the same form."""
-        return (
-            isinstance(value, torch.Tensor)
-            and value.layout == torch.sparse_coo
-            and value.sparse_dim() == 1
-            and any(value.shape == table.shape for table in self._tables())
-        )
-
-    def coalesced(self, gradient: torch.Tensor) -> torch.Tensor:
-        if not gradient.is_coalesced():
-            self._replace(gradient, gradient.coalesce())
-            gradient = self.current(gradient)
-        return gradient
-
-    def _replace(self, gradient: torch.Tensor, other: torch.Tensor) -> None:
-        self.became[id(gradient)] = gradient, other  # kept, so that no other tensor gets its id
-        for table in self._tables():
-            if table.grad is gradient:
-                table.grad = other
-
-    def vector_norm(self, x: Any, ord: Any = 2, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:  # noqa: A002
-        with DisableTorchFunction():
-            x = self.current(x)
-            by_rows = not rest and set(kwargs) <= {"dtype"} and dim is None and isinstance(ord, int | float) and ord > 0
-            if by_rows and self.is_one(x):
-                values = x.coalesce().values()
-                x = values if values.numel() else values.new_zeros(1)
-            elif self.is_one(x):
-                x = x.to_dense()
-            return torch.linalg.vector_norm(x, ord, dim, *rest, **kwargs)
-
-    def foreach_norm(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = self.current(list(tensors))
-        if any(map(self.is_one, tensors)):
-            return [self.vector_norm(one, *args, **kwargs) for one in tensors]
-        with DisableTorchFunction():
-            return foreach_norm(tensors, *args, **kwargs)
-
-    def clamp_(self, x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
-        with DisableTorchFunction():
-            x = self.current(x)
-            is_zero_kept = all(isinstance(end, int | float | None) for end in (min, max)) and (
-                (min is None or min <= 0) and (max is None or max >= 0)
-            )
-            if not self.is_one(x):
-                return x.clamp_(min, max)
-            if is_zero_kept:
-                x = self.coalesced(x)
-                x._values().clamp_(min, max)
-                return x
-        self.make_dense([x])
-        with DisableTorchFunction():
-            return self.current(x).clamp_(min, max)
-
-
-def _flat(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
+def _writes_to_list(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it may stop half-way, with some of the operands written to."""
+    name: str = getattr(func, "__name__", "")
+    return (
+        bool(args)
+        and isinstance(args[0], list | tuple)
+        and name.endswith("_")
+        and not name.endswith("__")
+        and func not in _WRITES_ROWS_TOO
+    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.applied_parts import EarlierRuns
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.steps import RemoteSteps
-from torchstrat.parameter_server.worker.table_rows import TableRows
-from torchstrat.parameter_server.worker.tables import TableLookups
 
 
 class _Running(threading.local):
@@ -96,27 +94,28 @@ class _RunningHere:
 class Executor:
     """Runs functions one after the other in the strategy's cross-replica context."""
 
-    def __init__(self, strategy: Any, copies: Copies, number_of: Callable[[Optimizer], int | None]) -> None:
+    def __init__(
+        self, strategy: Any, copies: Copies, left: LeftGradients, number_of: Callable[[Optimizer], int | None]
+    ) -> None:
+        self._left = left
         self._copies = copies
         self._access = copies.access
         self._context = context.enter(strategy, None)
-        self._reached: frozenset[int] = frozenset()  # by the function that runs
-        self._steps = RemoteSteps(copies, self._access, number_of, lambda: self._reached)
-        self._table_rows = TableRows(copies.access)
+        self.steps = RemoteSteps(copies, self._access, number_of, left)
         self._stepped = False
-        self.left = self._steps.left
 
     def call(
         self,
         run: FunctionRun,
-        load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Iterable[Any]]],
+        load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Iterable[Any], set[int]]],
         seed: int,
         *,
         rested: bool,
     ) -> Any:
         """Run one function and return what it returned.
 
-        ``load()`` unpickles it: the function, its arguments, and the captured objects that these reach. A function
+        ``load()`` unpickles it: the function, its arguments, the captured objects that these are seen to reach, and
+        numbers of variables that it has reached besides when it ran before, to which this run's are added. A function
         that follows another begins with the values that the other's last step brought; one that comes after a rest
         reads them first. The random state is the function's own, so that it draws the same wherever it runs, and when
         it runs again.
@@ -125,45 +124,38 @@ class Executor:
         if rested or not self._stepped:
             self._copies.expire()
         self._stepped = False
-        self._table_rows.begin_function(rested=rested)
+        self._copies.lookups.rows.begin_function(rested=rested)
         with _RunningHere(run), self._context, _Seeded(seed):
-            fn, args, kwargs, captured = load()
-            self._reached = reached = frozenset(self._variables(captured))
-            self._steps.watch(captured)
-            if reached:
-                result = self._call_with_variables(reached, fn, args, kwargs)
-            else:
-                with self._steps:
-                    result = _call(fn, args, kwargs)
-            self._stepped = self._steps.stepped
+            fn, args, kwargs, captured, learned = load()
+            seen = set(self._variables(captured))
+            self._copies.begin(seen | learned)
+            self.steps.watch(captured)
+            try:
+                result = self._call(fn, args, kwargs)
+            finally:
+                self._copies.end()
+                learned |= self._copies.reached - seen
+            self._stepped = self.steps.stepped
             return result
 
-    def _call_with_variables(
-        self, reached: frozenset[int], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._copies.refresh(reached)
-        has_tables = self._copies.has_tables(reached)
-        self.left.begin(reached)
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._left.begin()
         try:
-            with self._steps, self._lookups if has_tables else nullcontext():
+            with self.steps:
                 result = _call(fn, args, kwargs)
         finally:
-            self.left.end(reached)
-        self._steps.check_states()
-        self._access.push(self._copies.take_edits(reached))
+            self._left.end(self._copies.reached)
+        self.steps.check_states()
+        if self._copies.reached:
+            self._access.push(self._copies.take_edits())
         return result
 
     def release(self, numbers: Collection[int]) -> None:
         """Let go of copies of these variables, and of what the last function has left."""
-        self._reached = frozenset()
-        self._steps.watch(())
-        self.left.forget(numbers)
-        self._table_rows.forget(numbers)
+        self.steps.watch(())
+        self._left.forget(numbers)
+        self._copies.lookups.rows.forget(numbers)
         self._copies.release(numbers)
-
-    @functools.cached_property
-    def _lookups(self) -> TableLookups:
-        return TableLookups(self._copies, self._access, self._table_rows)
 
     def _variables(self, captured: Iterable[Any]) -> Iterator[int]:
         for value in captured:

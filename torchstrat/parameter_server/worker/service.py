@@ -48,6 +48,7 @@ from torchstrat.parameter_server.worker.batch_queue import BatchQueue
 from torchstrat.parameter_server.worker.coordinator_here import CoordinatorHere
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.function_thread import FunctionThread
+from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.outcomes import Outcomes
 from torchstrat.parameter_server.worker.resources import Resources
 from torchstrat.parameter_server.worker.run import Executor, FunctionRun, current_run
@@ -229,6 +230,7 @@ class _Session:
         devices = local_devices()
         self._device = devices[0] if devices else "cpu:0"
         self._copies = Copies(self._access, torch_device(self._device))
+        self._left = LeftGradients(self._copies.parameters)
         self._strategy = ParameterServerStrategy._on_worker(self._device, self._servers)
         self._world = World(self._copies.make, self._make_missing, torch_device(self._device))
         self._world.register(("strategy",), self._strategy)
@@ -241,20 +243,20 @@ class _Session:
         self._new_settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
         self._rested = True  # the next function comes after a rest
         self._trouble: BaseException | None = None  # with what a batch brought, for the next function to raise
-        self._executor = Executor(self._strategy, self._copies, self._number_of)
+        self._executor = Executor(self._strategy, self._copies, self._left, self._number_of)
 
     # -- what a batch brings, whether its functions are run or not: it is not sent again ----------------------------
 
     @property
     def left(self) -> tuple[int, ...]:
         """As `LeftGradients.unused`."""
-        return self._executor.left.unused
+        return self._left.unused
 
     def learn(self, batch: Batch) -> None:
         self._rested |= batch.rested
         if batch.gone:
             self._kept_codes.drop(lambda code: not code.packed.tokens.isdisjoint(batch.gone))
-        self._executor.left.share(batch.is_shared, batch.left_elsewhere)
+        self._left.share(batch.is_shared, batch.left_elsewhere)
         self._copies.buffer_edits.is_shared = batch.is_shared
         for digest, packed in batch.codes:
             if packed is not None:
@@ -291,6 +293,7 @@ class _Session:
         for increment in batch.increments:
             self._world.load(increment)
         if batch.increments:
+            self._executor.steps.keep_state_of(optimizer for _, optimizer in self._world.optimizers())
             self._copies.note_modules(module for _, module in self._world.modules())
 
     def set_up_to(self, place: int) -> None:
@@ -338,7 +341,9 @@ class _Session:
         finally:
             phases.reached(phases.IDLE)
 
-    def _load(self, code: _Code, arguments: Arguments) -> tuple[Any, tuple[Any, ...], dict[str, Any], Iterable[Any]]:
+    def _load(
+        self, code: _Code, arguments: Arguments
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any], Iterable[Any], set[int]]:
         phases.reached(phases.UNPICKLING)
         if not code.is_loaded:
             code.function, code.captured = unpack(code.packed, self._world), self._captured(code.packed.tokens)
@@ -350,7 +355,7 @@ class _Session:
             args, kwargs = self._world.unpickle(blob, tensors, buffers, "args")
             captured = [*code.captured, *self._captured(tokens)]
         phases.reached(phases.INSIDE)
-        return code.function, tuple(args), dict(kwargs), captured
+        return code.function, tuple(args), dict(kwargs), captured, code.learned
 
     def _captured(self, tokens: Iterable[Any]) -> list[Any]:
         return [self._world.resolve(token) for token in tokens]
@@ -376,3 +381,5 @@ class _Code:
         self.is_loaded = False
         self.function: Any = None
         self.captured: list[Any] = []
+        self.learned: set[int] = set()
+        """Numbers of variables that it has used without having been seen to reach them."""

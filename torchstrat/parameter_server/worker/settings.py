@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options
 from torchstrat.parameter_server.travel.closures import unpack
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
@@ -144,9 +145,10 @@ class Settings:
         for module, flag in self._modules:
             if module.training is not flag:
                 module.training = flag
-        changed = [(tensor, flag) for tensor, flag in self._parameters if tensor.requires_grad is not flag]
-        for tensor, flag in changed:
-            tensor.requires_grad_(flag)
+        with DisableTorchFunctionSubclass():  # which some of them would ask
+            changed = [(tensor, flag) for tensor, flag in self._parameters if tensor.requires_grad is not flag]
+            for tensor, flag in changed:
+                tensor.requires_grad_(flag)
         return len(changed)
 
     def _put_back_groups(self, optimizer: Optimizer, kept: list[_Group]) -> None:

@@ -23,13 +23,12 @@ from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, StateOfShard, VariableSpec
-from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
-from torchstrat.parameter_server.worker.row_gradients import ROWS
+from torchstrat.parameter_server.worker.row_gradients import rows_of
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.optimizer_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
@@ -77,7 +76,6 @@ class RemoteSteps:
 
     Args:
         number_of: the job's number of an optimizer, None for one that it does not know.
-        reached: numbers of the variables whose values a step brings back.
     """
 
     def __init__(
@@ -85,17 +83,16 @@ class RemoteSteps:
         copies: Copies,
         access: VariableAccess,
         number_of: Callable[[Optimizer], int | None],
-        reached: Callable[[], frozenset[int]],
+        left: LeftGradients,
     ) -> None:
         self._copies = copies
         self._access = access
         self._number_of = number_of
-        self._reached = reached
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
         self._last_hooks = LastHooks()
         self._watched: list[Optimizer] = []
-        self.left = LeftGradients(copies.parameters)
+        self._left = left
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
 
@@ -114,9 +111,13 @@ class RemoteSteps:
         """What the function that begins reaches: the state of optimizers among it is on the servers."""
         self._watched = [value for value in captured if isinstance(value, Optimizer) and hasattr(value, "state")]
         for optimizer in self._watched:
-            if not isinstance(optimizer.state, RemoteOptimizerState):
-                optimizer.state = RemoteOptimizerState(_StateOnServers(self, optimizer), {})
             _forget(optimizer.state)
+
+    def keep_state_of(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let ``optimizer.state`` of these, which have just come, ask the servers."""
+        for optimizer in optimizers:
+            if hasattr(optimizer, "state") and not isinstance(optimizer.state, RemoteOptimizerState):
+                optimizer.state = RemoteOptimizerState(_StateOnServers(self, optimizer), {})
 
     def check_states(self) -> None:
         """Raise `UnsupportedError` where the function has changed an optimizer's state, or given it some of its own,
@@ -159,13 +160,25 @@ class RemoteSteps:
                 f"{type(optimizer).__name__}.step(closure) needs many evaluations under one set of values, which "
                 "parameter servers do not hold still. Call loss.backward() and step() without a closure."
             )
+        if not any(optimizer is one for one in self._watched):
+            self._reach(optimizer)
         self.check_states()
-        self.left.check(optimizer, self._name_of)
-        with DisableTorchFunction():  # tables have a mode that looks at every operator; here are hundreds
+        self._left.check(optimizer, self._name_of)
+        with DisableTorchFunction():  # here are hundreds of operators, and nobody has to look at them
             self._push(number, optimizer)
         for other in self._watched:
             _forget(other.state)
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
+
+    def _reach(self, optimizer: Optimizer) -> None:
+        """One that the function was not seen to reach: so are its parameters, and all that is asked of those is asked
+        of these."""
+        self._watched.append(optimizer)
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                spec = self._copies.spec_of(tensor)
+                if spec is not None:
+                    self._copies.reach(spec.number)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         spec = self._copies.spec_of(tensor)
@@ -185,8 +198,7 @@ class RemoteSteps:
     # -- the push ---------------------------------------------------------------------------------------------------
 
     def _push(self, number: int, optimizer: Optimizer) -> None:
-        step = _Gradients(optimizer, self._copies.spec_of, self.left.pushed)
-        reached = self._reached()
+        step = _Gradients(optimizer, self._copies.spec_of, self._left.pushed)
         parts: dict[int, dict[str, Any]] = defaultdict(dict)
         if not step.found_inf:
             options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
@@ -194,10 +206,10 @@ class RemoteSteps:
                 parts[server]["steps"] = (
                     OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server])),
                 )
-        for edit in self._copies.take_edits(reached):
+        for edit in self._copies.take_edits():
             for server, of_shard in shard_edits(edit):
                 parts[server]["edits"] = (*parts[server].get("edits", ()), of_shard)
-        self._copies.fill(self._copies.dense(reached), partial(self._access.send_push, parts))
+        self._copies.fill(self._copies.dense(self._copies.reached), partial(self._access.send_push, parts))
         self.stepped = True
 
 
@@ -265,7 +277,7 @@ class _Gradients:
                 for tensor in group["params"]:
                     if tensor.grad is not None:
                         spec = _known(spec_of(tensor), tensor, optimizer)
-                        self._add(spec, _by_rows(tensor.grad))
+                        self._add(spec, rows_of(tensor.grad))
                         pushed(spec.number, tensor.grad)
                     elif always:
                         shards = _known(spec_of(tensor), tensor, optimizer).shards
@@ -298,17 +310,6 @@ class _Gradients:
         for number, shard in enumerate(spec.shards):
             where = slice(ends[number], ends[number + 1])
             self.rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
-
-
-def _by_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """The sparse gradient of a table that has become dense in the function is one of rows still: of those that it had,
-    and of those that have numbers now."""
-    rows: torch.Tensor | None = getattr(gradient, ROWS, None)
-    gradient = gradient.detach()
-    if rows is None:
-        return gradient
-    ids = torch.cat([rows, gradient.flatten(1).ne(0).any(1).nonzero().flatten()]).unique()
-    return sparse_rows(ids, gradient[ids], len(gradient))
 
 
 def _sorted_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

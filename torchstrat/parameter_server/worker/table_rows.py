@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,11 +50,12 @@ class _Ahead:
 
 
 class TableRows:
-    """For one thread: the one that runs functions."""
+    """On any thread, one at a time."""
 
     def __init__(self, access: VariableAccess, limit_bytes: int = LIMIT_BYTES) -> None:
         self._access = access
         self._limit_bytes = limit_bytes
+        self._lock = threading.RLock()  # functions may start threads, and backward has some of its own
         self._unique = UniqueIds()
         self._ahead: list[_Ahead] = []
         self._function = 0
@@ -61,13 +63,15 @@ class TableRows:
     def begin_function(self, *, rested: bool) -> None:
         """``rested``: nothing that was known before may be used any more. Otherwise what was asked for in the function
         before this one still may."""
-        self._function += 1
-        if self._ahead:
-            self._ahead = [] if rested else [one for one in self._ahead if one.function >= self._function - 1]
+        with self._lock:
+            self._function += 1
+            if self._ahead:
+                self._ahead = [] if rested else [one for one in self._ahead if one.function >= self._function - 1]
 
     def forget(self, numbers: Collection[int]) -> None:
         """Of the rows that were asked for, those of these variables: they are gone."""
-        self._ahead = [one for one in self._ahead if one.variable not in numbers]
+        with self._lock:
+            self._ahead = [one for one in self._ahead if one.variable not in numbers]
 
     def prefetch(self, spec: VariableSpec, ids: torch.Tensor) -> None:
         """Ask for the rows of these ids, for one later `read`. Does not wait.
@@ -75,7 +79,7 @@ class TableRows:
         Raises:
             InvalidArgumentError: an id is not in the table; nothing was asked for.
         """
-        with torch.inference_mode(False):  # a later lookup may be one that autograd sees
+        with self._lock, torch.inference_mode(False):  # a later lookup may be one that autograd sees
             self._prefetch(spec, ids.detach().clone())
 
     def _prefetch(self, spec: VariableSpec, given: torch.Tensor) -> None:
@@ -89,14 +93,24 @@ class TableRows:
         rows = self._access.start_reading_rows(spec, unique)
         self._ahead.append(_Ahead(spec.number, given, unique, places, rows, servers, self._function, size_bytes))
 
-    def read(self, spec: VariableSpec, ids: torch.Tensor, *, fresh: bool = False) -> Rows:
-        """The rows of these ids, of any shape, on any device. ``fresh``: as they are now, whatever was asked for ahead.
+    def read(
+        self, spec: VariableSpec, ids: torch.Tensor, *, fresh: bool = False, whole: torch.Tensor | None = None
+    ) -> Rows:
+        """The rows of these ids, of any shape, on any device.
+
+        ``fresh``: as they are now, whatever was asked for ahead. ``whole``: all rows; nobody is asked.
 
         Raises:
             InvalidArgumentError: an id is not in the table.
             ParameterServerUnavailable: a server is gone, or has gone since it was asked.
         """
-        ids = ids.detach()
+        with self._lock:
+            if whole is not None:
+                unique, places = self._unique.of(spec, ids.detach())
+                return Rows(unique, places, whole.index_select(0, unique.to(whole.device)).cpu())
+            return self._read(spec, ids.detach(), fresh)
+
+    def _read(self, spec: VariableSpec, ids: torch.Tensor, fresh: bool) -> Rows:
         known = [] if fresh else self._known(spec)
         for one in known:
             if one.is_of(ids):

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_DATA: Any = torch.Tensor.data
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+
+DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
 
 
@@ -44,22 +46,24 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        raw: torch.Tensor = _DATA.__get__(self)
-        if self._before is None:
-            self._before = raw.clone()
+        raw: torch.Tensor = DATA.__get__(self)
+        self.keep_before()
         return raw
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if self._before is None:
-            self._before = _DATA.__get__(self)
-        _DATA.__set__(self, value)
+            self._before = self.memory
+        DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is an ordinary parameter of the function's own."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     def store(self, value: torch.Tensor) -> None:
         """``value`` is what the servers hold. They may have written it to `memory` themselves."""
@@ -71,25 +75,33 @@ class WatchedParameter(nn.Parameter):
     @property
     def memory(self) -> torch.Tensor:
         """The values, to be written by who tells this object; see `data`."""
-        value: torch.Tensor = _DATA.__get__(self)
+        with DisableTorchFunctionSubclass():  # it may be pending
+            value: torch.Tensor = DATA.__get__(self)
         return value
 
     def replace(self, value: torch.Tensor) -> None:
         """Another tensor of the same shape takes the place of the values."""
-        _DATA.__set__(self, value)
+        with DisableTorchFunctionSubclass():
+            DATA.__set__(self, value)
         self.settle()
 
     def settle(self) -> None:
         """Servers and this copy agree now."""
-        self._version_stored, self._before = self._version, None
+        with DisableTorchFunctionSubclass():
+            self._version_stored, self._before = self._version, None
 
     def is_written(self) -> bool:
         """Whether the function has changed the values since they agreed."""
-        if self._version != self._version_stored:
-            return True
+        with DisableTorchFunctionSubclass():
+            if self._version != self._version_stored:
+                return True
         before = self._before
-        current = _DATA.__get__(self)
-        return before is not None and not is_same(before, current)
+        return before is not None and not is_same(before, self.memory)
+
+    def keep_before(self) -> None:
+        """Somebody gets at the values past the counter of versions."""
+        if self._before is None:
+            self._before = self.memory.clone()
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,575 @@
+"""Variables on a worker that are not there, or not as they are on the servers, in everything that is done with them:
+the numbers of plain PyTorch, whoever asks, on whichever thread, or an error; never zeros or old values."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from tests.matrix.tensor_operations import Operation, operations
+from tests.support.parameter_servers import ROWS, on_servers, states_are_close
+from torchstrat.errors import UnsupportedError
+
+# -- every attribute of torch.Tensor -----------------------------------------------------------------------------------
+
+SIDE = 4
+START = torch.linspace(-1.3, 1.7, SIDE * SIDE, dtype=torch.float64).reshape(SIDE, SIDE)
+
+
+def usual_arguments() -> list[tuple[Any, ...]]:
+    return [(), (0,), (START.flip(0),), (torch.tensor([0, 2]),), (1, 0)]
+
+
+def more_arguments() -> list[tuple[Any, ...]]:
+    ids, mask = torch.tensor([0, 2]), START > 0
+    some = [(0.5,), (mask,), (0, ids), (0, ids, START[:2]), (torch.float32,), ((SIDE * SIDE,),), (mask, 2.0)]
+    return [*some, (START, START.t()), (0, START), (slice(1, 3), START[:2]), ("cpu",), (lambda value: None,)]
+
+
+OPERATIONS = [
+    one for one in operations() if one.place in ("torch.Tensor", "of_another") and not one.name.startswith("register_")
+]
+NOT_COMPARED = {
+    *("data_ptr", "const_data_ptr"),
+    *("new_empty", "new_empty_strided", "resize_", "resize_as_", "new"),  # memory that nobody has written
+    *("__hash__", "__repr__", "__format__", "__dir__", "__reduce__", "__reduce_ex__", "_cdata"),  # of the object
+    *("__deepcopy__", "backward", "grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    *("untyped_storage", "storage", "_typed_storage", "storage_type", "__dlpack__", "__dlpack_device__"),
+}
+RAISES_ALONE = {"data_ptr", "const_data_ptr"}
+"""Plain parameters answer there. So they do where they get another shape, which the error says that variables keep."""
+
+
+class Box(nn.Module):
+    """What is in a plain list is not seen to be reached by a function that reaches the module."""
+
+    def __init__(self, make: Callable[[], nn.Module], count: int) -> None:
+        super().__init__()
+        self.hidden = [make() for _ in range(count)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [next(iter((*one.parameters(), *one.buffers()))) for one in self.hidden]
+
+
+def table() -> nn.Module:
+    return nn.Embedding(SIDE, SIDE, _weight=START.clone())
+
+
+def compare(box: Box, operation: Operation, given: list[tuple[Any, ...]], modes: list[bool]) -> tuple[list[str], int]:
+    """What is wrong with this attribute of the tensors in the box, each with arguments of its own, and how many calls
+    were as on a plain tensor."""
+    wrong, same = [], 0
+    for tensor, arguments in zip(box.tensors(), given, strict=True):
+        for grad in modes:
+            plain = nn.Parameter(START.clone()) if isinstance(tensor, nn.Parameter) else START.clone()
+            seen, wanted = call(tensor, operation, arguments, grad), call(plain, operation, arguments, grad)
+            says = complaint(operation.name, seen, wanted)
+            same += not says and not isinstance(wanted, Exception)
+            wrong += (
+                [f"{operation.key}{arguments!r:.60}, {'with' if grad else 'without'} gradients: {says}"] if says else []
+            )
+            tensor.grad = None
+            with torch.no_grad():
+                if tensor.shape != START.shape or not tensor.is_contiguous():
+                    tensor.set_(START.clone())
+                tensor.copy_(START)
+                tensor.requires_grad_(isinstance(tensor, nn.Parameter))
+    return wrong, same
+
+
+def call(tensor: torch.Tensor, operation: Operation, arguments: tuple[Any, ...], grad: bool) -> Any:
+    """What it gives, then the values that the tensor has, and its gradient from what it gave; or what it raises."""
+    given = [one.clone() if isinstance(one, torch.Tensor) else one for one in arguments]
+    torch.default_generator.manual_seed(7)
+    try:
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flat = pytree.tree_leaves(operation(tensor, *given))
+        others = [one for one in flat if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+        if others:
+            sum((one.to_dense().abs() ** 2).sum() for one in others).backward()
+        gradient = tensor.grad
+        found = [*flat, tensor, None if gradient is None else gradient.to_dense()]
+        return [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in found]
+    except Exception as error:
+        return error
+
+
+def complaint(name: str, seen: Any, wanted: Any) -> str:
+    if isinstance(seen, Exception):
+        alone = not isinstance(wanted, Exception) and name not in RAISES_ALONE and "keep their" not in str(seen)
+        return f"raises {type(seen).__name__}: {seen!s:.150}" if alone else ""
+    if isinstance(wanted, Exception):
+        return f"gives {seen!r:.80}, where a plain one raises {type(wanted).__name__}: {wanted!s:.80}"
+    if name in NOT_COMPARED:
+        return ""
+    if len(seen) != len(wanted):
+        return f"gives {seen!r:.80}, not {wanted!r:.80}"
+    comparable = int | float | complex | str | bool | torch.dtype | torch.Size | torch.device | torch.layout
+    for one, other in zip(seen, wanted, strict=True):
+        if isinstance(other, torch.Tensor):
+            try:
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15, equal_nan=True)
+            except (AssertionError, TypeError) as error:
+                return str(error)
+        elif (one is None) != (other is None) or (isinstance(other, comparable) and one != other and other == other):
+            return f"gives {one!r:.80}, not {other!r:.80}"
+    return ""
+
+
+def check_all(make: Callable[[], nn.Module], given: list[tuple[Any, ...]], modes: list[bool]) -> int:
+    """Raises AssertionError where a call on what ``make`` makes is not as on a plain tensor. How many are."""
+    same, wrong = 0, []
+    partitioned = 2 if make is table else None
+    with on_servers(lambda: Box(make, len(given)), partitioned) as program:
+        for operation in OPERATIONS:  # a function each, and another one: at its beginning nothing is there
+            of_one, count = program.run(partial(compare, operation=operation, given=given, modes=modes), program.made)
+            wrong += of_one
+            same += count
+    assert not wrong, "\n".join(wrong)
+    return same
+
+
+class Buffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", START.clone())
+
+
+def layer() -> nn.Module:
+    module = nn.Linear(SIDE, SIDE, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(START)
+    return module
+
+
+STAND_INS = {"table": table, "parameter": layer, "buffer": Buffer}
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_every_attribute_of_tensors(kind: str) -> None:
+    assert check_all(STAND_INS[kind], usual_arguments(), [True]) > 600
+
+
+@pytest.mark.soak
+@pytest.mark.deadline(600)
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_every_attribute_of_tensors_with_more_arguments(kind: str) -> None:
+    assert check_all(STAND_INS[kind], more_arguments(), [True, False]) > 1000
+
+
+# -- lookups, wherever they are made -----------------------------------------------------------------------------------
+
+WIDTH = 4
+
+
+class LooksUp(nn.Module):
+    """Two tables, one of which is looked up where ``way`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.places = nn.Embedding(ROWS, WIDTH), nn.Embedding(3, WIDTH)
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.double()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def block(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(hidden + self.places(torch.arange(3))))
+
+    def train_step(self, way: str, number: int) -> torch.Tensor:
+        ids = torch.randint(0, ROWS, (8, 3), generator=torch.Generator().manual_seed(number))
+        self.optimizer.zero_grad()
+        loss = self.head(WAYS[way](self, self.items(ids)).mean(1)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def in_a_thread(model: LooksUp, hidden: torch.Tensor) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(model.block(hidden)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def in_a_hook(model: LooksUp, hidden: torch.Tensor) -> torch.Tensor:
+    hidden.register_hook(lambda gradient: gradient * model.places(torch.arange(3)).detach())
+    return model.block(hidden)
+
+
+class ScaledByTable(torch.autograd.Function):
+    """Looks up in its backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, table: nn.Embedding) -> torch.Tensor:
+        ctx.table = table
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.table(torch.arange(3)), None
+
+
+def whole_by(name: str) -> Callable[[LooksUp, torch.Tensor], torch.Tensor]:
+    return lambda model, hidden: model.block(hidden) @ getattr(model.places.weight, name) @ model.places.weight
+
+
+WAYS: dict[str, Callable[[LooksUp, torch.Tensor], torch.Tensor]] = {
+    "a checkpointed block": lambda model, hidden: checkpoint(model.block, hidden, use_reentrant=False),
+    "a reentrant checkpointed block": lambda model, hidden: checkpoint(model.block, hidden, use_reentrant=True),
+    "a thread": in_a_thread,
+    "a hook": in_a_hook,
+    "a backward": lambda model, hidden: model.block(ScaledByTable.apply(hidden, model.places)),
+    "vmap": lambda model, hidden: hidden + torch.func.vmap(model.places)(torch.arange(3)),
+    **{f"whole, by {name}": whole_by(name) for name in ("T", "mT", "H", "mH", "data")},
+    "whole, of a torch.ops": lambda model, hidden: hidden + torch.ops.aten.mul(model.places.weight, 2),
+}
+WAYS["whole, by data"] = lambda model, hidden: model.block(hidden) @ model.places.weight.data.T @ model.places.weight
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_are_those_of_one_device(way: str) -> None:
+    plain = LooksUp()
+    wanted = [plain.train_step(way, number).item() for number in range(3)]
+    with on_servers(LooksUp, 2) as program:
+        found = [program.run(LooksUp.train_step, program.made, way, number).item() for number in range(3)]
+        assert found == pytest.approx(wanted, abs=1e-10)
+        states_are_close(program.made.state_dict(), plain.state_dict(), 1e-10)
+
+
+# -- whole tables in a function ----------------------------------------------------------------------------------------
+
+
+def write_array(weight: torch.Tensor) -> None:
+    weight.detach().numpy()[2] = 1.0
+
+
+def assign_data(weight: torch.Tensor) -> None:
+    weight.data = weight.data.flip(0)
+
+
+def assign_rows(weight: torch.Tensor) -> None:
+    weight[torch.tensor([1, 3])] = 2.0
+
+
+def write_after_refusal(weight: torch.Tensor) -> None:
+    weight.add_(1.0)
+    with contextlib.suppress(UnsupportedError):  # on a worker
+        weight.t_().t_()
+    weight.mul_(2.0)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda weight: weight.mul_(0.5),
+    "data": lambda weight: weight.data.mul_(0.5),
+    "data assigned": assign_data,
+    "another memory": lambda weight: weight.set_(torch.full_like(weight, 0.25)),
+    "after what is refused": write_after_refusal,
+    "a view": lambda weight: weight[1:3].zero_(),
+    "transposed": lambda weight: weight.T.add_(1.0),
+    "rows": assign_rows,
+    "chunks": lambda weight: [one.mul_(0.5) for one in weight.chunk(2)],
+    "single rows": lambda weight: torch._foreach_mul_(list(weight.unbind()), 0.5),
+    "a flat view": lambda weight: weight.view(-1)[3:9].fill_(0.25),
+    "another's data": lambda weight: nn.Parameter(weight.data).data.mul_(0.5),
+    "an array": write_array,
+    "nn.init": nn.init.ones_,
+    "out": lambda weight: torch.mul(weight, 2.0, out=weight),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_what_functions_write_to_a_whole_table_is_seen_by_its_lookups_and_reaches_the_servers(way: str) -> None:
+    def write(model: LooksUp) -> torch.Tensor:
+        with torch.no_grad():
+            WRITES[way](model.items.weight)
+        return model.items(torch.tensor([3, 1, 2])).detach()
+
+    plain = LooksUp()
+    wanted = write(plain)
+    with on_servers(LooksUp, 2) as program:
+        assert torch.equal(program.run(write, program.made), wanted)
+        states_are_close(program.made.state_dict(), plain.state_dict(), 0.0)
+        again = program.run(lambda model: model.items(torch.tensor([3, 1, 2])).detach(), program.made)
+        assert torch.equal(again, wanted)
+
+
+def test_a_table_has_another_shape_or_a_pointer_nowhere() -> None:
+    def refuse(model: LooksUp) -> list[str]:
+        said = []
+        for use in (lambda weight: weight.t_(), lambda weight: weight.data_ptr(), lambda weight: weight.unsqueeze_(0)):
+            with pytest.raises(UnsupportedError) as caught, torch.no_grad():
+                use(model.items.weight)
+            said.append(str(caught.value))
+        return said
+
+    with on_servers(LooksUp, 2) as program:
+        assert all("table weight of" in one for one in program.run(refuse, program.made))
+        states_are_close(program.made.state_dict(), LooksUp().state_dict(), 0.0)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.hidden = table(), layer(), [layer()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.layer.weight, self.table.weight, self.hidden[0].weight]
+
+
+LISTS = sorted(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+
+
+def write_to_all(model: Both, name: str) -> int:
+    """How many ways to call it there are."""
+    start, accepted = 0.1 * START.abs() + 0.1, 0
+    for more in ((), (0.5,), ([0.5] * 3,), ([start] * 3,), ([start] * 3, 0.5), ([start] * 3, [start] * 3)):
+        tensors = model.tensors()
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, [start * (n + 1) for n in range(3)])
+            try:
+                getattr(torch, name)(tensors, *more)
+            except (TypeError, RuntimeError):
+                continue
+        accepted += 1
+        break
+    return accepted
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_arithmetic_over_lists_of_parameters_is_seen(name: str) -> None:
+    """A dense one, a table and one that the function is not seen to reach."""
+
+    plain = Both()
+    ways = write_to_all(plain, name)
+    with on_servers(Both, 2) as program:
+        assert program.run(write_to_all, program.made, name) == ways
+        for one, other in ((program.made, plain), (program.made.hidden[0], plain.hidden[0])):
+            states_are_close(one.state_dict(), other.state_dict(), 1e-12)
+
+
+# -- gradients of tables that nothing but autograd has handed over -----------------------------------------------------
+
+
+def by_autograd_grad(model: LooksUp) -> torch.Tensor:
+    loss = model.items(torch.tensor([[1, 2, 2]])).square().sum() + model.places.weight.sum()
+    items, places = torch.autograd.grad(loss, [model.items.weight, model.places.weight])
+    model.items.weight.grad, model.places.weight.grad = items.clamp_(-0.5, 0.5), places
+    return torch.stack([items.norm(), torch.isfinite(items).sum(), items.mean()])
+
+
+def by_hook(model: LooksUp) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient.mean())
+        return torch.where(gradient > 0, gradient, -gradient)
+
+    model.items.weight.register_hook(hook)
+    model.items(torch.tensor([[1, 2, 2]])).square().sum().backward()
+    return seen[0]
+
+
+def added_to_all(model: LooksUp) -> torch.Tensor:
+    (model.items(torch.tensor([[1, 2, 2]])).square().sum() + model.layer.weight.sum()).backward()
+    torch._foreach_add_([model.layer.weight.grad, model.items.weight.grad], 0.25)  # the first is no gradient by rows
+    return model.layer.weight.grad
+
+
+def unscaled(model: LooksUp) -> torch.Tensor:
+    (model.items(torch.tensor([[1, 2, 2]])).square().sum() + model.layer.weight.sum()).backward()
+    found, half = torch.zeros(1, dtype=torch.float32), torch.full((1,), 0.5)
+    torch._amp_foreach_non_finite_check_and_unscale_([model.layer.weight.grad, model.items.weight.grad], found, half)
+    return found
+
+
+def sent_home(model: LooksUp) -> torch.Tensor:
+    model.items(torch.tensor([[1, 2, 2]])).square().sum().backward()
+    gradient = model.items.weight.grad
+    assert gradient is not None
+    return gradient
+
+
+GRADIENTS = [by_autograd_grad, by_hook, added_to_all, unscaled, sent_home]
+
+
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_gradients_are_those_of_one_device(way: Callable[[LooksUp], torch.Tensor]) -> None:
+    def step(model: LooksUp) -> torch.Tensor:
+        found = way(model)
+        model.optimizer.step()
+        return found
+
+    plain = LooksUp()
+    wanted = step(plain)
+    with on_servers(LooksUp, 2) as program:
+        torch.testing.assert_close(program.run(step, program.made), wanted, rtol=1e-12, atol=1e-12)
+        states_are_close(program.made.state_dict(), plain.state_dict(), 1e-12)
+
+
+# -- models that a function is not seen to reach -----------------------------------------------------------------------
+
+
+class InAList(nn.Module):
+    """Keeps its layers in a plain list, each with its optimizer, as a forward-forward network does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers: list[Any] = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)]
+        self.layers = [layer.double() for layer in layers]
+        for layer in self.layers:
+            layer.optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def train(self, mode: bool = True) -> InAList:
+        for layer in self.layers:
+            layer.train(mode)
+        return self
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return {f"{n} {key}": value for n, one in enumerate(self.layers) for key, value in one.state_dict().items()}
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def train_on(model: InAList, number: int) -> torch.Tensor:
+    loss = model(batch(number))
+    for layer in model.layers:
+        layer.optimizer.zero_grad()
+    loss.backward()
+    for layer in model.layers:
+        layer.optimizer.step()
+    return loss.detach()
+
+
+def train_twice(model: InAList, number: int) -> torch.Tensor:
+    return torch.stack([train_on(model, number), train_on(model, number + 10)])
+
+
+def evaluate(model: InAList, number: int) -> torch.Tensor:
+    with torch.no_grad():
+        return model.train(False)(batch(number))
+
+
+def evaluate_in_a_thread(model: InAList, number: int) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(evaluate(model, number)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def step_with_given_gradients(model: InAList, number: int) -> torch.Tensor:
+    """Without having used a parameter; and then once more, from the new values."""
+    layer = model.layers[0]
+    for _ in range(2):
+        layer.weight.grad, layer.bias.grad = torch.full_like(layer.weight, 0.1), batch(number)[0]
+        layer.optimizer.step()
+    return layer.weight.detach().clone()
+
+
+def write(model: InAList, number: int) -> torch.Tensor:
+    with torch.no_grad():
+        model.layers[2].weight.mul_(0.5)
+        model.layers[0].bias.data.add_(1.0)
+    model.layers[1].running_mean = batch(number)[0]  # without having used the one that was there
+    model.layers[1].num_batches_tracked += 7
+    return model.layers[0].bias.detach().clone()
+
+
+def compiled(model: InAList, number: int) -> torch.Tensor:
+    return torch.compile(model, backend="eager")(batch(number)).detach()
+
+
+LIST_PROGRAMS = {
+    "evaluated": [evaluate] * 2,
+    "trained": [train_on] * 3,
+    "trained twice in each function": [train_twice] * 2,
+    "in turn": [train_on, evaluate_in_a_thread, train_on, evaluate, train_on],
+    "gradients by hand": [step_with_given_gradients, train_on, step_with_given_gradients, evaluate],
+    "written": [write, train_on, write, evaluate],
+    "compiled": [compiled, train_on, compiled, compiled],
+}
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("name", LIST_PROGRAMS)
+def test_a_model_in_a_list_has_the_numbers_of_one_device(name: str) -> None:
+    plain = InAList()
+    with on_servers(InAList) as program:
+        for number, function in enumerate(LIST_PROGRAMS[name]):
+            wanted = function(plain, number)
+            torch.testing.assert_close(program.run(function, program.made, number), wanted, rtol=1e-12, atol=1e-12)
+            plain.train()
+            program.made.train()
+        states_are_close(program.made.states(), plain.states(), 1e-12)
+
+
+def test_what_was_not_brought_before_a_function_is_the_next_time() -> None:
+    with on_servers(InAList) as program:
+        messages = program.cluster.network.record("ps.read")
+        counts = []
+        for _ in range(3):
+            before = len(messages)
+            program.run(evaluate, program.made, 0)
+            counts.append(len(messages) - before)
+    assert counts[0] > counts[1] == counts[2]
+
+
+def test_two_models_in_turn_each_with_the_values_of_its_last_step() -> None:
+    """The one that a function does not reach is not current there, whoever used it before."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.models = [InAList(), InAList()]
+
+    def step(two: Two, which: int, number: int) -> torch.Tensor:
+        loss = train_on(two.models[which].train(), number)
+        return torch.stack([loss, evaluate(two.models[1 - which], number)])
+
+    plain = Two()
+    with on_servers(Two) as program:
+        for number in range(4):
+            wanted = step(plain, number % 2, number)
+            torch.testing.assert_close(program.run(step, program.made, number % 2, number), wanted)
+
+
+def test_a_process_that_a_function_forks_is_told() -> None:
+    def fork(model: InAList) -> str:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                model.layers[0].weight.sum()
+            except BaseException as error:
+                os.write(writing, str(error).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        with os.fdopen(reading) as pipe:
+            return pipe.read()
+
+    with on_servers(InAList) as program:
+        assert "in a process that a scheduled function" in program.run(fork, program.made)

@@ -1,0 +1,269 @@
+"""What a table that is read by rows is on a worker: a parameter without memory, which fails closed.
+
+PyTorch asks its class, on any thread, in backward and in hooks: `torch.nn.functional.embedding` and ``embedding_bag``
+and `torchstrat.prefetch_rows` by ``__torch_function__``; everything else that reaches PyTorch's dispatcher, from
+Python, autograd or C++, by ``__torch_dispatch__``, for which the worker first brings the whole table. Whoever asks for
+the pointer past these gets an exception.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from torchstrat import _torch_private
+from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.worker.row_gradients import RowGradient, as_rows, by_rows
+from torchstrat.parameter_server.worker.tables import TableLookups
+from torchstrat.parameter_server.worker.watched_parameter import DATA, GRAD, WatchedParameter
+from torchstrat.row_prefetch import prefetch_rows
+
+
+class TablesHolder(Protocol):
+    """Who brings whole tables, on any thread."""
+
+    def reach(self, number: int) -> None:
+        """The function that runs turns out to have to do with variable ``number``."""
+
+    def bring_table(self, table: TableParameter) -> None:
+        """Afterwards ``table.memory`` has what the servers hold, or what the function has written.
+
+        Raises:
+            ParameterServerUnavailable: a server is gone.
+        """
+
+
+class TableParameter(WatchedParameter):
+    """A table of the shape of ``spec``, whose rows come by ``lookups``."""
+
+    is_asked_below_python: ClassVar[bool] = True
+    spec: VariableSpec
+    lookups: TableLookups
+    rows_asked_for_sparse: bool
+    """Whether the last lookup wanted sparse gradients, as one device has them then, too."""
+    whole: torch.Tensor | None
+    """Its memory, while the worker holds all of it."""
+    is_current: bool
+    """Whether this function has brought `whole`."""
+    _holder: weakref.ref[TablesHolder]
+
+    @staticmethod
+    def __new__(
+        cls: type[TableParameter],
+        spec: VariableSpec,
+        device: torch.device,
+        lookups: TableLookups,
+        holder: TablesHolder,
+    ) -> TableParameter:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        table: TableParameter = make(
+            cls, spec.shape, dtype=spec.dtype, device=device, requires_grad=spec.requires_grad, storage_size=0
+        )
+        _torch_private.raise_on_data_pointer(table)
+        table.spec, table.lookups, table._holder = spec, lookups, weakref.ref(holder)
+        table.rows_asked_for_sparse = table.is_current = False
+        table.whole = None
+        return table
+
+    # -- who asks ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @_torch_private.uncompiled
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if len(types) > 1 and any(getattr(kind, "is_asked_first", False) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        found = _LOOKUPS.get(func)
+        if found is not None and _torch_private.is_inside_transform() is None:
+            place, lookup = found
+            if isinstance(args[place], TableParameter):
+                return lookup(args[place].lookups, *args, **kwargs)
+        if func in _POINTERS:
+            raise UnsupportedError(
+                f"{func.__name__}() in a scheduled function: the table {args[0].spec.name} has no memory there. "
+                "Look rows up, or use table.detach()."
+            )
+        if func in _SHOWS_MEMORY and not _torch_private.is_compiler_at_work():
+            return func(args[0].detach().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            return _gradients_by_rows(result, *args, **kwargs) if func is torch.autograd.grad else result
+
+    @classmethod
+    @_torch_private.uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        used: list[tuple[TableParameter, torch.Tensor]] = []  # with what takes the place of each
+        written = _lists_written_to(func, args)
+        args = _with_values(args, used)
+        result = func(*args, **{name: _with_values(value, used) for name, value in (kwargs or {}).items()})
+        if written:  # PyTorch leaves the count to what is called for each of the list, which comes out below it here
+            torch.autograd.graph.increment_version(written)
+        for table, values in used:
+            if func._schema.is_mutable:
+                table._take_form(values, func)
+            if func is _DETACH:  # what is written through an array of it is not counted
+                table.keep_before()
+        return _with_tables(result, {id(values): table for table, values in used})
+
+    def _take_form(self, values: torch.Tensor, func: Any) -> None:
+        """``values`` stood in for this in something that may have written to it."""
+        if values.shape != self.spec.shape or not values.is_contiguous():
+            raise UnsupportedError(
+                f"{func} in a scheduled function gave the table {self.spec.name} {self.spec.shape} another shape. "
+                "Variables on parameter servers keep their shape."
+            )
+        if values.data_ptr() != self.memory.data_ptr():
+            self.whole = values
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self.whole is not None
+        return self.whole
+
+    def bring(self) -> torch.Tensor:
+        """All of its values, which are to be used."""
+        if not self.is_current:
+            holder = self._holder()
+            if holder is None:
+                raise ContextError(f"the coordinator that has sent the table {self.spec.name} to this worker has gone.")
+            holder.bring_table(self)
+        return self.memory
+
+    def reach(self) -> None:
+        """The function that runs looks rows up."""
+        holder = self._holder()
+        if holder is not None:
+            holder.reach(self.spec.number)
+
+    def put_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """What the servers have been told of, and this copy not yet."""
+        with torch.no_grad():
+            for one in (self.whole, self._before):
+                if one is not None:
+                    one.index_copy_(0, ids.to(one.device), rows.to(one.device))
+
+    def replace(self, value: torch.Tensor) -> None:
+        self.whole = value
+        self.settle()
+
+    @property
+    def data(self) -> torch.Tensor:
+        with DisableTorchFunctionSubclass():
+            found: torch.Tensor = DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return
+        if value.shape != self.spec.shape or value.dtype != self.spec.dtype:
+            raise UnsupportedError(
+                f"a scheduled function gave the table {self.spec.name} {self.spec.shape} values of {value.dtype} "
+                f"{tuple(value.shape)}. Variables on parameter servers keep their shape and dtype."
+            )
+        self.bring()
+        self.keep_before()
+        self.whole = value.detach().contiguous()
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        with DisableTorchFunctionSubclass():
+            gradient: torch.Tensor | None = GRAD.__get__(self)
+        if gradient is None:
+            self.has_left_gradient = False
+        return as_rows(gradient, self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.reach()
+        GRAD.__set__(self, value)
+        self.has_left_gradient = False
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+        self.has_left_gradient = False
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """The hook sees what `grad` would show, and what it returns is by rows again."""
+
+        if not callable(hook):
+            raise TypeError(f"a hook is called with the gradient; {hook!r} cannot be called.")
+
+        def with_rows(gradient: torch.Tensor) -> torch.Tensor | None:
+            if gradient.layout != torch.sparse_coo or gradient.requires_grad:
+                return hook(gradient)
+            rows = gradient._indices()[0]
+            shown = as_rows(gradient.detach(), self)
+            found = hook(shown)
+            if found is None and type(shown) is RowGradient:
+                return None
+            with DisableTorchFunctionSubclass():
+                found = shown if found is None else found
+                return by_rows(found, rows) if found.layout == torch.strided else found
+
+        return super().register_hook(with_rows)  # type: ignore[no-untyped-call]
+
+
+def _lists_written_to(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors of lists that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    given = zip(func._schema.arguments, args, strict=False)
+    lists = [value for argument, value in given if argument.is_write and isinstance(value, list | tuple)]
+    return [tensor for one in lists for tensor in one]
+
+
+def _with_values(value: Any, used: list[tuple[TableParameter, torch.Tensor]]) -> Any:
+    if isinstance(value, TableParameter):
+        values = value.bring().detach()  # of whose form the table's own memory does not depend
+        used.append((value, values))
+        return values
+    return type(value)(_with_values(one, used) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _with_tables(value: Any, used: Mapping[int, TableParameter]) -> Any:
+    """What was written to is what was given."""
+    if isinstance(value, torch.Tensor):
+        return used.get(id(value), value)
+    return type(value)(_with_tables(one, used) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _gradients_by_rows(result: Any, _: Any, inputs: Any, *__: Any, **___: Any) -> Any:
+    for one, gradient in zip([inputs] if isinstance(inputs, torch.Tensor) else inputs, result, strict=True):
+        if isinstance(one, TableParameter):
+            as_rows(gradient, one)
+    return result
+
+
+_DETACH = torch.ops.aten.detach.default
+_LOOKUPS: Mapping[Any, tuple[int, Callable[..., Any]]] = {
+    F.embedding: (1, TableLookups.embedding),
+    F.embedding_bag: (1, TableLookups.embedding_bag),
+    prefetch_rows: (0, TableLookups.prefetch),
+}
+"""Which argument is the table, and what is done instead."""
+
+_POINTERS = frozenset(getattr(torch.Tensor, name, None) for name in ("data_ptr", "const_data_ptr"))
+_SHOWS_MEMORY = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("numpy", "__array__", "tolist", "__dlpack__", "share_memory_", "is_shared"),
+        *("storage", "_typed_storage", "untyped_storage"),
+    )
+)
+"""What looks at memory past the dispatcher, and is shown that of the whole. Anything else that does raises."""
