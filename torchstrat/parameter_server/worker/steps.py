@@ -92,6 +92,7 @@ class RemoteSteps:
         # has been imported, and once: it takes as long as ten of the smallest functions
         self._last_hooks = LastHooks()
         self._watched: list[Optimizer] = []
+        self._read: list[Optimizer] = []  # whose state was asked for since the last step
         self._left = left
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
@@ -108,10 +109,9 @@ class RemoteSteps:
         self._last_hooks.clear()
 
     def watch(self, captured: Iterable[Any]) -> None:
-        """What the function that begins reaches: the state of optimizers among it is on the servers."""
-        self._watched = [value for value in captured if isinstance(value, Optimizer) and hasattr(value, "state")]
-        for optimizer in self._watched:
-            _forget(optimizer.state)
+        """What the function that begins is seen to reach."""
+        self._watched = [value for value in captured if isinstance(value, Optimizer)]
+        self._forget_states()
 
     def keep_state_of(self, optimizers: Iterable[Optimizer]) -> None:
         """Let ``optimizer.state`` of these, which have just come, ask the servers."""
@@ -119,13 +119,20 @@ class RemoteSteps:
             if hasattr(optimizer, "state") and not isinstance(optimizer.state, RemoteOptimizerState):
                 optimizer.state = RemoteOptimizerState(_StateOnServers(self, optimizer), {})
 
+    def _forget_states(self) -> None:
+        """What was read of them is as old as the last step."""
+        for optimizer in self._read:
+            optimizer.state._keeper.is_read = False  # type: ignore[attr-defined]
+            dict.clear(optimizer.state)
+            optimizer.state.note()  # type: ignore[attr-defined]
+        self._read.clear()
+
     def check_states(self) -> None:
         """Raise `UnsupportedError` where the function has changed an optimizer's state, or given it some of its own,
         which nobody would send anywhere: by other ways than ``step()``."""
-        found = [optimizer for optimizer in self._watched if _is_changed(optimizer.state)]
-        for optimizer in found:
-            _forget(optimizer.state)
+        found = [optimizer for optimizer in self._read if optimizer.state.is_changed()]  # type: ignore[attr-defined]
         if found:
+            self._forget_states()
             raise UnsupportedError(
                 f"a scheduled function has put state into {type(found[0]).__name__}.state outside of its step(), or "
                 "changed what is there. The state of optimizers is on the parameter servers, which make the steps; a "
@@ -135,7 +142,8 @@ class RemoteSteps:
             )
 
     def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, StateOfShard]:
-        """What the servers have of it."""
+        """What the servers have of it; read once between two steps."""
+        self._read.append(optimizer)
         number = self._number_of(optimizer)
         tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
         specs = {tensor: spec for tensor in tensors if (spec := self._copies.spec_of(tensor)) is not None}
@@ -166,8 +174,7 @@ class RemoteSteps:
         self._left.check(optimizer, self._name_of)
         with DisableTorchFunction():  # here are hundreds of operators, and nobody has to look at them
             self._push(number, optimizer)
-        for other in self._watched:
-            _forget(other.state)
+        self._forget_states()
         return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
 
     def _reach(self, optimizer: Optimizer) -> None:
@@ -236,22 +243,6 @@ class _StateOnServers:
             f"a scheduled function changes {type(optimizer).__name__}.state, which is on the parameter servers and "
             "belongs to all workers. Change it on the coordinator, where that waits until no function is half-way."
         )
-
-
-def _is_changed(state: Any) -> bool:
-    if isinstance(state, RemoteOptimizerState):
-        return state.is_changed()
-    return bool(state) and any(state.values())
-
-
-def _forget(state: Any) -> None:
-    """What was read of the servers' state, or is nobody's."""
-    if isinstance(state, RemoteOptimizerState):
-        state._keeper.is_read = False  # type: ignore[attr-defined]
-        dict.clear(state)
-        state.note()
-    else:
-        state.clear()
 
 
 class _Gradients:
