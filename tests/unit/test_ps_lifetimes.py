@@ -110,6 +110,19 @@ def test_nothing_goes_while_an_earlier_function_has_no_outcome() -> None:
         until(lambda: variables_on(job.cluster) == 2)
 
 
+def test_functions_come_after_what_an_idle_worker_is_told() -> None:
+    """A worker brings two batches into their order, whatever order they come in, and not three."""
+    with job_of(1) as job:
+        job.trial(lambda: Layer(3, 3))
+        sent = job.cluster.network.record("worker.run")
+        with job.cluster.network.hold(job.cluster.peer("worker", 0), "worker.run", "before") as held:
+            gc.collect()
+            held.wait_until_reached()
+            values = [job.coordinator.schedule(int) for _ in range(3)]
+            assert [message.kind for message in sent] == ["call"]
+        assert [value.get(timeout=WAIT) for value in values] == [0] * 3
+
+
 def test_who_comes_later_gets_what_is_alive() -> None:
     with job_of(1) as job:
         job.trial(lambda: Layer(3, 3))

@@ -498,8 +498,8 @@ class Dispatcher:
         if self._has_released:
             waiting = [known for known in self._workers.values() if known.is_to_be_told]
             for known in waiting:
-                if not self._scheduler.functions_at(known.peer.task.index):  # else with the next batch
-                    self._send_to(known, ())
+                if known.telling is None and not self._scheduler.functions_at(known.peer.task.index):
+                    self._send_to(known, ())  # else with the next batch
             self._has_released = any(known.is_to_be_told for known in waiting)
 
     def _before(self, event: Event) -> None:
@@ -596,6 +596,11 @@ class Dispatcher:
             left_elsewhere=self._left_elsewhere(known),
             is_repeated=is_repeated,
         )
+        if known.telling is not None:
+            known.waiting.append(batch)
+            return
+        if not functions:
+            known.telling = batch.number
         self._outbox.append(partial(self._send_batch, known, batch))
 
     def _left_elsewhere(self, known: KnownWorker) -> tuple[int, ...]:
@@ -639,6 +644,8 @@ class Dispatcher:
             return
         with self._lock:
             functions = known.answered(number)
+            for batch in known.has_been_told(number):
+                self._outbox.append(partial(self._send_batch, known, batch))
         error = done.exception()
         if error is None:
             self._reported(known.peer, done.result())

@@ -44,6 +44,10 @@ class KnownWorker:
         """How often it has stopped at a function that did not return, as far as its reports are here."""
         self.left: tuple[int, ...] = ()
         """Parameters of which it holds gradients that no step has used, as far as its reports are here."""
+        self.waiting: list[Batch] = []
+        """For the answer to `telling`, before they are sent: a worker can bring two batches into order, not three."""
+        self.telling: int | None = None
+        """The number of a batch without functions that has no answer yet."""
         self._gone: list[Any] = []  # that it has not been told of
         self._next_number = 0
         self._open: dict[int, tuple[int, ...]] = {}  # batches without an answer: number → functions
@@ -117,6 +121,13 @@ class KnownWorker:
     def is_to_be_told(self) -> bool:
         return bool(self._gone)
 
+    def has_been_told(self, number: int) -> list[Batch]:
+        """A batch is over: those that waited for it."""
+        if number != self.telling:
+            return []
+        waiting, self.waiting, self.telling = self.waiting, [], None
+        return waiting
+
     def answered(self, number: int) -> tuple[int, ...]:
         """A batch is over; its functions."""
         return self._open.pop(number, ())
@@ -180,6 +191,6 @@ def without_unsendable(batch: Batch, error: BaseException) -> tuple[Batch, dict[
     try:
         pack(rest)
     except Exception:
-        nothing = Batch(batch.number, batch.stops, batch.rested, ())
+        nothing = Batch(batch.number, batch.stops, batch.rested, (), gone=batch.gone)
         return nothing, {function: faults.get(function, error) for function, *_ in functions}
     return rest, faults

@@ -231,11 +231,11 @@ class VariableStore:
             if self._applied.begin(push.function, push.index, push.incarnation):
                 try:
                     self._apply(push, shards)
+                    part = part_of(push.servers, push.steps, push.edits) if push.servers else None
                 except BaseException:
                     self._applied.abandon(push.function, push.index, push.incarnation)
                     raise
                 applied = True
-                part = part_of(push.servers, push.steps, push.edits) if push.servers else None
                 self._applied.finish(push.function, push.index, push.incarnation, part)
             else:
                 applied = False
