@@ -16,9 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,18 +24,15 @@ from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import (
     CancelledByServerLossError,
     CancelledError,
-    CommunicationError,
     CommunicationTimeoutError,
     ContextError,
     FunctionSetAsideError,
-    NotSendableError,
     ParameterServerUnavailable,
     TorchstratError,
 )
-from torchstrat.parameter_server.dispatch import Batch, Report, ServerGone
 from torchstrat.parameter_server.interrupts import held_back
 from torchstrat.parameter_server.job import Job
-from torchstrat.parameter_server.known_worker import KnownWorker, Work, without_unsendable
+from torchstrat.parameter_server.known_worker import KnownWorker, Work
 from torchstrat.parameter_server.per_worker import ResourceTable, numbers_of
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler import Scheduler
@@ -52,8 +47,6 @@ from torchstrat.parameter_server.scheduler_events import (
     ErrorTaken,
     Event,
     Fail,
-    Failed,
-    Finished,
     Forget,
     HandedBack,
     MomentPassed,
@@ -69,27 +62,14 @@ from torchstrat.parameter_server.scheduler_events import (
 )
 from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.time_limits import TimeLimits
-from torchstrat.parameter_server.travel.closures import Packed
-from torchstrat.parameter_server.travel.exceptions import unpack_exception
+from torchstrat.parameter_server.waiting_texts import waiting_for, where
+from torchstrat.parameter_server.worker_calls import News, WorkerCalls
 
 __all__ = ["Dispatcher", "Work"]
 
 logger = logging.getLogger("torchstrat.parameter_server")
 
-_UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker that is gone ends the call
 _MOMENT_SECONDS = 0.005
-
-
-@dataclass(slots=True)
-class _News:
-    """Events of one report, which belong together, and the results of the functions that finished."""
-
-    incarnation: str
-    stops: int
-    events: list[Event]
-    finished: tuple[int, ...] = ()
-    results: Sequence[Any] = ()
-    left: tuple[int, ...] | None = None
 
 
 class Dispatcher:
@@ -103,18 +83,18 @@ class Dispatcher:
     ) -> None:
         self._job = job
         self._resources = resources
-        self._unpack = unpack
         self.queue_size = queue_size
+        self._worker_calls = WorkerCalls(job, unpack, self._is_over, self._take)
         self._scheduler = Scheduler(first_function=job.first_function)
         self._next_function = job.first_function
         self._works: dict[int, Work] = {}
-        self._results: _News | None = None  # whose events are being handled
+        self._results: News | None = None  # whose events are being handled
         self._workers: dict[str, KnownWorker] = {}
         self._is_shared = False  # there are several, or were
         self._has_released = False  # something that not all workers have been told of
         self._timed = 0  # functions without an outcome that have a limit of time
         self._limits = TimeLimits()
-        self._inbox: deque[Event | _News] = deque()
+        self._inbox: deque[Event | News] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -127,7 +107,7 @@ class Dispatcher:
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for the thread: to look, and whether to go on
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
-        job.on_outcomes = self._reported
+        job.on_outcomes = self._worker_calls.reported
         job.lifetimes.watch(lambda: self._next_function, lambda: self._calls.put(True))
 
     # -- for the user's thread --------------------------------------------------------------------------------------
@@ -233,30 +213,14 @@ class Dispatcher:
     def where(self, function: int) -> str:
         """For messages: what a function waits for."""
         with self._lock:
-            worker = self._scheduler.worker_of(function)
-            if worker is not None:
-                first = self._scheduler.functions_at(worker)[0]
-                if function == first:
-                    return f"it runs on worker {worker}"
-                return f"it waits on worker {worker}, behind function {first}"
-            if not self._workers:
-                return "it waits for a worker, and none has joined"
-            return f"it waits for one of workers {sorted(w.peer.task.index for w in self._workers.values())}"
+            return where(self._scheduler, self._present, function)
+
+    @property
+    def _present(self) -> list[int]:
+        return sorted(known.peer.task.index for known in self._workers.values())
 
     def _waiting_for(self, seconds: float | None, who: str = "join") -> str:
-        present = sorted(known.peer.task.index for known in self._workers.values())
-        running = []
-        for worker in present:
-            if functions := self._scheduler.functions_at(worker):
-                first, behind = functions[0], functions[1:]
-                running.append(
-                    f"function {first} on worker {worker}" + (f" (with {len(behind)} behind it)" if behind else "")
-                )
-        queued = self._scheduler.queued
-        return (
-            f"{who} waited {seconds} s: {', '.join(running) if running else 'nothing'} is running, {queued} functions "
-            f"are queued, workers {present} are there. Give it more time, or look at those workers."
-        )
+        return waiting_for(self._scheduler, self._present, seconds, who)
 
     @contextlib.contextmanager
     def paused(self, timeout_seconds: float, who: str) -> Iterator[None]:
@@ -311,7 +275,7 @@ class Dispatcher:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._closed = self._worker_calls.is_closed = True
             self._changed.notify_all()
         self._calls.put(False)
         if threading.current_thread() is not self._thread:
@@ -382,8 +346,7 @@ class Dispatcher:
             # A server is noted as lost before the scheduler hears of it: what is not seen here is an event to come.
             for index in self._job.lost_servers():
                 raise ParameterServerUnavailable(
-                    f"parameter server {index} was lost again while the servers were restored; restore the checkpoint "
-                    "once more.",
+                    f"parameter server {index} was lost again while the servers were restored; restore once more.",
                     Task(PARAMETER_SERVER, index),
                 )
             if isinstance(self._scheduler.pending_error, ParameterServerUnavailable):
@@ -431,10 +394,8 @@ class Dispatcher:
             for incarnation, function in self._limits.passed():
                 known, work = self._workers.get(incarnation), self._works.get(function)
                 if known is not None and work is not None:
-                    reason = (
-                        f"function {function} ({work.value._name}) ran for more than {work.timeout_seconds:g} s, its "
-                        "timeout"
-                    )
+                    ran = f"ran for more than {work.timeout_seconds:g} s, its timeout"
+                    reason = f"function {function} ({work.value._name}) {ran}"
                     self._outbox.append(partial(self._job.membership.give_up, known.peer, reason))
 
     def _take_in(self) -> None:
@@ -443,7 +404,7 @@ class Dispatcher:
             try:
                 while self._inbox and not self._closed and self._broken is None:
                     news = self._inbox.popleft()
-                    if isinstance(news, _News):
+                    if isinstance(news, News):
                         self._handle_news(news)
                     else:
                         self._handle(news)
@@ -464,7 +425,7 @@ class Dispatcher:
                 return
             send()
 
-    def _handle_news(self, news: _News) -> None:
+    def _handle_news(self, news: News) -> None:
         known = self._workers.get(news.incarnation)
         if known is not None:
             known.stops = max(known.stops, news.stops)
@@ -601,7 +562,21 @@ class Dispatcher:
             return
         if not functions:
             known.telling = batch.number
-        self._outbox.append(partial(self._send_batch, known, batch))
+        self._outbox.append(partial(self._worker_calls.send_batch, known, batch))
+
+    def _forget(self, below: int) -> None:
+        for index in self._job.server_peers():
+            self._job.servers.send(index, "ps.forget_below", below)
+
+    def _is_over(self, known: KnownWorker, number: int) -> tuple[int, ...]:
+        with self._lock:
+            for batch in known.has_been_told(number):
+                self._outbox.append(partial(self._worker_calls.send_batch, known, batch))
+            return known.answered(number)
+
+    def _take(self, news: News) -> None:
+        self._inbox.append(news)
+        self._take_in()
 
     def _left_elsewhere(self, known: KnownWorker) -> tuple[int, ...]:
         others = [other.left for other in self._workers.values() if other.left and other is not known]
@@ -610,110 +585,7 @@ class Dispatcher:
     def _recall(self, action: Recall) -> None:
         known = self._workers.get(action.incarnation)
         if known is not None:
-            self._outbox.append(partial(self._send_recall, known, known.recalled(action.functions)))
-
-    # -- sending, without the lock; what comes back is on a thread of the transport, or on this one if it failed at once
-
-    def _send_batch(self, known: KnownWorker, batch: Batch) -> None:
-        future = self._call(known.peer, "worker.run", batch)
-        error = future.exception() if future.done() else None
-        if isinstance(error, NotSendableError) and not hasattr(error, "__notes__"):  # not told by the worker
-            rest, faults = without_unsendable(batch, error)
-            self._tell(known.peer, [Failed(*_names(known.peer), *fault) for fault in faults.items()])
-            future = self._call(known.peer, "worker.run", rest)
-        future.add_done_callback(partial(self._answered, known, batch.number))
-
-    def _send_recall(self, known: KnownWorker, recalled: Any) -> None:
-        future = self._call(known.peer, "worker.recall", recalled)
-        future.add_done_callback(partial(self._handed_back, known.peer))
-
-    def _call(self, peer: Peer, method: str, payload: Any) -> Future[Any]:
-        try:
-            return self._job.endpoint.call(peer, method, payload, timeout_seconds=_UNLIMITED_SECONDS)
-        except Exception as error:  # whatever it is, it is the functions' error, and not that of who happens to send
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def _forget(self, below: int) -> None:
-        for index in self._job.server_peers():
-            self._job.servers.send(index, "ps.forget_below", below)
-
-    def _answered(self, known: KnownWorker, number: int, done: Future[Any]) -> None:
-        if self._closed:
-            return
-        with self._lock:
-            functions = known.answered(number)
-            for batch in known.has_been_told(number):
-                self._outbox.append(partial(self._send_batch, known, batch))
-        error = done.exception()
-        if error is None:
-            self._reported(known.peer, done.result())
-        elif isinstance(error, CommunicationError):
-            # Usually the membership knows by now. A process that lives and cannot be talked to must start afresh.
-            self._job.membership.give_up(known.peer, f"its answer did not come: {error}")
-            self._tell(known.peer, [WorkerLost(*_names(known.peer), f"its answer did not come: {error}")])
-        else:
-            self._tell(known.peer, [Failed(*_names(known.peer), function, error) for function in functions])
-
-    def _handed_back(self, peer: Peer, done: Future[Any]) -> None:
-        if done.exception() is None and done.result():  # an error is told by the batches' calls
-            self._tell(peer, [HandedBack(*_names(peer), done.result())])
-
-    def _reported(self, peer: Peer, report: Report) -> None:
-        """A report has come, before a batch's end or at it."""
-        if self._closed:
-            return
-        events: list[Event] = []
-        for function, outcome in report.ended:  # first of all: after an error nothing more is sent
-            if isinstance(outcome, ServerGone):
-                self._job.server_gone(peer, outcome, then=partial(self._failed_without_server, peer, function, outcome))
-            else:
-                events.append(Failed(*_names(peer), function, unpack_exception(outcome, self._unpack)))
-        results: Sequence[Any] = report.results
-        if Packed in map(type, results):
-            results, faults = self._unpacked(report)
-            events += [Failed(*_names(peer), *fault) for fault in faults.items()]
-        if report.leaving:
-            events.append(WorkerLeaves(*_names(peer)))
-        if report.finished:
-            events.append(Finished(*_names(peer), report.finished, report.seconds))
-        if report.handed_back:
-            events.append(HandedBack(*_names(peer), report.handed_back))
-        self._tell(peer, events, report.stops, report.finished, results, report.left)
-
-    def _unpacked(self, report: Report) -> tuple[list[Any], dict[int, BaseException]]:
-        """The results, and the errors of those that cannot be opened."""
-        results: list[Any] = []
-        faults: dict[int, BaseException] = {}
-        for function, result in zip(report.finished, report.results, strict=True):
-            try:
-                results.append(self._unpack(result) if type(result) is Packed else result)
-            except Exception as problem:
-                results.append(None)
-                faults[function] = problem
-        return results, faults
-
-    def _failed_without_server(self, peer: Peer, function: int, outcome: ServerGone) -> None:
-        error = ParameterServerUnavailable(outcome.message, Task(PARAMETER_SERVER, outcome.index))
-        self._tell(peer, [Failed(*_names(peer), function, error)])
-
-    def _tell(
-        self,
-        peer: Peer,
-        events: list[Any],
-        stops: int = 0,
-        finished: tuple[int, ...] = (),
-        results: Sequence[Any] = (),
-        left: tuple[int, ...] | None = None,
-    ) -> None:
-        self._inbox.append(_News(peer.incarnation, stops, events, finished, results, left))
-        self._take_in()
-
-
-def _names(peer: Peer) -> tuple[int, str]:
-    """By which the scheduler knows a process."""
-    return peer.task.index, peer.incarnation
+            self._outbox.append(partial(self._worker_calls.send_recall, known, known.recalled(action.functions)))
 
 
 def _cancelled(action: Cancel) -> BaseException:
