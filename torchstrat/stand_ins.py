@@ -149,5 +149,10 @@ def bare_step(optimizer: Optimizer) -> None:
 
 
 def _without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
-    step: Callable[..., Any] = inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))
-    return step
+    return _unhooked(kind.step)
+
+
+# Of functions: every step that is shared out asks.
+_unhooked: Callable[[Any], Callable[..., Any]] = functools.lru_cache(256)(
+    functools.partial(inspect.unwrap, stop=lambda step: not hasattr(step, "hooked"))
+)

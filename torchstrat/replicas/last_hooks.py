@@ -22,8 +22,9 @@ class LastHooks:
         self._handles: dict[int, Any] = {}
 
     def put(self, optimizer: Optimizer, hook: Hook) -> None:
+        """``hook``: made by `before_step`."""
         self.remove(optimizer)
-        self._handles[id(optimizer)] = optimizer.register_step_pre_hook(before_step(hook))
+        self._handles[id(optimizer)] = optimizer.register_step_pre_hook(hook)
 
     def remove(self, optimizer: Optimizer) -> None:
         handle = self._handles.pop(id(optimizer), None)
@@ -45,4 +46,4 @@ class LastHooks:
             return (make_stand_in(stepped), *args[1:]), kwargs
 
         if is_worth_blocks(optimizer):
-            self.put(optimizer, last)
+            self.put(optimizer, before_step(last))

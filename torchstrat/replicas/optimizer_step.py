@@ -98,6 +98,7 @@ class OptimizerStep:
         self._begun: dict[int, list[StepCall]] = {}
         self.hooks: HookPair = before_step(self.before), after_step(self.after)
         """Of PyTorch's, for `put_hooks`; made once, and not in every run."""
+        self._last_hook = before_step(self.before_last)
 
     def begin(self, communicator: Communicator, weights: StepWeights, replica: int) -> None:
         """A run begins: that of ``communicator``, in which this is the ``replica``."""
@@ -124,7 +125,7 @@ class OptimizerStep:
             return None
         if self._policy.comes_last(optimizer):
             if self._policy.variables_of(optimizer):
-                self._last_hooks.put(optimizer, self.before_last)
+                self._last_hooks.put(optimizer, self._last_hook)
             return None
         changed = self._begin(optimizer, args, kwargs)
         if changed is None and id(optimizer) in self._begun and closure_of(args, kwargs) is None:

@@ -16,6 +16,8 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[torch.Tensor
     """Overwrite ``tensors`` with those of rank ``source``. All ranks pass tensors of equal shapes, dtypes and layouts,
     in one order; and the tensors themselves, since the scale of a quantized one is not in the memory that another view
     of it shares."""
+    if not tensors:
+        return
     with torch.no_grad():
         for chunk in _chunks([_once(tensor.detach()) for tensor in tensors if _is_dense(tensor)]):
             if len(chunk) == 1 and _goes_as_it_is(chunk[0]):  # large ones are alone: no copy of them

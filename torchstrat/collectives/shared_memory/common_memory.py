@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchstrat.collectives.shared_memory.own_pages import PAGE_BYTES, own_pages
+from torchstrat.collectives.shared_memory.own_pages import PAGE_BYTES, OwnPages
 from torchstrat.collectives.shared_memory.segment import Segment
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
@@ -58,6 +58,7 @@ class CommonMemory:
         with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
             self._shown.madvise(_MADV_POPULATE_READ)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._shown))
+        self._own_pages = OwnPages(self._address, self.size)
         segment.close()
 
     @property
@@ -76,7 +77,7 @@ class CommonMemory:
 
     def edits(self) -> Ranges:
         """What this rank has written to the tensors that it is shown: byte ranges of whole pages."""
-        return own_pages(self._address, self.size)
+        return self._own_pages.ranges()
 
     def publish(self, ranges: Ranges) -> None:
         """Write what this rank is shown there for all to see. No other may read or write meanwhile."""

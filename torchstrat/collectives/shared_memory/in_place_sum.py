@@ -158,12 +158,12 @@ class InPlaceSum:
         self._meet()
         add_up(factor)
 
-    @torch.no_grad()
     def publish_small(
         self, tensors: Sequence[torch.Tensor], turn: int, after_bytes: int
     ) -> Callable[[float], None] | None:
-        """Publish tensors in the blocks of ``turn``, behind what else stands there. Returns what is to be called with
-        the factor after a meeting; None if they are not small, or of several dtypes, and nothing is published."""
+        """Publish tensors (as above) in the blocks of ``turn``, behind what else stands there. Returns what is to be
+        called with the factor after a meeting; None if they are not small, or of several dtypes, and nothing is
+        published."""
         dtype = tensors[0].dtype
         if sum([t.numel() for t in tensors]) * dtype.itemsize > SMALL_BYTES or any(t.dtype != dtype for t in tensors):
             return None
@@ -176,7 +176,6 @@ class InPlaceSum:
         foreach_copy_(views[self._blocks.rank], tensors)
         return functools.partial(self._add_up_small, tensors, views)
 
-    @torch.no_grad()
     def _add_up_small(self, tensors: Sequence[torch.Tensor], views: list[list[torch.Tensor]], factor: float) -> None:
         """``views``: for each rank what it has published of the tensors."""
         if len(views) == 2:  # the order of two does not matter

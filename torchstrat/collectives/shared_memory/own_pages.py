@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,43 +38,47 @@ class _Range(ctypes.Structure):
     _fields_ = (("start", ctypes.c_uint64), ("end", ctypes.c_uint64), ("categories", ctypes.c_uint64))
 
 
-def own_pages(address: int, size: int) -> list[tuple[int, int]]:
-    """Byte ranges ``[start, stop)`` of the private file mapping at ``address`` that are this process's own by now.
+class OwnPages:
+    """Of the private file mapping at ``address``. Raises `OSError` where the kernel does not tell.
 
-    Whole pages, in order. Raises `OSError` where the kernel does not tell.
+    What the kernel is asked with is made once, since every step asks. It belongs to this process: a fork of it would be
+    told of its parent's pages.
     """
-    descriptor = os.open("/proc/self/pagemap", os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            return _joined(_scanned(descriptor, address, size))
-        return _joined(_read(descriptor, address, size))
-    finally:
-        os.close(descriptor)
 
-
-def _scanned(descriptor: int, address: int, size: int) -> Iterator[tuple[int, int]]:
-    found = (_Range * _RANGES_AT_ONCE)()
-    start, end = address, address + size
-    while start < end:
-        request = _Request(
-            size=ctypes.sizeof(_Request), start=start, end=end, ranges=ctypes.addressof(found),
+    def __init__(self, address: int, size: int) -> None:
+        self._address, self._size = address, size
+        self._descriptor = os.open("/proc/self/pagemap", os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._found = (_Range * _RANGES_AT_ONCE)()
+        self._request = _Request(
+            size=ctypes.sizeof(_Request), end=address + size, ranges=ctypes.addressof(self._found),
             ranges_length=_RANGES_AT_ONCE, inverted=_IS_FILE, all_of=_IS_FILE, any_of=_IS_PRESENT | _IS_SWAPPED,
             returned=_IS_PRESENT,
         )  # fmt: skip
-        count = fcntl.ioctl(descriptor, _SCAN, request)
-        for one in found[:count]:
-            yield one.start - address, one.end - address
-        start = request.walk_end
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Byte ranges ``[start, stop)`` that are this process's own by now: whole pages, in order."""
+        with contextlib.suppress(OSError):
+            return _joined(self._scanned())
+        return _joined(self._read())
 
-def _read(descriptor: int, address: int, size: int) -> Iterator[tuple[int, int]]:
-    pages = -(-size // PAGE_BYTES)
-    raw = os.pread(descriptor, pages * _ENTRY_BYTES, address // PAGE_BYTES * _ENTRY_BYTES)
-    if len(raw) != pages * _ENTRY_BYTES:
-        raise OSError(0, "/proc/self/pagemap ends early")
-    kinds = np.frombuffer(raw, dtype=np.uint64) >> np.uint64(61)
-    for page in np.flatnonzero((kinds > 1) & (kinds & np.uint64(1) == 0)).tolist():
-        yield page * PAGE_BYTES, (page + 1) * PAGE_BYTES
+    def _scanned(self) -> Iterator[tuple[int, int]]:
+        request, start = self._request, self._address
+        while start < self._address + self._size:
+            request.start = start
+            count = fcntl.ioctl(self._descriptor, _SCAN, request)
+            for one in self._found[:count] if count else ():
+                yield one.start - self._address, one.end - self._address
+            start = request.walk_end
+
+    def _read(self) -> Iterator[tuple[int, int]]:
+        pages = -(-self._size // PAGE_BYTES)
+        raw = os.pread(self._descriptor, pages * _ENTRY_BYTES, self._address // PAGE_BYTES * _ENTRY_BYTES)
+        if len(raw) != pages * _ENTRY_BYTES:
+            raise OSError(0, "/proc/self/pagemap ends early")
+        kinds = np.frombuffer(raw, dtype=np.uint64) >> np.uint64(61)
+        for page in np.flatnonzero((kinds > 1) & (kinds & np.uint64(1) == 0)).tolist():
+            yield page * PAGE_BYTES, (page + 1) * PAGE_BYTES
 
 
 def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -24,6 +24,8 @@ class _Home(NamedTuple):
     reference: weakref.ref[torch.Tensor]
     place: Place
     kind: Kind
+    address: int
+    """Of the place, as this rank is shown it."""
 
 
 class CentralParameters:
@@ -116,7 +118,7 @@ class CentralParameters:
             if key in homes and homes[key].reference is reference:
                 del homes[key]
 
-        homes[key] = _Home(weakref.ref(tensor, forget), place, kind)
+        homes[key] = _Home(weakref.ref(tensor, forget), place, kind, place.shown.data_ptr())
 
     # -- edits ------------------------------------------------------------------------------------------------------
 
@@ -127,12 +129,12 @@ class CentralParameters:
         would be torn from, lives elsewhere from now on; whether any has.
         """
         has_left = self.staged is not None and self._let_staged_go(self.staged)
-        for key, (reference, place, kind) in list(self._homes.items()):
+        for key, (reference, place, kind, address) in list(self._homes.items()):
             tensor = reference()
             if tensor is None:
                 continue
-            is_alike = tensor.dtype == kind.dtype and tensor.shape == kind.shape and tensor.device.type == "cpu"
-            if is_alike and tensor.data_ptr() == place.shown.data_ptr() and tensor.stride() == kind.stride:
+            is_alike = tensor.dtype == kind.dtype and tensor.shape == kind.shape and tensor.is_cpu
+            if is_alike and tensor.data_ptr() == address and tensor.stride() == kind.stride:
                 continue
             if is_alike and tensor.untyped_storage().nbytes() == kind.bytes:
                 with torch.no_grad():
