@@ -38,10 +38,11 @@ class MembersWatch:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._key = new_hook_key()
+        self._hook = self._on_member
 
     def begin(self) -> None:
         for hooks in registration_hooks:
-            hooks[self._key] = self._on_member
+            hooks[self._key] = self._hook
 
     def end(self) -> None:
         for hooks in registration_hooks:

@@ -195,6 +195,8 @@ Owned = Sequence[tuple[int, int, int]]
 class CombinedGradient:
     """Remembers which tensor a combined gradient is, to tell it from one that the step assigned by hand."""
 
+    __slots__ = ("_gradient", "owned", "used", "version")
+
     def __init__(self, gradient: torch.Tensor) -> None:
         self._gradient = weakref.ref(gradient)
         self.version = gradient._version

@@ -90,7 +90,7 @@ class Start:
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Iterable[Any]) -> None:
-        self._objects = [one for one in itertools.chain(_from_callable(fn), arguments) if not _is_atom(type(one))]
+        self._objects = [one for one in (*_from_callable(fn), *arguments) if not _is_atom(type(one))]
         self._references: list[weakref.ref[Any] | None] = []  # to the same; None where there is no such thing
         self.is_closed = True
         self._named = list(self._objects)
@@ -208,49 +208,49 @@ def _attributes(value: Any, skip: tuple[str, ...] = ()) -> Iterator[Any]:
                 yield getattr(value, name)
 
 
-def _from_callable(fn: Any) -> Iterator[Any]:
+def _from_callable(fn: Any) -> list[Any]:
+    if isinstance(fn, types.FunctionType):
+        return _from_function(fn)
     if isinstance(fn, functools.partial):
-        yield from (fn.func, *fn.args, *fn.keywords.values())
-    elif isinstance(fn, types.MethodType):
-        yield fn.__self__
-        yield fn.__func__
-    elif isinstance(fn, types.FunctionType):
-        yield from _from_function(fn)
-    elif isinstance(fn, (nn.Module, *HELPER_TYPES)):
-        yield fn
-    elif callable(fn):
-        wrapped = getattr(fn, "__wrapped__", None)  # `functools.lru_cache` and its like
-        if wrapped is not None:
-            yield wrapped
-        yield from _attributes(fn)
-        call = vars(type(fn)).get("__call__")
-        if isinstance(call, types.FunctionType):
-            yield from _from_function(call)
+        return [fn.func, *fn.args, *fn.keywords.values()]
+    if isinstance(fn, types.MethodType):
+        return [fn.__self__, fn.__func__]
+    if isinstance(fn, (nn.Module, *HELPER_TYPES)):
+        return [fn]
+    if not callable(fn):
+        return []
+    wrapped = getattr(fn, "__wrapped__", None)  # `functools.lru_cache` and its like
+    call = vars(type(fn)).get("__call__")
+    called = _from_function(call) if isinstance(call, types.FunctionType) else []
+    return [*([] if wrapped is None else [wrapped]), *_attributes(fn), *called]
 
 
-def _from_function(fn: types.FunctionType) -> Iterator[Any]:
+def _from_function(fn: types.FunctionType) -> list[Any]:
     wrapped = getattr(fn, "__wrapped__", None)
-    if wrapped is not None:
-        yield wrapped
-    if _is_library(fn.__module__) and fn.__closure__ is None:
-        return
+    found = [] if wrapped is None else [wrapped]
+    is_library = _is_library(fn.__module__)
+    if is_library and fn.__closure__ is None:
+        return found
     for cell in fn.__closure__ or ():
         try:
-            yield cell.cell_contents
+            found.append(cell.cell_contents)
         except ValueError:  # a name that is assigned later
             continue
-    yield from fn.__defaults__ or ()
-    yield from (fn.__kwdefaults__ or {}).values()
-    if _is_library(fn.__module__):
-        return
+    if fn.__defaults__:
+        found += fn.__defaults__
+    if fn.__kwdefaults__:
+        found += fn.__kwdefaults__.values()
+    if is_library:
+        return found
     names = _names(fn.__code__)
     for name in names.of_globals:
         value = fn.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             if not _is_library(value.__name__):
-                yield from (member for key, member in list(vars(value).items()) if key in names.of_attributes)
+                found += [member for key, member in list(vars(value).items()) if key in names.of_attributes]
         elif value is not None:
-            yield value
+            found.append(value)
+    return found
 
 
 class _Names(NamedTuple):

@@ -228,7 +228,7 @@ def select_replica(replica_id: int, structure: nest.Nest) -> nest.Nest:
         return structure.component(replica_id)
     if not nest.is_nested(structure):
         return structure
-    return nest.rebuild(structure, [select_replica(replica_id, child) for _, child in nest.children(structure)])
+    return nest.rebuild(structure, [select_replica(replica_id, child) for child in nest.values_of(structure)])
 
 
 def find_batch_info(structure: nest.Nest) -> BatchInfo | None:

@@ -374,16 +374,22 @@ class VariableRegistry:
 
     def members(self) -> Members:
         """Modules, tensors, buffers and helpers. Looked up anew at every call, for the reason given at `tensors`."""
-        changes, modules, helpers = self.changes, self._modules.alive(), self._helpers.alive()
-        tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
-        if self._tensors.count:
-            tensors += self._tensors.alive()
+        modules, helpers = self._modules.alive(), self._helpers.alive()
+        found: dict[int, torch.Tensor] = {}
+        slots: list[BufferSlot] = []
+        for module in modules:
+            for tensor in module._parameters.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+            if module._buffers:
+                slots += [BufferSlot(module, name) for name in module._buffers]
+        for tensor in self._tensors.alive() if self._tensors.count else ():
+            found[id(tensor)] = tensor
         for helper in helpers:
-            tensors += _tensors_of(helper)
-        slots = [BufferSlot(module, name) for module in modules if module._buffers for name in module._buffers]
-        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+            for tensor in _tensors_of(helper):
+                found[id(tensor)] = tensor
         vectors = self._vectors.alive() if self._vectors.count else []
-        return Members(modules, tensors, slots, helpers, changes, vectors)
+        return Members(modules, list(found.values()), slots, helpers, self.changes, vectors)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """`tensors`, by names that are the same on every process of an SPMD program."""

@@ -236,9 +236,18 @@ class ProcessGroupCommunicator:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def guard(self, what: str, call: Callable[[], T], *, channel: Channel | None = None, number: int = 0) -> T:
+    def guard(
+        self,
+        what: str,
+        call: Callable[[], T],
+        *,
+        channel: Channel | None = None,
+        number: int = 0,
+        is_last_if_left: bool = False,
+    ) -> T:
         """Run one collective; a failure becomes an error that says who was waited for, and in what.
 
+        ``is_last_if_left``: where it is left half-way, by Ctrl-C for example, ranks no longer stand at the same place.
         ``number``: of the call on the ``channel`` that is only waited for now, having begun before; 0: another one.
         """
         if self._family.closed:
@@ -265,6 +274,10 @@ class ProcessGroupCommunicator:
                 raise  # of the value's own pickling
             self._family.failure = self._explain(what, error, time.monotonic() - started)
             raise self._family.failure from error
+        except BaseException as interruption:
+            if is_last_if_left and not isinstance(interruption, Exception) and self._family.failure is None:
+                self._family.failure = CommunicationError(f"{what} was interrupted by {type(interruption).__name__}")
+            raise
         finally:
             channel.call, channel.number = before
 
@@ -359,11 +372,6 @@ class ProcessGroupCommunicator:
             f"{'; '.join(parts)}. Every replica has to make the same calls in the same order; look at that process's "
             f"output. {told}".rstrip()
         )
-
-    def give_up(self, what: str, interruption: BaseException) -> None:
-        """A collective was left half-way, by Ctrl-C for example: the ranks no longer stand at the same place."""
-        if self._family.failure is None:
-            self._family.failure = CommunicationError(f"{what} was interrupted by {type(interruption).__name__}")
 
     def report_failure(self, message: str, *, leaves: bool = False) -> None:
         self._family.board.post(message, leaves=leaves)

@@ -78,15 +78,9 @@ class SharedMemoryCommunicator:
         self._blocks.lockstep.meet(self._seconds, self._call)
 
     def _guard(self, what: str, call: Callable[[], T], code: int) -> T:
-        """Run one collective, of which all ranks have the same code. One that is left half-way is the last."""
+        """Run one collective, of which all ranks have the same code."""
         self._call = code
-        try:
-            return self._sockets.guard(what, call)
-        except Exception:
-            raise
-        except BaseException as interruption:
-            self._sockets.give_up(what, interruption)
-            raise
+        return self._sockets.guard(what, call, is_last_if_left=True)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
@@ -104,10 +98,10 @@ class SharedMemoryCommunicator:
             rows = self._blocks.rows[turn]
             rows[self.rank][: len(message)] = message
             add_up = self._in_place_sum.publish_small(tensors, turn, after_bytes=len(message)) if tensors else None
-            self._meet()
+            self._blocks.lockstep.meet(self._seconds, _NUMBERS)
             return [list(layout.unpack_from(row)) for row in rows], add_up
 
-        return self._guard(what, exchange, _NUMBERS)
+        return self._sockets.guard(what, exchange, is_last_if_left=True)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
         if tensor.device.type != "cpu" or tensor.dtype == torch.bool or tensor.dtype in SUMMED_AS:

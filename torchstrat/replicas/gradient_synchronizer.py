@@ -363,8 +363,7 @@ class GradientSynchronizer:
         assert self._summing is not None
         ready, self._ready = self._ready, None
         self._forget_zeroed(ready)
-        kinds = self._kinds_here(ready)
-        plain = self._plain_gradients(kinds)
+        kinds, plain = self._contribution(ready)
         numbers = (self._weight(), self._roster.digest, float(zlib.crc32(kinds, len(plain))))
         rows, add_up = agree_and_sum(self._summing, BACKWARD, numbers, plain)
         self._set_shares(BACKWARD, self._shares_of([row[0] for row in rows]))
@@ -387,29 +386,24 @@ class GradientSynchronizer:
         self._pass += 1
         self.pending = False
 
-    def _kinds_here(self, ready: Container[int]) -> bytes:
-        """Per tensor: what this rank has to contribute."""
-        return bytes(
-            [
-                (_DENSE if gradient.layout == torch.strided else _SPARSE_TOO)
-                if (gradient := tensor.grad) is not None and (index in ready or self._has_part(tensor))
-                else _NOTHING
-                for index, tensor in enumerate(self._tensors)
-            ]
-        )
-
-    def _plain_gradients(self, kinds: bytes) -> list[torch.Tensor]:
-        """The gradients of this pass, if each can be added up where and as it lies; else none."""
-        if self._works_by_parts or self._owners is not None or _SPARSE_TOO in kinds:
-            return []
+    def _contribution(self, ready: Container[int]) -> tuple[bytes, list[torch.Tensor]]:
+        """Per tensor: what this rank has to contribute. And these gradients, if each can be added up where and as it
+        lies; else none."""
+        kinds = bytearray(len(self._tensors))  # of _NOTHING
         found: list[torch.Tensor] = []
-        for tensor, kind in zip(self._tensors, kinds, strict=True):
-            if kind == _DENSE and (gradient := tensor.grad) is not None:
+        are_plain = not self._works_by_parts and self._owners is None
+        for index, tensor in enumerate(self._tensors):
+            if (gradient := tensor.grad) is None or not (index in ready or self._has_part(tensor)):
+                continue
+            if gradient.layout != torch.strided:
+                kinds[index], are_plain = _SPARSE_TOO, False
+                continue
+            kinds[index] = _DENSE
+            if are_plain:
                 is_simple = gradient.dtype in _PLAIN and gradient.is_cpu and not gradient.requires_grad
-                if not (is_simple and gradient.is_contiguous()):
-                    return []
+                are_plain = is_simple and gradient.is_contiguous()
                 found.append(gradient)
-        return [] if share_memory(found) else found
+        return bytes(kinds), found if are_plain and not share_memory(found) else []
 
     def _has_part(self, tensor: torch.Tensor) -> bool:
         """Whether something was accumulated under ``no_sync`` and is still there."""

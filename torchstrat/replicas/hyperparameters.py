@@ -22,7 +22,8 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class _Digest(NamedTuple):
-    values: list[Any]
+    found: list[Any]
+    """All that there is in the groups, the lists of parameters among it."""
     number: float
     tensors: list[torch.Tensor]
     """Those among the values, which may be edited in place and are not in the number."""
@@ -71,22 +72,21 @@ _NOTHING = object()
 
 def digest(optimizer: Optimizer) -> float:
     """A number that is equal on ranks whose groups are. Every step asks, and hardly any has changed them."""
-    values: list[Any] = []
+    found: list[Any] = []
     for group in optimizer.param_groups:
-        own = dict(group)
-        own.pop("params", None)
-        values += own.values()
+        found += group.values()
     known = _digests.get(optimizer)
-    if known is None or len(known.values) != len(values) or not all(map(operator.is_, known.values, values)):
-        known = _digest_of(values)
+    if known is None or len(known.found) != len(found) or not all(map(operator.is_, known.found, found)):
+        values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        known = _digest_of(found, values)
         if not any(map(_may_change, values)):
             _digests[optimizer] = known
     return known.number + sum(fingerprint(known.tensors)) if known.tensors else known.number
 
 
-def _digest_of(values: list[Any]) -> _Digest:
+def _digest_of(found: list[Any], values: list[Any]) -> _Digest:
     number = float(zlib.crc32(repr([value for value in values if is_plain(value)]).encode()))
-    return _Digest(values, number, [one for one in values if isinstance(one, torch.Tensor) and one.is_cpu])
+    return _Digest(found, number, [one for one in values if isinstance(one, torch.Tensor) and one.is_cpu])
 
 
 def _may_change(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torchstrat.variables import VariableRegistry
 
 
 class Newborn:
-    """Watches for such modules during a run.
+    """Watches for such modules in one run after the other.
 
     ``ready(module)`` is called right before the first forward pass that uses the values of its variables; on a lazy
     module this comes after its own hook, which makes the values. ``used(module)`` is called before this and every other
     forward pass, ``named(module, name, member)`` before a parameter or buffer is registered in any module;
-    ``on_new`` likewise, of tensors under a name that the module does not have yet.
+    ``on_new`` likewise, of tensors under a name that a module which was there when the run began does not have yet.
     """
 
     def __init__(
@@ -35,12 +35,14 @@ class Newborn:
         self._used = used
         self._named = named
         self._on_new = on_new
+        self._modules: Sequence[nn.Module] = ()
         self._watched: set[int] = set()
         self._handles: list[Any] = []
 
-    def begin(self, modules: Iterable[nn.Module]) -> None:
-        """A run begins. ``modules``: all that may have lazy parameters."""
-        for module in modules:
+    def begin(self, modules: Sequence[nn.Module], *, has_lazy: bool) -> None:
+        """A run begins. ``has_lazy``: some of the ``modules`` have lazy parameters."""
+        self._modules = modules
+        for module in modules if has_lazy else ():
             if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
                 self.watch(module)
         self._registry.on_member, self._registry.is_in_step = self._on_member, True
@@ -49,15 +51,19 @@ class Newborn:
     def end(self) -> None:
         self._registry.close()
         self._registry.on_member, self._registry.is_in_step = None, False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._modules = ()
+        if self._watched:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._watched.clear()
 
     def _on_member(self, module: nn.Module, name: str, member: Any) -> None:
         if isinstance(member, torch.Tensor):
             if self._named is not None:
                 self._named(module, name, member)
-            if self._on_new is not None and name not in module._buffers and name not in module._parameters:
+            is_new = name not in module._buffers and name not in module._parameters
+            if self._on_new is not None and is_new and any(module is one for one in self._modules):
                 self._on_new(module, name, member)
             if member.requires_grad or self._named is not None:
                 self.watch(module)

@@ -128,7 +128,7 @@ class OptimizerStep:
                 self._last_hooks.put(optimizer, self._last_hook)
             return None
         changed = self._begin(optimizer, args, kwargs)
-        if changed is None and id(optimizer) in self._begun and closure_of(args, kwargs) is None:
+        if changed is None and (begun := self._begun.get(id(optimizer))) and begun[-1].closure is None:
             self._last_hooks.step_in_blocks(optimizer)
         return changed
 

@@ -41,6 +41,7 @@ class ReplicaStreams:
         self._first_replica = first_replica
         self._seeds: OrderedDict[int, tuple[int, dict[int, list[torch.Tensor]]]] = OrderedDict()
         self._states: dict[int, list[torch.Tensor]] = {}
+        self._latest: tuple[int, int] | None = None  # the seed and epoch that `_states` are of
         self._outside: list[torch.Tensor] = []
         self._current: int | None = None
 
@@ -57,9 +58,10 @@ class ReplicaStreams:
         seed = torch.default_generator.initial_seed()
         outside = self._read(None)
         epoch = seedings.epoch_of(seed, outside[0])
-        known_epoch, states = self._seeds.pop(seed, (epoch, {}))
-        self._states = states if known_epoch == epoch else {}
-        _remember(self._seeds, seed, (epoch, self._states))
+        if self._latest != (seed, epoch):
+            known_epoch, states = self._seeds.pop(seed, (epoch, {}))
+            self._states, self._latest = states if known_epoch == epoch else {}, (seed, epoch)
+            _remember(self._seeds, seed, (epoch, self._states))
         for replica in replicas:
             if replica not in self._states:
                 self._states[replica] = self._fresh(seed, replica)
@@ -131,6 +133,7 @@ class ReplicaStreams:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. Replicas that ``state`` does not have begin with the seed in force, as they would."""
         self._seeds.clear()
+        self._latest = None
         for replica in range(self._first_replica, self._first_replica + len(self._devices)):
             for label, kept in state.get(f"replica_{replica}", {}).items():
                 if label == ROUND:
@@ -193,11 +196,11 @@ class Seedings:
 
     def epoch_of(self, seed: int, state: torch.Tensor) -> int:
         """Equal for equal seeds unless the generator was seeded in between; ``state`` is how a run finds it."""
-        epoch, first = self._known.pop(seed, (None, state))
-        if epoch is None or self._is_seeded(seed, state, first):
-            epoch, first = next(self._epochs), state
-        _remember(self._known, seed, (epoch, first))
-        return epoch
+        known = self._known.pop(seed, None)
+        if known is None or self._is_seeded(seed, state, known[1]):
+            known = next(self._epochs), state
+        _remember(self._known, seed, known)
+        return known[0]
 
     def _is_seeded(self, seed: int, state: torch.Tensor, first: torch.Tensor) -> bool:
         if _is_marked(state):

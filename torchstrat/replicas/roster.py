@@ -25,24 +25,26 @@ class Layout:
         self.names = tuple(named)
         self.index = {id(tensor): place for place, tensor in enumerate(named.values())}
         self.signature: Signature = tuple((name, t.shape, t.dtype, t.device) for name, t in named.items())
-        self._references = [weakref.ref(tensor) for tensor in named.values()]
-        self._kinds = _kinds(list(named.values()))
+        self._known = [(weakref.ref(tensor), tensor.shape, tensor.dtype, tensor.device) for tensor in named.values()]
 
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are its variables."""
-        return [id(reference()) for reference in self._references] == list(map(id, tensors))
+        return [id(known[0]()) for known in self._known] == list(map(id, tensors))
 
     def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """The same, with the shapes and dtypes, and on the devices, that they had."""
-        return self.is_of(tensors) and _kinds(tensors) == self._kinds
+        if len(tensors) != len(self._known):
+            return False
+        for tensor, (reference, shape, dtype, device) in zip(tensors, self._known, strict=True):
+            if reference() is not tensor or tensor.dtype is not dtype:
+                return False
+            if tensor.shape != shape or tensor.device != device:
+                return False
+        return True
 
     @functools.cached_property
     def digest(self) -> float:
         return code(repr([(name, tuple(shape), str(dtype)) for name, shape, dtype, _ in self.signature]))
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Size], list[torch.dtype], list[torch.device]]:
-    return [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors], [t.device for t in tensors]
 
 
 class Roster:

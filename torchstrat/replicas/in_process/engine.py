@@ -93,6 +93,7 @@ class InProcessReplicas:
         self._gradients = InProcessGradients(
             self._components, self.registry, gradient_op, len(devices), combines=local is None
         )
+        self._newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._differing = DifferingEdits(self.registry.describe)
         update = InProcessSteps(self._components, self._gradients, self._differing, self._is_current)
@@ -249,7 +250,6 @@ class InProcessReplicas:
         self, baton: Baton, weights: StepWeights, fn: Callable[..., Any], inputs: dict[int, Any]
     ) -> dict[int, Any]:
         state = ThreadState()
-        newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
 
         def body(replica: int) -> Any:
             replica_args, replica_kwargs = inputs[replica]
@@ -269,8 +269,8 @@ class InProcessReplicas:
             ):
                 return baton.run(
                     body,
-                    begin=lambda: self._begin(baton, weights, newborn),
-                    end=lambda error: self._end(weights, newborn, failed=error is not None),
+                    begin=lambda: self._begin(baton, weights),
+                    end=lambda error: self._end(weights, failed=error is not None),
                 )
         except Exception as error:
             if baton.failed_replica is not None:
@@ -301,7 +301,7 @@ class InProcessReplicas:
         inputs: dict[int, Any] = {replica: ([], {}) for replica in weights.active}
         self._run_replicas(baton, weights, combine, inputs)
 
-    def _begin(self, baton: Baton, weights: StepWeights, newborn: Newborn) -> None:
+    def _begin(self, baton: Baton, weights: StepWeights) -> None:
         replicas = weights.active
         with OwnSettings():
             members = self.registry.members()
@@ -311,11 +311,11 @@ class InProcessReplicas:
         for rounds in self._rounds:
             rounds.begin_run()
         self.registry.on_copy = self._note_copy
-        newborn.begin(members.modules if self._components.has_lazy else ())
+        self._newborn.begin(members.modules, has_lazy=self._components.has_lazy)
         self._steps.begin(baton, weights)
         self._components.streams.begin(replicas)  # last: what fails before leaves the user's generator as it was
 
-    def _end(self, weights: StepWeights, newborn: Newborn, *, failed: bool) -> None:
+    def _end(self, weights: StepWeights, *, failed: bool) -> None:
         with OwnSettings():
             try:
                 self._components.activate(None)
@@ -326,7 +326,7 @@ class InProcessReplicas:
                 raise
             finally:
                 self._steps.end()
-                newborn.end()
+                self._newborn.end()
                 self.registry.on_copy = None
                 try:
                     self._gradients.end(None if failed else weights.values())

@@ -38,11 +38,10 @@ class ParameterEdits:
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are now equal on all ranks."""
-        tensors = list(tensors)
-        for tensor in tensors if self._edited else ():
-            if id(tensor) in self._edited:
+        for tensor in tensors:
+            self._noted[id(tensor)] = weakref.ref(tensor), tensor._version
+            if self._edited and id(tensor) in self._edited:
                 self._copies[id(tensor)] = tensor.detach().clone()
-        self._noted.update({id(tensor): (weakref.ref(tensor), tensor._version) for tensor in tensors})
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """A run over ``tensors`` begins. What the program did to them in between it did on all ranks."""
@@ -51,9 +50,7 @@ class ParameterEdits:
         self.note(tensors)
 
     def since_noted(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.detach() for tensor in self._since_noted(tensors)]
-
-    def _since_noted(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that the program has edited."""
         found, noted = [], self._noted
         for tensor in tensors:
             known = noted.get(id(tensor))
@@ -68,7 +65,7 @@ class ParameterEdits:
         the program has edited them for the first time: copies of all would cost every run."""
         self.state.end()
         self.state.forget()
-        edited = self._since_noted(tensors)
+        edited = self.since_noted(tensors)
         for tensor in edited:
             if id(tensor) in self._copies:
                 tensor.data.copy_(self._copies[id(tensor)])

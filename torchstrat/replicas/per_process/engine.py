@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -123,6 +122,7 @@ class PerProcessReplica:
         self._edits = ParameterEdits(self.registry.modules)
         self._differing = DifferingEdits(self.registry.describe)
         self._hooks = GradientHooks(self._gradients)
+        self._newborn = Newborn(self.registry, self._take_over_newborn, on_new=self._take_over_member)
         self._streams = ReplicaStreams([self._torch_device], first_replica=communicator.rank)
         self._entering = enter(strategy, ReplicaContext(strategy, communicator.rank))
         self._weights: StepWeights | None = None
@@ -294,12 +294,10 @@ class PerProcessReplica:
             self._gradients.use(self._rosters.now())
         self._edits.note(parameters)
 
-    def _take_over_member(
-        self, was_there: Callable[[nn.Module], bool], module: nn.Module, name: str, value: torch.Tensor
-    ) -> None:
+    def _take_over_member(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """A step is about to give a module that was there a new buffer or parameter: it gets the first rank's value, as
         the replicas of one process find the one that the first of them has made."""
-        if not was_there(module) or value.is_inference() or value.is_meta or is_lazy(value):
+        if value.is_inference() or value.is_meta or is_lazy(value):
             return
         kind_of = "parameter" if isinstance(value, nn.Parameter) else "buffer"
         call = f"the first value of {kind_of} {name!r} of module {self.registry.number_of(module)}"
@@ -436,11 +434,8 @@ class PerProcessReplica:
         buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
         self._policy.begin(self._communicator)
         self._step.begin(self._communicator, weights, me)
-        on_new = partial(self._take_over_member, buffers.was_there)
-        newborn = Newborn(self.registry, self._take_over_newborn, on_new=on_new)
         self._streams.begin([me])
-        has_lazy = len(roster.tensors) < len(members.tensors)
-        newborn.begin(members.modules if has_lazy else ())
+        self._newborn.begin(members.modules, has_lazy=len(roster.tensors) < len(members.tensors))
         self._steps_outside.pause()
         put_hooks(self._hook_key, self._step.hooks, self._gradients.before_clipping)
         try:
@@ -464,7 +459,7 @@ class PerProcessReplica:
             self._step.end()
             self._policy.end()
             self._edits.state.end()
-            newborn.end()
+            self._newborn.end()
             self._steps_outside.resume()
             self._gradients.end()
             self._streams.end()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torchstrat.replicas.containers import trace
 from torchstrat.replicas.engine import MakesRounds
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds, put_values
-from torchstrat.replicas.newborn import Newborn
 from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
 from torchstrat.replicas.per_process.edits import ParameterEdits
 from torchstrat.replicas.per_process.engine import PerProcessReplica
@@ -81,13 +79,10 @@ class LocalProcessReplica(PerProcessReplica):
         me = self._world.rank
         if self._buffers is None:
             self._buffers = ProcessBuffers(self.registry, self.registry.buffer_rules, members, self._torch_device)
-        modules = members.modules
-        on_new = partial(self._take_over_member, lambda module: any(module is one for one in modules))
-        newborn = Newborn(self.registry, self._take_over_newborn, on_new=on_new)
         self._rounds.begin_run()
         self._rounds.look_at(roster)
         self._streams.begin([me])
-        newborn.begin(members.modules if len(roster.tensors) < len(members.tensors) else ())
+        self._newborn.begin(members.modules, has_lazy=len(roster.tensors) < len(members.tensors))
         put_hooks(self._hook_key, self._step_hooks, lambda _: None)
         try:
             own_args = [select_replica(me, value) for value in args]
@@ -101,7 +96,7 @@ class LocalProcessReplica(PerProcessReplica):
             raise
         finally:
             remove_hooks(self._hook_key)
-            newborn.end()
+            self._newborn.end()
             self._streams.end()
         if self._rounds.end_run(self._world, self._rosters.now()):
             self._become_alike()

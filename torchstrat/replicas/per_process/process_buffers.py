@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat.collectives.communicator import Communicator
@@ -27,7 +26,6 @@ class ProcessBuffers:
         self._registry = registry
         self._device = device
         self._rules = rules
-        self._modules = members.modules
         self._training_before = {id(module) for module in members.modules if module.training}
         self._noted: dict[tuple[int, str], tuple[torch.Tensor | None, int]] = {}
         self._counts: dict[tuple[int, str], float] = {}
@@ -53,10 +51,6 @@ class ProcessBuffers:
             for slot, tensor, copy in self._kept:
                 slot.module._buffers[slot.name] = tensor
                 tensor.data.copy_(copy)
-
-    def was_there(self, module: nn.Module) -> bool:
-        """Whether ``module`` was known when the run began."""
-        return any(module is one for one in self._modules)
 
     def _is_training(self, slot: BufferSlot) -> bool:
         return slot.module.training or id(slot.module) in self._training_before

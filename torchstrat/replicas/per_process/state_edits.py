@@ -6,6 +6,7 @@ more than it is worth, so the step's code has a view of the state that notes wha
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -73,10 +74,11 @@ class _Watched(NamedTuple):
 
 
 class StateEdits:
-    """Of the optimizers of one run on this rank. It holds what they keep until `forget`."""
+    """Of the optimizers of one run on this rank. It holds them until `forget`, and what they keep while they live."""
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
+        self._views: weakref.WeakKeyDictionary[Optimizer, LeaderView] = weakref.WeakKeyDictionary()
 
     def begin(self, helpers: Iterable[Any]) -> None:
         """A run begins; what the program did in between it did on all ranks."""
@@ -89,9 +91,12 @@ class StateEdits:
         own = vars(optimizer)
         state = own.get("state")
         if isinstance(state, dict):
-            shared = SharedState(real_state(state), _note_entry)
-            own["state"] = view = LeaderView(shared)
-            self._watched[id(optimizer)] = _Watched(optimizer, shared, view)
+            real, view = real_state(state), self._views.get(optimizer)
+            if view is None or view.shared.real is not real:
+                self._views[optimizer] = view = LeaderView(SharedState(real, _note_entry))
+            view.shared.before.clear()
+            own["state"] = view
+            self._watched[id(optimizer)] = _Watched(optimizer, view.shared, view)
 
     def pause(self, optimizer: Optimizer) -> None:
         """It is about to step, on the state itself."""
@@ -112,8 +117,10 @@ class StateEdits:
 
     def end(self) -> None:
         """The step's code has come to its end."""
-        for optimizer, _, _ in self._watched.values():
-            self.pause(optimizer)
+        for optimizer, shared, view in self._watched.values():
+            own = vars(optimizer)
+            if own.get("state") is view:
+                own["state"] = shared.real
 
     def forget(self) -> None:
         """All ranks have what it has changed."""
