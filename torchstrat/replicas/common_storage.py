@@ -109,6 +109,8 @@ class _Storage:
 
 def has_address(tensor: torch.Tensor) -> bool:
     """Whether it is plain memory, which can be shared."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda)
     with DisableTorchFunctionSubclass():  # a variable that is cut over logical devices says where its pieces are
         return tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda") and not is_lazy(tensor)
 

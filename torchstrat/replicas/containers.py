@@ -15,30 +15,35 @@ from torch import nn
 
 def private_value(value: Any, vectors: Container[int] = ()) -> Any:
     """``vectors``: the ``id`` of tensors that stay themselves."""
-    if isinstance(value, torch.Tensor):
-        return value if value.requires_grad or id(value) in vectors else value.clone()
     kind = type(value)
-    if kind is tuple:
-        return tuple(private_value(member, vectors) for member in value)
-    if kind is dict:
-        return {key: member if key == "params" else private_value(member, vectors) for key, member in value.items()}
-    if not is_container(kind):
+    if kind in _ATOMS:
         return value
-    if isinstance(value, list):
-        if value and all(isinstance(member, nn.Parameter) for member in value):
-            return value
-        if kind is list:
-            return [private_value(member, vectors) for member in value]
-    own = copy.copy(value)
+    if kind in _OF_PYTHON:
+        own = value.copy()  # in a tenth of the time of `copy.copy`: an optimizer has six dictionaries of hooks
+    elif isinstance(value, torch.Tensor):
+        return value if value.requires_grad or id(value) in vectors else value.clone()
+    elif kind is tuple:
+        return tuple(private_value(member, vectors) for member in value)
+    elif not is_container(kind):
+        return value
+    else:
+        own = copy.copy(value)
     if isinstance(value, dict):
         for key, member in value.items():
-            if key != "params":
+            if type(member) not in _ATOMS and key != "params":
                 own[key] = private_value(member, vectors)
-    elif isinstance(value, list | collections.deque):
+    elif isinstance(value, list):
+        if value and all(isinstance(member, nn.Parameter) for member in value):
+            return value
+        own[:] = [private_value(member, vectors) for member in value]
+    elif isinstance(value, collections.deque):
         for index, member in enumerate(value):
             own[index] = private_value(member, vectors)
     return own
 
+
+_ATOMS = frozenset({int, float, bool, str, type(None)})
+_OF_PYTHON = frozenset({dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque})
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _COPYING = ("__copy__", "__reduce__", "__reduce_ex__", "__setitem__", "__iter__")

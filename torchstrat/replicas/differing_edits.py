@@ -76,7 +76,7 @@ def edited_differently(slots: Iterable[TensorSlot], replicas: Sequence[int]) -> 
 
 def state_edited_differently(states: Iterable[SharedState]) -> list[torch.Tensor]:
     """Parameters of which replicas in one process have changed what optimizers keep, each in another way."""
-    looked_at = [found for state in states if state.before or state.views for found in state.looked_at()]
+    looked_at = [found for state in states if state.is_looked_at for found in state.looked_at()]
     return [
         key
         for key, (first, *others) in looked_at

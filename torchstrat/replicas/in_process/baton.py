@@ -146,6 +146,10 @@ class Baton:
         self._begin: Callable[[], None] | None = None
         self._end: Callable[[BaseException | None], None] | None = None
         self._interruption = _Interruption()
+        self.shield: Callable[[], None] = self._interruption.shield
+        """For the body that holds the baton: from here to `unshield` Ctrl-C does not end it. Calls nest."""
+        self.unshield: Callable[[], None] = self._interruption.unshield
+        """Ends what `shield` began; a Ctrl-C that came in between ends the body now."""
         self.holder: int | None = None
         self.is_begun = False
         self.is_over = False
@@ -205,14 +209,6 @@ class Baton:
         return self._failed
 
     # -- the bodies' side -------------------------------------------------------------------------------------------
-
-    def shield(self) -> None:
-        """For the body that holds the baton: from here to `unshield` Ctrl-C does not end it. Calls nest."""
-        self._interruption.shield()
-
-    def unshield(self) -> None:
-        """Ends what `shield` began; a Ctrl-C that came in between ends the body now."""
-        self._interruption.unshield()
 
     def meet(self, call: str, payload: Any, combine: Combine) -> Any:
         """Wait for all bodies to come here with the same ``call``, and return this body's result of ``combine``.

@@ -120,11 +120,13 @@ class InProcessCommunicator:
     def all_gather_numbers_and_sum(
         self, numbers: Sequence[float], tensors: Sequence[torch.Tensor], what: str
     ) -> tuple[list[list[float]], Callable[[float], None] | None]:
-        def combine(brought: list[tuple[list[float], Sequence[torch.Tensor]]]) -> Any:
-            columns = [one for _, one in brought]
-            return [row for row, _ in brought], _SumOnce(columns) if all(columns) else None
+        def combine(brought: dict[int, tuple[list[float], Sequence[torch.Tensor]]]) -> dict[int, Any]:
+            columns = [one for _, one in brought.values()]
+            made = [row for row, _ in brought.values()], _SumOnce(columns) if all(columns) else None
+            return dict.fromkeys(brought, made)
 
-        return self._share(what, (list(numbers), tensors), combine)  # type: ignore[no-any-return]
+        assert self._baton is not None
+        return self._baton.meet(what, (list(numbers), tensors), combine)  # type: ignore[no-any-return]
 
     def sum_to_owners(
         self, tensors: Sequence[torch.Tensor], factor: float, owned: Sequence[Sequence[Piece]], what: str
@@ -155,15 +157,14 @@ class InProcessCommunicator:
 
 
 class _SumOnce:
-    """Makes the sums of all, the first time that one of them asks."""
+    """Makes the sums of all, the first time that one of them asks, in its `OwnSettings`."""
 
     def __init__(self, columns: list[Sequence[torch.Tensor]]) -> None:
         self._columns = columns
 
     def __call__(self, factor: float) -> None:
         if self._columns:
-            with OwnSettings():
-                _sum(self._columns, factor)
+            _sum(self._columns, factor)
             self._columns = []
 
 

@@ -34,6 +34,7 @@ class ComponentHelpers:
         self._known: set[int] = set()
         self._replicas: list[int] = []
         self._states: dict[int, SharedState] = {}  # by the id of the optimizer; wrappers may share theirs
+        self._views: dict[int, LeaderView] = {}  # likewise
         self._stepping: set[int] = set()
         self._apart: dict[tuple[int, int], Any] = {}  # replicas' own states, by the id of the owner's and the replica
         self._vectors: Container[int] = ()
@@ -43,7 +44,7 @@ class ComponentHelpers:
         """``vectors``: the ``id`` of tensors that share memory with variables, and change hands with these."""
         self._vectors = vectors
         self._replicas, self.helpers, self._known = replicas, [], set()
-        self._states, self._stepping, self._apart = {}, set(), {}
+        self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}
         self.add(helpers, replicas[0])
 
     def add(self, helpers: list[Any], owner: int) -> None:
@@ -59,7 +60,7 @@ class ComponentHelpers:
                     has = left.get(replica, {})
                     attributes[replica] = own if replica == owner else _private(own, shared, self._vectors, has) | has
                 if shared is not None and self._watches_leader and id(helper) not in self._stepping:
-                    own["state"] = LeaderView(shared)
+                    own["state"] = self._views[id(helper)] = LeaderView(shared)
                 self.helpers.append((helper, attributes, owner))
 
     def _left_by(self, helper: Any, owner: int) -> dict[int, dict[str, Any]]:
@@ -121,7 +122,8 @@ class ComponentHelpers:
         shared.real = real_state(own["state"])
         shared.stepped()
         if self._watches_leader:
-            own["state"] = LeaderView(shared)
+            view = self._views.get(id(optimizer))
+            own["state"] = LeaderView(shared) if view is None else view
 
     def _tell_settings(self) -> None:
         """What a step has set in its groups (a count, the next rate) is every replica's: nobody else has stepped."""
@@ -171,7 +173,7 @@ class ComponentHelpers:
                     others = [(replica, _without_settings(helper, other)) for replica, other in others]
                 self.kept.keep(helper, owner, others)
         self.helpers, self._known, self._replicas = [], set(), []
-        self._states, self._stepping, self._apart = {}, set(), {}
+        self._states, self._views, self._stepping, self._apart = {}, {}, set(), {}
 
 
 def _without_settings(helper: Any, attributes: dict[str, Any]) -> dict[str, Any]:

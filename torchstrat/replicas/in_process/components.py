@@ -186,7 +186,6 @@ class Components:
                 self.park()
                 self._install(key)
             self._is_parked = False
-        self.streams.activate(replica)
 
     def install_central(self) -> None:
         """While all replicas stand still: let the user's objects be the central ones, for code that runs once."""
@@ -483,6 +482,7 @@ class Components:
             return
         home, is_installed = self._home, self._installed == self._home
         others = [(replica, self._devices[replica]) for replica in self._replicas if replica != home]
+        has_common = bool(self._common)
         into: dict[int, list[torch.Tensor]] = {replica: [] for replica, _ in others}
         source: dict[int, list[torch.Tensor]] = {replica: [] for replica, _ in others}
         for slot in chosen:
@@ -496,7 +496,7 @@ class Components:
             for replica, device in others:
                 slot.versions[replica] = version
                 own = slot.data.get(replica)
-                if self._common and (storage := self._common.of(central)) is not None:
+                if has_common and (storage := self._common.of(central)) is not None:
                     own = slot.data[replica] = storage.view_like(central, replica)
                 if own is None or not same_layout(own, central) or own.device != device:
                     slot.data[replica] = copy_to(central, device)

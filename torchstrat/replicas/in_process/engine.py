@@ -367,11 +367,11 @@ class InProcessReplicas:
 
     def _switch(self, replica: int | None) -> None:
         self._gradients.switch(replica)
-        if self._components.has_nothing_to_swap(replica):
+        if replica is not None:  # what is done while all stand still draws nothing
             self._components.streams.activate(replica)
-            return
-        with OwnSettings():
-            self._components.activate(replica)
+        if not self._components.has_nothing_to_swap(replica):
+            with OwnSettings():
+                self._components.activate(replica)
 
     # -- what comes into being during a run ---------------------------------------------------------------------------
 
@@ -453,7 +453,7 @@ class InProcessReplicas:
                 with OwnSettings():
                     self._components.install_central()
                 gradients = self._gradients.central()
-            with enter(self._strategy, None):
+            with enter(self._strategy, None), self._components.streams.of_the_user():
                 result = fn(self._strategy, *merged_args, **merged_kwargs)
             if self._baton is not None:
                 with OwnSettings():

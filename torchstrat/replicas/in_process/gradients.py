@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,16 +23,19 @@ from torchstrat.variables import Members, VariableRegistry
 
 
 class _Shielded:
-    """A block in which Ctrl-C does not end a replica. Entered again and again; no generator, which takes longer."""
+    """A block in which Ctrl-C does not end a replica, so that it leaves no gradient half-combined. Entered again and
+    again; no generator, which takes longer."""
 
-    def __init__(self, gradients: InProcessGradients) -> None:
-        self._gradients = weakref.proxy(gradients)
+    baton: Baton | None = None
+    """Of the run that goes on."""
 
     def __enter__(self) -> None:
-        self._gradients.shield()
+        assert self.baton is not None
+        self.baton.shield()
 
     def __exit__(self, *_: Any) -> None:
-        self._gradients.unshield()
+        assert self.baton is not None
+        self.baton.unshield()
 
 
 Central = dict[int, tuple[torch.Tensor | None, int]]
@@ -53,8 +55,8 @@ class InProcessGradients:
         self._components = components
         self._op = op
         self._rosters = Rosters(registry, is_only=True)
-        shielded = _Shielded(self)
-        self._of = [GradientSynchronizer(op, uninterrupted=shielded) for _ in range(count)]
+        self._shielded = _Shielded()
+        self._of = [GradientSynchronizer(op, uninterrupted=self._shielded) for _ in range(count)]
         self._communicators: dict[tuple[int, ...], InProcessCommunicator] = {}
         self._baton: Baton | None = None
         self.twins = Twins()
@@ -73,7 +75,8 @@ class InProcessGradients:
 
     def begin(self, baton: Baton, weights: StepWeights, members: Members) -> None:
         """A run of the replicas that are active in ``weights`` begins, for all of them; the components have begun."""
-        self._baton, self._replicas = baton, weights.active
+        self._baton = self._shielded.baton = baton
+        self._replicas = weights.active
         communicator = self._communicators.get(tuple(self._replicas))
         if communicator is None:
             communicator = self._communicators[tuple(self._replicas)] = InProcessCommunicator(self._replicas)
@@ -113,7 +116,8 @@ class InProcessGradients:
             gradients.pending = pending
         self.communicator.end()
         self.twins.end()
-        self._baton, self._replicas, self._idle, self._current = None, [], [], None
+        self._baton = self._shielded.baton = None
+        self._replicas, self._idle, self._current = [], [], None
 
     def switch(self, replica: int | None) -> None:
         """It is the turn of ``replica``; None: all stand still."""
@@ -124,15 +128,6 @@ class InProcessGradients:
         holder = None if self._baton is None else self._baton.holder
         for gradients in self._of if holder is None else [self._of[holder]]:
             gradients.set_no_sync(active)
-
-    def shield(self) -> None:
-        """From here to `unshield` Ctrl-C leaves no gradient half-combined."""
-        assert self._baton is not None
-        self._baton.shield()
-
-    def unshield(self) -> None:
-        assert self._baton is not None
-        self._baton.unshield()
 
     @property
     def is_pending(self) -> bool:

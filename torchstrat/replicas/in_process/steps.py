@@ -73,12 +73,11 @@ class InProcessSteps:
     def variables_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
         tensors = stepped_by(optimizer)
         known = self._slots_of(tensors)
-        is_ours = self._is_replica_thread()
         if all(slot.is_copy and not slot.is_shared for slot in known):
-            if is_ours and tensors:
+            if tensors and self._is_replica_thread():
                 self._note_own(optimizer)
             return []
-        if len(known) < len(tensors) and is_ours:
+        if len(known) < len(tensors) and self._is_replica_thread():
             assert self._baton is not None
             self._baton.shield()
             with OwnSettings():
