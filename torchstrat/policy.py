@@ -17,13 +17,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torchstrat.devices import resolve_compute_devices, resolve_parameter_device
 from torchstrat.errors import UnsupportedError, WrongTypeError
-from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
+from torchstrat.replicas.launch import check_collectives, place_replicas
 from torchstrat.replicas.update_policies import (
     LocalUpdate,
     PrimaryUpdate,
@@ -75,32 +72,8 @@ def place(
         )
     op = ReduceOp.parse(gradient_reduce_op)
     check_collectives(collectives)
-    local = policy if isinstance(policy, LocalUpdate) else None
-    is_central = isinstance(policy, PrimaryUpdate)
-    home = policy.device if isinstance(policy, PrimaryUpdate) else None
     job = join_job(independent)
-    if job is not None and job.plan.size > 1:
-        device = own_device(devices, job.plan)
-        place_of_variables = resolve_parameter_device(home, (device,)) if is_central else device
-        shares_memory = isinstance(policy, ShardedUpdate)
-        strategy._engine = one_replica_per_process(
-            strategy,
-            job.plan,
-            device,
-            op,
-            timeout,
-            central=is_central,
-            collectives="process_group" if is_central and not shares_memory else collectives,
-            through_host=shares_memory and (home is None or place_of_variables.startswith("cpu")),
-            keeps_gradients=isinstance(policy, ShardedUpdate) and policy.keeps_gradients,
-            local=local,
-        )
-        strategy.extended = StrategyExtended(strategy, (device,), (place_of_variables,))
-        return
-    found = resolve_compute_devices(devices)
-    parameter_device = resolve_parameter_device(home, found) if is_central else None
-    strategy._engine = InProcessReplicas(strategy, found, parameter_device, op, local)
-    strategy.extended = StrategyExtended(strategy, found, found if parameter_device is None else (parameter_device,))
+    place_replicas(strategy, policy, None if job is None else job.plan, devices, op, timeout, collectives)
 
 
 def end_round(strategy: Strategy) -> None:

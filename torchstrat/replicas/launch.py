@@ -1,4 +1,4 @@
-"""From a plan of processes to an engine with one replica in each of them."""
+"""From an update policy and a plan of processes to an engine: the one way in, for every strategy with replicas."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 from torchstrat import waiting
 from torchstrat.cluster import ProcessPlan
-from torchstrat.devices import local_devices, require_present
+from torchstrat.devices import local_devices, require_present, resolve_compute_devices, resolve_parameter_device
 from torchstrat.errors import DeviceError, InvalidArgumentError, WrongTypeError
-from torchstrat.logical_devices import Annotator, check_mesh_shape
+from torchstrat.extended import StrategyExtended
+from torchstrat.logical_devices import check_mesh_shape
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.engine import ReplicaEngine
-from torchstrat.replicas.update_policies import LocalUpdate
+from torchstrat.replicas.in_process.engine import InProcessReplicas
+from torchstrat.replicas.update_policies import LocalUpdate, PrimaryUpdate, ShardedUpdate, UpdatePolicy
 from torchstrat.sharding.rules import ShardingRules
 
 COLLECTIVES = ("auto", "shared_memory", "process_group")
@@ -86,41 +88,61 @@ def own_device(devices: Sequence[Any] | None, plan: ProcessPlan) -> str:
     return require_present(devices[0])
 
 
-def annotator_of(engine: Any) -> Annotator | None:
-    """An engine of replicas of several processes takes the annotations itself."""
-    return engine if hasattr(engine, "entry_of") else None
-
-
-def one_replica_per_process(
+def place_replicas(
     strategy: Any,
-    plan: ProcessPlan,
-    device: str,
+    policy: UpdatePolicy,
+    plan: ProcessPlan | None,
+    devices: Sequence[Any] | None,
     op: ReduceOp,
     timeout: timedelta,
-    *,
-    central: bool,
     collectives: str,
-    through_host: bool = False,
-    keeps_gradients: bool = False,
-    local: LocalUpdate | None = None,
+    *,
     logical: LogicalLayout | None = None,
-) -> ReplicaEngine:
-    """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
-    processes can share it. ``local``: every replica steps variables of its own. ``logical``: of replicas of several
-    processes each."""
-    if logical is not None and logical.devices > 1:
+    resolver: Any = None,
+    argument: str = "devices",
+) -> None:
+    """Give ``strategy`` its engine, and what says where all is: one replica in each process of the ``plan``, or, in a
+    process of its own, on each of ``devices``, which the user knows as that ``argument``."""
+    home = policy.device if isinstance(policy, PrimaryUpdate) else None
+    plan = None if plan is None or plan.size == 1 else plan
+    found = resolve_compute_devices(devices, argument=argument) if plan is None else (own_device(devices, plan),)
+    places = (resolve_parameter_device(home, found),) if isinstance(policy, PrimaryUpdate) else found
+    if plan is None:
+        local = policy if isinstance(policy, LocalUpdate) else None
+        central = places[0] if isinstance(policy, PrimaryUpdate) else None
+        strategy._engine = InProcessReplicas(strategy, found, central, op, local)
+    elif logical is not None and logical.devices > 1:
         from torchstrat.dtensor.launch import replicas_of_processes
 
-        return replicas_of_processes(
+        strategy._engine = strategy._annotator = replicas_of_processes(
             strategy,
             plan,
-            device,
+            found[0],
             op,
             timeout,
             collectives=collectives,
             mesh_shape=logical.mesh_shape,
             rules=logical.rules,
         )
+        strategy._num_logical_devices = logical.devices
+    else:
+        through_host = isinstance(policy, ShardedUpdate) and (home is None or places[0].startswith("cpu"))
+        strategy._engine = _one_replica(strategy, policy, plan, found[0], op, timeout, collectives, through_host)
+    strategy.extended = StrategyExtended(strategy, found, places, resolver)
+
+
+def _one_replica(
+    strategy: Any,
+    policy: UpdatePolicy,
+    plan: ProcessPlan,
+    device: str,
+    op: ReduceOp,
+    timeout: timedelta,
+    collectives: str,
+    through_host: bool,
+) -> ReplicaEngine:
+    """``through_host``: on a GPU, gradients meet in host memory, and central variables are stepped there, if the
+    processes can share it."""
     # Imported here: torch.distributed is only needed, and only loaded, where there are several processes.
     from torchstrat.collectives.choose import choose_communicator
     from torchstrat.collectives.communicator import SharesMemory
@@ -129,20 +151,23 @@ def one_replica_per_process(
     from torchstrat.replicas.per_process.local_engine import LocalProcessReplica
     from torchstrat.replicas.per_process.step_pages import StepPages
 
+    is_central, is_sharded = isinstance(policy, PrimaryUpdate), isinstance(policy, ShardedUpdate)
+    if is_central and not is_sharded:
+        collectives = "process_group"
     pages = StepPages(device)  # before the communicator's threads
     copies = device_copies(device) if through_host else None
     with waiting.shown(f"waiting for all of {plan.size} processes", here=plan.rank == 0):
         communicator, why = choose_communicator(plan, device, timeout, collectives, copies)
-    if local is not None:
-        return LocalProcessReplica(strategy, communicator, device, local, why)
+    if isinstance(policy, LocalUpdate):
+        return LocalProcessReplica(strategy, communicator, device, policy, why)
     return PerProcessReplica(
         strategy,
         communicator,
         device,
         op,
-        central=central,
+        central=is_central,
         communication=why,
-        keeps_gradients=keeps_gradients,
+        keeps_gradients=isinstance(policy, ShardedUpdate) and policy.keeps_gradients,
         copies=copies if isinstance(communicator, SharesMemory) else None,
         pages=pages,
     )

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.devices import resolve_compute_devices, resolve_parameter_device
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.replicas.launch import check_collectives, one_replica_per_process, own_device
+from torchstrat.replicas.launch import check_collectives, place_replicas
+from torchstrat.replicas.update_policies import ShardedUpdate
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.storage import VariablePlacement
@@ -85,25 +83,7 @@ class CentralStorageStrategy(Strategy):
             raise InvalidArgumentError(
                 f"gradients={gradients!r} is not known; choose one of {', '.join(map(repr, _GRADIENTS))}."
             )
+        policy = ShardedUpdate(parameter_device, keeps_gradients=gradients == "owner")
         job = join_job(independent)
-        if job is not None and job.plan.size > 1:
-            plan = job.plan
-            device = own_device(compute_devices, plan)
-            home = resolve_parameter_device(parameter_device, (device,))
-            self._engine = one_replica_per_process(
-                self,
-                plan,
-                device,
-                op,
-                timeout,
-                central=True,
-                collectives=collectives,
-                through_host=parameter_device is None or home.startswith("cpu"),
-                keeps_gradients=gradients == "owner",
-            )
-            self.extended = StrategyExtended(self, (device,), (home,))
-            return
-        devices = resolve_compute_devices(compute_devices, argument="compute_devices")
-        home = resolve_parameter_device(parameter_device, devices)
-        self._engine = InProcessReplicas(self, devices, home, op)
-        self.extended = StrategyExtended(self, devices, (home,))
+        plan = None if job is None else job.plan
+        place_replicas(self, policy, plan, compute_devices, op, timeout, collectives, argument="compute_devices")

@@ -6,19 +6,11 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, final
 
-from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import UnsupportedError
-from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.replicas.launch import (
-    LogicalLayout,
-    annotator_of,
-    check_collectives,
-    one_replica_per_process,
-    own_device,
-)
+from torchstrat.replicas.launch import LogicalLayout, check_collectives, place_replicas
+from torchstrat.replicas.update_policies import ReplicatedUpdate
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 from torchstrat.tracebacks import short_tracebacks
 
@@ -93,21 +85,10 @@ class MirroredStrategy(Strategy):
         job = join_job(independent)
         plan = job.plan if job is not None else None
         logical.require_processes(plan)
-        if job is not None and plan is not None and plan.size > 1:
-            if plan.spans_hosts and not allow_several_hosts:
-                raise UnsupportedError(
-                    f"MirroredStrategy is for one machine and {job.launcher} started {plan.size} processes, "
-                    f"{plan.local_size} of them on this one. Use MultiWorkerMirroredStrategy (otherwise the same), or "
-                    "pass allow_several_hosts=True, or independent=True if each process is a job of its own."
-                )
-            device = own_device(devices, plan)
-            self._engine = one_replica_per_process(
-                self, plan, device, op, timeout, central=False, collectives=collectives, logical=logical
+        if job is not None and job.plan.size > 1 and job.plan.spans_hosts and not allow_several_hosts:
+            raise UnsupportedError(
+                f"MirroredStrategy is for one machine and {job.launcher} started {job.plan.size} processes, "
+                f"{job.plan.local_size} of them on this one. Use MultiWorkerMirroredStrategy (otherwise the same), or "
+                "pass allow_several_hosts=True, or independent=True if each process is a job of its own."
             )
-            self._annotator = annotator_of(self._engine)
-            self._num_logical_devices = logical.devices
-            self.extended = StrategyExtended(self, (device,), (device,))
-            return
-        resolved = resolve_compute_devices(devices)
-        self._engine = InProcessReplicas(self, resolved, gradient_op=op)
-        self.extended = StrategyExtended(self, resolved, resolved)
+        place_replicas(self, ReplicatedUpdate(), plan, devices, op, timeout, collectives, logical=logical)

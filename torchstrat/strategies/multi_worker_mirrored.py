@@ -10,17 +10,10 @@ from torchstrat.cluster_resolver import ClusterResolver, TFConfigClusterResolver
 from torchstrat.collectives.communication_options import CommunicationOptions, in_own_words
 from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import WrongTypeError
-from torchstrat.extended import StrategyExtended
 from torchstrat.launcher import join_job
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.in_process.engine import InProcessReplicas
-from torchstrat.replicas.launch import (
-    LogicalLayout,
-    annotator_of,
-    check_collectives,
-    one_replica_per_process,
-    own_device,
-)
+from torchstrat.replicas.launch import LogicalLayout, check_collectives, place_replicas
+from torchstrat.replicas.update_policies import ReplicatedUpdate
 from torchstrat.strategy import DEFAULT_TIMEOUT, Strategy
 from torchstrat.tracebacks import short_tracebacks
 
@@ -94,15 +87,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             job = join_job(independent)
             plan, cluster_resolver = (job.plan, job.resolver) if job is not None else (None, TFConfigClusterResolver())
         logical.require_processes(plan)
-        if plan is None or plan.size == 1:
-            devices = resolve_compute_devices(None)[:1]
-            self._engine = InProcessReplicas(self, devices, gradient_op=op)
-            self.extended = StrategyExtended(self, devices, devices, cluster_resolver)
-            return
-        device = own_device(None, plan)
-        self._engine = one_replica_per_process(
-            self, plan, device, op, timeout, central=False, collectives=collectives, logical=logical
+        own = resolve_compute_devices(None)[:1] if plan is None or plan.size == 1 else None
+        place_replicas(
+            self,
+            ReplicatedUpdate(),
+            plan,
+            own,
+            op,
+            timeout,
+            collectives,
+            logical=logical,
+            resolver=cluster_resolver,
         )
-        self._annotator = annotator_of(self._engine)
-        self._num_logical_devices = logical.devices
-        self.extended = StrategyExtended(self, (device,), (device,), cluster_resolver)

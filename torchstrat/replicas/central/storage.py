@@ -70,7 +70,7 @@ class CentralStorage:
             warnings.warn(
                 f"every process keeps parameters of its own, because of {reasons[0]}; rank 0 alone has the optimizer's "
                 "state and steps.",
-                stacklevel=6,
+                stacklevel=7,
             )
             return None
         return CentralStorage(world, copies)
