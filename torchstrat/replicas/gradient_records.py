@@ -40,6 +40,19 @@ class GradientRecord:
         hand is made of it (``p.grad = torch.autograd.grad(loss, p)``)."""
 
 
+class NotedGradients:
+    """What gradients tensors have at a moment, to tell later which of them somebody has zeroed, removed or replaced:
+    code that runs once for all replicas, such as a leader's ``step(closure)``."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        found = ((id(tensor), tensor.grad) for tensor in tensors)
+        self._noted = {key: (grad, 0 if grad is None else grad._version) for key, grad in found}
+
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        grad, (earlier, version) = tensor.grad, self._noted.get(id(tensor), (None, 0))
+        return grad is not earlier or (grad is not None and grad._version != version)
+
+
 class GradientRecords:
     """The records of a run's variables, which last from run to run."""
 

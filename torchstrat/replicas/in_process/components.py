@@ -331,10 +331,6 @@ class Components:
         pairs = [pair for one in others if one.shape == first.shape for pair in ((first, one), (one, first))]
         return any(len(scaled_rows(*pair, is_known=False)) for pair in pairs)
 
-    def keyed_slots(self) -> Iterable[tuple[int, TensorSlot]]:
-        """The same by `id` of their tensors."""
-        return self._slots.items()
-
     @property
     def home(self) -> int:
         """The key of the central components: the leader's, or CENTRAL."""

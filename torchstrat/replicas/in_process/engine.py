@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -41,7 +40,7 @@ from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.in_process.local_components import LocalComponents
-from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps, StepHooks
+from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
 from torchstrat.replicas.in_process.worker_threads import WorkerThreads
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
@@ -96,12 +95,15 @@ class InProcessReplicas:
         self._newborn = Newborn(self.registry, self._welcome, self._note_use, self._expect)
         self._threads = WorkerThreads(f"torchstrat-{type(strategy).__name__}")
         self._differing = DifferingEdits(self.registry.describe)
-        update = InProcessSteps(self._components, self._gradients, self._differing, self._is_current)
-        self._steps: StepHooks | LocalSteps = StepHooks(update, self._gradients, gradient_op, new_hook_key())
+        self._steps: InProcessSteps | LocalSteps
         if local is not None:
             self._steps = LocalSteps(self._rounds, self._components, new_hook_key())
+        else:
+            self._steps = InProcessSteps(
+                self._components, self._gradients, self._differing, self._is_current, gradient_op, new_hook_key()
+            )
         self._steps_outside = StepsOutside(
-            _LeftOver(self), lambda: self._gradients.is_pending, lambda: None, lambda _: False, owns=True
+            self, lambda: self._gradients.is_pending, lambda: None, lambda _: False, owns=True
         )
         self._entry = threading.Lock()
         self._baton: Baton | None = None
@@ -277,9 +279,17 @@ class InProcessReplicas:
                 add_replica_note(error, baton.failed_replica, self.num_replicas, weights)
             raise
 
-    def combine_left_over(self, tensors: list[torch.Tensor]) -> None:
-        """Outside of a run, before a step: the gradients of ``tensors`` that runs have left uncombined."""
-        self._between_runs(StepWeights(range(self.num_replicas), None), partial(self._gradients.catch_up, tensors))
+    # An optimizer's step outside of runs, where these have left gradients uncombined: see `StepsOutside`.
+
+    def is_part_of_another(self) -> bool:
+        return self._baton is not None
+
+    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        left_over = partial(self._gradients.catch_up, stepped_by(optimizer))
+        self._between_runs(StepWeights(range(self.num_replicas), None), left_over)
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._gradients.after_step(stepped_by(optimizer))
 
     def _end_run_of_replica(self, replica: int) -> None:
         with OwnSettings():
@@ -352,14 +362,6 @@ class InProcessReplicas:
             self._differing.report(edited_differently(self._components.unmerged(slots), replicas))
         states = state_edited_differently(self._components.states())
         self._differing.report(data_edited_differently(slots, replicas, self._gradients.combined_of), state=states)
-
-    @property
-    def is_running(self) -> bool:
-        return self._baton is not None
-
-    def note_step_outside(self, tensors: list[torch.Tensor]) -> None:
-        """Their gradients have been used."""
-        self._gradients.after_step(tensors)
 
     def _is_current(self) -> bool:
         """Whether the calling thread is in this strategy's scope or runs one of its replicas."""
@@ -508,24 +510,3 @@ class InProcessReplicas:
         if isinstance(value, DistributedValues):
             return reduction.gather_components(value.values, axis)
         return reduction.gather_plain(value, axis)
-
-
-class _LeftOver:
-    """What an optimizer's step outside of a run begins with."""
-
-    def __init__(self, engine: InProcessReplicas) -> None:
-        self._engine = weakref.ref(engine)
-
-    def is_part_of_another(self) -> bool:
-        engine = self._engine()
-        return engine is None or engine.is_running
-
-    def before_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.combine_left_over(stepped_by(optimizer))
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.note_step_outside(stepped_by(optimizer))

@@ -10,7 +10,7 @@ import torch
 
 from torchstrat.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.gradient_records import GradientStatus
+from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.communicator import InProcessCommunicator
@@ -36,9 +36,6 @@ class _Shielded:
     def __exit__(self, *_: Any) -> None:
         assert self.baton is not None
         self.baton.unshield()
-
-
-Central = dict[int, tuple[torch.Tensor | None, int]]
 
 
 class InProcessGradients:
@@ -236,20 +233,14 @@ class InProcessGradients:
         for gradients in self._of if holder is None else [self._of[holder]]:
             gradients.records.after_step(tensors)
 
-    def central(self) -> Central:
-        """While the central components are installed for code that runs once: what gradients there are, by ``id`` of
-        their tensors, and their versions."""
-        found = ((key, slot.tensor.grad) for key, slot in self._components.keyed_slots())
-        return {key: (grad, 0 if grad is None else grad._version) for key, grad in found}
+    def central(self) -> NotedGradients:
+        """While the central components are installed for code that runs once."""
+        return NotedGradients(slot.tensor for slot in self._components.slots())
 
-    def spread_central(self, before: Central) -> None:
+    def spread_central(self, before: NotedGradients) -> None:
         """After such code: gradients that it zeroed, removed or replaced are so for every replica."""
-        home, changed = self._components.home, []
-        for key, slot in self._components.keyed_slots():
-            grad = slot.tensor.grad
-            earlier, version = before.get(key, (None, 0))
-            if grad is not earlier or (grad is not None and grad._version != version):
-                changed.append((slot.tensor, grad))
+        home, tensors = self._components.home, [slot.tensor for slot in self._components.slots()]
+        changed = [(tensor, tensor.grad) for tensor in tensors if before.has_changed(tensor)]
         for replica in self._replicas if changed else ():
             with self._components.gradients_of(replica):
                 for tensor, grad in changed:

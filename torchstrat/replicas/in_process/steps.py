@@ -34,8 +34,9 @@ from torchstrat.stand_ins import be_idle, make_stand_in, stepped_by
 
 
 class InProcessSteps:
-    """The step policy of all replicas of one process. ``is_replica_thread()``: whether the calling thread runs a
-    replica; PyTorch's hooks see every optimizer of the process."""
+    """The steps of all replicas of one process, and the policy that makes them one. PyTorch's hooks, under
+    ``hook_key``, see every optimizer of the process and go to the replica whose turn it is; ``is_replica_thread()``:
+    whether the calling thread runs one."""
 
     steps_alone = True
 
@@ -45,19 +46,39 @@ class InProcessSteps:
         gradients: InProcessGradients,
         differing: DifferingEdits,
         is_replica_thread: Callable[[], bool],
+        op: ReduceOp,
+        hook_key: int,
     ) -> None:
         self._components = components
         self._gradients = gradients
         self._differing = differing
         self._is_replica_thread = is_replica_thread
+        self._steps = [OptimizerStep(self, own, op) for own in gradients.of_replicas]
+        self._hook_key, self._hooks = hook_key, (before_step(self._before), after_step(self._after))
         self._baton: Baton | None = None
         self._own: dict[int, tuple[Optimizer, int]] = {}  # optimizers that one replica made for itself, and which
 
-    def begin(self, baton: Baton) -> None:
+    def begin(self, baton: Baton, weights: StepWeights) -> None:
+        """A run begins."""
         self._baton = baton
+        for replica in weights.active:
+            self._steps[replica].begin(self._gradients.communicator, weights, replica)
+        put_hooks(self._hook_key, self._hooks, self._gradients.before_clipping)
 
     def end(self) -> None:
+        remove_hooks(self._hook_key)
+        for step in self._steps:
+            step.end()
         self._baton, self._own = None, {}
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        replica = None if self._baton is None else self._baton.holder
+        return None if replica is None else self._steps[replica].before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        replica = None if self._baton is None else self._baton.holder
+        if replica is not None:
+            self._steps[replica].after(optimizer, args, kwargs)
 
     @property
     def _replica(self) -> int:
@@ -210,43 +231,8 @@ class InProcessSteps:
             evaluate()
 
 
-class StepHooks:
-    """PyTorch's hooks of one run under ``hook_key``: they go to the replica whose turn it is."""
-
-    def __init__(self, update: InProcessSteps, gradients: InProcessGradients, op: ReduceOp, hook_key: int) -> None:
-        self._update = update
-        self._gradients = gradients
-        self._steps = [OptimizerStep(update, own, op) for own in gradients.of_replicas]
-        self._hook_key = hook_key
-        self._hooks = before_step(self._before), after_step(self._after)
-        self._baton: Baton | None = None
-
-    def begin(self, baton: Baton, weights: StepWeights) -> None:
-        self._baton = baton
-        self._update.begin(baton)
-        for replica in weights.active:
-            self._steps[replica].begin(self._gradients.communicator, weights, replica)
-        put_hooks(self._hook_key, self._hooks, self._gradients.before_clipping)
-
-    def end(self) -> None:
-        remove_hooks(self._hook_key)
-        for step in self._steps:
-            step.end()
-        self._update.end()
-        self._baton = None
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        replica = None if self._baton is None else self._baton.holder
-        return None if replica is None else self._steps[replica].before(optimizer, args, kwargs)
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        replica = None if self._baton is None else self._baton.holder
-        if replica is not None:
-            self._steps[replica].after(optimizer, args, kwargs)
-
-
 class LocalSteps:
-    """Instead of `StepHooks` where each replica steps its own: tells its rounds that there was a step, and holds a
+    """Instead of `InProcessSteps` where each replica steps its own: tells its rounds that there was a step, and holds a
     Ctrl-C back meanwhile, which would leave variables half-stepped."""
 
     def __init__(self, rounds: Sequence[LocalRounds], components: Components, hook_key: int) -> None:

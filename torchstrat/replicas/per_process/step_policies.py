@@ -15,7 +15,7 @@ from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
-from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus
+from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus, NotedGradients
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall, step_led
 from torchstrat.replicas.per_process.edits import ParameterEdits
@@ -269,15 +269,11 @@ class _LeadersGradients:
 
     def note(self) -> None:
         """They are alike on all ranks now."""
-        self._noted = [(grad, 0 if grad is None else grad._version) for grad in (t.grad for t in self._tensors)]
+        self._noted = NotedGradients(self._tensors)
 
     def tell(self, order: tuple[str, Any]) -> None:
         """On the owner: send ``order``, and what has become of gradients since they were noted."""
-        changed = [
-            place
-            for place, (tensor, (grad, version)) in enumerate(zip(self._tensors, self._noted, strict=True))
-            if tensor.grad is not grad or (grad is not None and grad._version != version)
-        ]
+        changed = [place for place, tensor in enumerate(self._tensors) if self._noted.has_changed(tensor)]
         self._communicator.broadcast_object((order, changed), OWNER, self._what)
         self._level(changed)
 
