@@ -12,6 +12,7 @@ import torch
 from torchstrat.piece_kinds import plain_kind
 
 _PROBED = 16  # bytes of each tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Of types. Those that take over dispatch (DTensor, fake tensors) may have no elements of their own; a piece has.
 is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
@@ -22,9 +23,9 @@ is_memory: Callable[[Any], bool] = functools.lru_cache(1024)(
 def sample(tensor: torch.Tensor) -> bytes:
     """Some of the bytes of a tensor in host memory, from all over it. Read at its address: through a view it takes ten
     times as long, and every run asks for every tensor."""
-    if not is_memory(type(tensor)) or not tensor.is_cpu:
+    if type(tensor) not in _PLAIN and not is_memory(type(tensor)):
         return b""
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.layout != torch.strided or not tensor.is_contiguous():
         return b""
     count, address = tensor.nbytes, tensor.data_ptr()
     if not count or not address:  # its storage may have been given back for the time being

@@ -61,7 +61,7 @@ class KeptAttributes:
 
     def take(self, owner: Any, leader: int) -> dict[int, _Attributes]:
         """A run begins: what is still each replica's own. It is kept no longer."""
-        found = self.peek(owner, leader)
+        found = self.peek(owner, leader) if self._left else {}
         self._left.pop(id(owner), None)
         return found
 
