@@ -231,8 +231,8 @@ class ParameterServerStrategy(Strategy):
         """Tell servers and workers that the job is over, and stop. Waits for a checkpoint that is being written. May be
         called twice.
 
-        Modules of the scope keep the values that were last read from the servers; take ``state_dict()``, or
-        ``extended.pull()``, before.
+        Modules of the scope are ordinary ones after it, with the values that were last read from the servers; call
+        ``extended.pull()`` before to have the last ones.
         """
         self._close(finished=True)
 
@@ -419,7 +419,7 @@ class ParameterServerStrategy(Strategy):
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """In a scheduled function: call ``fn`` as this worker's one replica. See `Strategy.run`.
 
-        On the coordinator it runs here, on the values that were last pulled, and logs a warning.
+        On the coordinator it runs here, on the values of this moment, and logs a warning.
         """
         if not self._is_worker:
             logger.warning(
