@@ -408,12 +408,21 @@ def test_other_writes_to_a_table_on_meta_are_refused_by_name(write: Callable[[An
 
 def test_after_close_they_are_ordinary_tensors(job: Job) -> None:
     job.train()
-    job.strategy.extended.pull()
     job.strategy.close()
     assert type(job.weight) is nn.Parameter
     assert type(job.model[1].running_mean) is torch.Tensor
     assert type(job.optimizer.state).__name__ == "defaultdict"
     assert equal(job.weight, job.trained())
+
+
+def test_values_that_nobody_can_read_any_more_are_no_values(job: Job) -> None:
+    job.train()
+    job.strategy._close(finished=False)
+    assert job.weight.shape == (3, 4)
+    for read in (lambda: job.weight + 1, lambda: copy.deepcopy(job.weight), lambda: job.model.state_dict()):
+        with pytest.raises(ContextError, match="weight of module 0 was on the parameter servers"):
+            read()
+    assert "weight of module 0" in repr(job.weight)
 
 
 def test_switched_off_they_are_ordinary_tensors_as_old_as_the_last_pull(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,9 +245,9 @@ class StrategyExtended:
     def pull(self, model: nn.Module | None = None) -> None:
         """Bring the current values of ``model`` (None: of every variable) into this process's tensors.
 
-        For parameter servers, where reading a tensor brings its value anyway: this is one call for all, and for code that
-        takes memory without asking (modules of `torch.jit`, C++ extensions). On all other strategies the tensors are the
-        variables, and nothing is done. Local.
+        For parameter servers, where reading a tensor brings its value anyway: this is one call for all, and for code
+        that takes memory without asking (modules of `torch.jit`, C++ extensions). On all other strategies the tensors
+        are the variables, and nothing is done. Local.
         """
         self._strategy._pull(None if model is None else [model])
 

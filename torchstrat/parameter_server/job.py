@@ -292,8 +292,8 @@ class Job:
             self._server_lost(gone.peer, f"{worker} could not reach it{remark} ({gone.reason})")
         then()
 
-    def close(self, *, finished: bool) -> None:
-        self.cache.close()
+    def close(self, *, finished: bool, brings: bool = False) -> None:
+        self.cache.close(brings=brings)
         for optimizer in self._registry.optimizers():
             CoordinatorState.detach(optimizer)
         self.membership.close(finished=finished)

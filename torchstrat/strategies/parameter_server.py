@@ -231,12 +231,13 @@ class ParameterServerStrategy(Strategy):
         """Tell servers and workers that the job is over, and stop. Waits for a checkpoint that is being written. May be
         called twice.
 
-        Modules of the scope are ordinary ones after it, with the values that were last read from the servers; call
-        ``extended.pull()`` before to have the last ones.
+        Modules of the scope are ordinary ones after it, with the values that the servers had. Where these cannot be
+        read any more, reading such a tensor is a `ContextError`.
         """
-        self._close(finished=True)
+        self._close(finished=True, brings=True)
 
-    def _close(self, *, finished: bool) -> None:
+    def _close(self, *, finished: bool, brings: bool = False) -> None:
+        """``brings``: the program may go on to use the modules, which get the servers' values."""
         self._closed = True
         _open.discard(self)
         if not self._is_worker and self._connected is not None:
@@ -247,7 +248,7 @@ class ParameterServerStrategy(Strategy):
             job, self._connected = self._connected, None
             if self._coordinator is not None:
                 self._coordinator._close()
-            job.close(finished=finished)
+            job.close(finished=finished, brings=brings)
         super().close()
 
     # -- scope ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ an ordinary tensor, and what was written goes to the servers with the next call 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -25,7 +26,7 @@ import torch
 
 from torchstrat import _torch_private
 from torchstrat._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
-from torchstrat.errors import ContextError, InvalidArgumentError
+from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError
 from torchstrat.parameter_server.messages import InitialOp, VariableSpec
 from torchstrat.parameter_server.variables.cached_tensors import (
     Alias,
@@ -162,11 +163,20 @@ class CoordinatorCache:
         if copy is not None:
             copy.release()
 
-    def close(self) -> None:
-        """All are ordinary tensors again, with the values that they have."""
+    def close(self, *, brings: bool) -> None:
+        """All are ordinary tensors again, with the servers' values, as far as these are here or ``brings`` has them
+        read. Reading the others raises `ContextError` from now on."""
         with self._lock:
-            for number in list(self._copies):
-                self.release(number)
+            behind = [copy for copy in self._copies.values() if copy.is_asking and not self.is_current(copy)]
+            if brings and behind:
+                with contextlib.suppress(TorchstratError):  # the servers are gone, or another job's
+                    self._read([copy for copy in behind if not copy.is_meta])
+                    behind = []
+            for copy in behind:
+                copy.is_lost = not copy.is_meta
+            for number, copy in list(self._copies.items()):
+                if not copy.is_lost:
+                    self.release(number)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -402,7 +412,8 @@ class CachedVariable:
     """One variable's copy. ``read_at``: when it had the servers' value; None: it has another. ``readings``: how often
     that was brought.
     ``before``: the servers' value, where what is written now may leave no trace in the tensor's version.
-    ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do not have."""
+    ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do not have.
+    ``is_lost``: the job is over, and nobody can say what the value was."""
 
     def __init__(self, cache: CoordinatorCache, spec: VariableSpec, tensor: torch.Tensor, *, asks: bool) -> None:
         self._cache = weakref.ref(cache)
@@ -410,7 +421,8 @@ class CachedVariable:
         self.read_at: Moment | None = None
         self.readings = 0
         self.before: torch.Tensor | None = None
-        self.is_replaced = False
+        self.is_replaced = self.is_lost = False
+        self.is_asking = asks
         self.is_meta = tensor.is_meta
         self._tensor = weakref.ref(tensor)
         self._version = tensor._version
@@ -478,7 +490,7 @@ class CachedVariable:
     @property
     def shown(self) -> str:
         cache = self._cache()
-        if cache is None or cache.is_current(self):
+        if not self.is_lost and (cache is None or cache.is_current(self)):
             return ""
         return (
             f"<{self.spec.name}: {self.spec.kind} of shape {self.spec.shape}, {self.spec.dtype}, on parameter servers; "
@@ -492,7 +504,16 @@ class CachedVariable:
         for alias in aliases:
             alias.unread = None
 
+    def _require_value(self) -> None:
+        if self.is_lost:
+            raise ContextError(
+                f"{self.spec.name} was on the parameter servers of a strategy that was closed, and its value could not "
+                "be read any more. Call strategy.extended.pull() before, or restore a checkpoint."
+            )
+
     def call(self, call: TensorCall) -> Any:
+        for copy in call.holders:
+            copy._require_value()
         cache = self._cache()
         if cache is None:
             return call.run()
@@ -514,6 +535,7 @@ class CachedVariable:
         return result
 
     def read(self, alias: Alias) -> None:
+        self._require_value()
         cache = self._cache()
         if cache is not None:
             self._bring(cache, [alias])
