@@ -16,6 +16,7 @@ MODULES: Mapping[str, str] = {
     "losses": "tests.matrix.losses",
     "state": "tests.matrix.state",
     "ps_state": "tests.matrix.ps_state",
+    "ps_writes": "tests.matrix.ps_writes",
     "round_trips": "tests.matrix.round_trips",
     "batches": "tests.matrix.batches",
     "lifetimes": "tests.matrix.lifetimes",

@@ -66,7 +66,7 @@ class TensorCall:
     @property
     def hands_out(self) -> bool:
         """Whether the memory may be changed afterwards by code that leaves no trace in a tensor's version."""
-        return self.func in _HANDS_OUT
+        return getattr(self.func, "__name__", "") in _HANDS_OUT or self.func in (_DATA.__get__, _DATA_SET)
 
 
 class Alias:
@@ -282,16 +282,6 @@ _IN_PLACE = frozenset(
 )
 _DATA: Any = torch.Tensor.data
 _DATA_SET = _DATA.__set__
-_HANDS_OUT = frozenset(
-    {
-        _DATA.__get__,
-        _DATA_SET,
-        torch.Tensor.numpy,
-        torch.Tensor.__array__,
-        torch.Tensor.untyped_storage,
-        torch.Tensor.storage,
-        torch.Tensor.data_ptr,
-        torch.Tensor.__dlpack__,
-    }
-)
-"""What gives memory to code that changes it without leaving a trace in ``_version``, or does so itself."""
+_HANDS_OUT = frozenset({"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"})
+"""By name: a worker in the same process has put others in the place of some. With ``.data`` that is what gives memory
+to code that changes it without leaving a trace in ``_version``, or does so itself."""

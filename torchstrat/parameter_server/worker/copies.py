@@ -24,7 +24,7 @@ from torchstrat.parameter_server.worker.buffer_edits import BufferEdits
 from torchstrat.parameter_server.worker.pending import Bringer, refuse_in_a_fork, resume, suspend
 from torchstrat.parameter_server.worker.table_parameter import TableParameter
 from torchstrat.parameter_server.worker.tables import TableLookups
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same, watch_arrays_over
 from torchstrat.replicas.buffer_rules import is_statistic
 
 _LARGE_BYTES = 64 << 20
@@ -72,6 +72,8 @@ class Copies:
         else:
             value = _unknown(self._memory_for(spec))
             tensor = WatchedParameter(value, spec.requires_grad) if spec.kind == "parameter" else value
+        if type(tensor) is WatchedParameter:
+            watch_arrays_over(tensor)
         self._specs[spec.number] = spec
         self._tensors[spec.number] = tensor
         self._numbers[id(tensor)] = spec.number

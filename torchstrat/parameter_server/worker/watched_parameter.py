@@ -1,11 +1,16 @@
 """A worker's copy of a parameter, which knows whether the function has written to it.
 
 What a function writes to a parameter by hand (weight decay, clamping, an average) must reach the servers. In-place
-operators count in ``_version``; what goes through ``.data`` does not, so reading ``.data`` keeps the value from before.
+operators count in ``_version``; what goes through ``.data`` or a NumPy array does not, so whoever takes one has the
+value from before kept. An array may be taken of any tensor over the memory, so `torch.Tensor.numpy` tells of all in the
+process.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,6 +107,52 @@ class WatchedParameter(nn.Parameter):
         """Somebody gets at the values past the counter of versions."""
         if self._before is None:
             self._before = self.memory.clone()
+
+
+_by_address: dict[int, weakref.ref[WatchedParameter]] = {}
+
+
+def watch_arrays_over(parameter: WatchedParameter) -> None:
+    """From now on notice when somebody takes an array over its memory, through whichever tensor."""
+    address = parameter.memory.untyped_storage().data_ptr()
+    _by_address[address] = weakref.ref(parameter, functools.partial(_forget, address))
+    if torch.Tensor.numpy is not _told_numpy:
+        torch.Tensor.numpy = _told_numpy  # type: ignore[method-assign]
+        torch.Tensor.__array__ = _told_array  # type: ignore[method-assign]
+        torch.Tensor.__dlpack__ = _told_dlpack  # type: ignore[method-assign]
+
+
+def _forget(address: int, reference: weakref.ref[WatchedParameter]) -> None:
+    if _by_address.get(address) is reference:
+        del _by_address[address]
+
+
+def _telling(take: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(take)
+    def told(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _by_address:
+            _keep_before(tensor)
+        return take(tensor, *args, **kwargs)
+
+    return told
+
+
+def _keep_before(tensor: torch.Tensor) -> None:
+    with DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return
+        reference = _by_address.get(tensor.untyped_storage().data_ptr())
+        parameter = None if reference is None else reference()
+        if (
+            parameter is not None
+            and parameter.memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        ):
+            parameter.keep_before()
+
+
+_told_numpy = _telling(torch.Tensor.numpy)
+_told_array = _telling(torch.Tensor.__array__)
+_told_dlpack = _telling(torch.Tensor.__dlpack__)
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,282 @@
+"""Every way to write to a variable on parameter servers × who writes, and when.
+
+Functions add 1 to every element with each step, beside the write or around it. A write has to change the value of one
+moment: what comes of it is what the write makes of the value after some number of steps, and all the other steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+
+import torchstrat as ts
+from tests.matrix import on_servers
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, observe, refused
+from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.server import store
+from torchstrat.parameter_server.variables import coordinator_cache
+from torchstrat.parameter_server.variables.cached_tensors import TensorCall
+from torchstrat.parameter_server.variables.coordinator_cache import CachedVariable, CoordinatorCache
+from torchstrat.parameter_server.worker.copies import Copies
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
+from torchstrat.testing.fake_cluster import FakeCluster
+
+SHAPE = (6, 2)
+STEPS = 12
+
+
+class Write(NamedTuple):
+    """``make`` writes; ``to`` gives the value after it, by that before."""
+
+    make: Callable[[Any], object]
+    to: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _with_row(before: torch.Tensor) -> torch.Tensor:
+    after = before.clone()
+    after[1] = 70.0
+    return after
+
+
+def _step_by_hand(weight: Any) -> None:
+    weight.grad = torch.full_like(weight, -3.0)
+    torch.optim.SGD([weight], lr=1.0).step()
+
+
+ROWS: dict[str, Write] = {
+    "in place": Write(lambda weight: weight.mul_(2), lambda before: before * 2),
+    "an operator": Write(lambda weight: weight.__iadd__(5), lambda before: before + 5),
+    "a row": Write(lambda weight: weight.__setitem__(1, 70.0), _with_row),
+    "a view": Write(lambda weight: weight[1].fill_(70.0), _with_row),
+    "detach()": Write(lambda weight: weight.detach().mul_(2), lambda before: before * 2),
+    ".data": Write(lambda weight: weight.data.mul_(2), lambda before: before * 2),
+    ".data, a row": Write(lambda weight: weight.data[1].fill_(70.0), _with_row),
+    ".data, assigned": Write(lambda weight: setattr(weight, "data", torch.ones(SHAPE)), torch.ones_like),
+    "nn.init": Write(lambda weight: nn.init.constant_(weight, 3.0), lambda before: torch.full_like(before, 3.0)),
+    "out=": Write(lambda weight: torch.mul(weight, 2, out=weight), lambda before: before * 2),
+    "foreach": Write(lambda weight: torch._foreach_mul_([weight], 2), lambda before: before * 2),
+    "vector_to_parameters": Write(
+        lambda weight: nn.utils.vector_to_parameters(torch.ones(12), [weight]), torch.ones_like
+    ),
+    "an optimizer of its own": Write(_step_by_hand, lambda before: before + 3),
+}
+ARRAY = "a NumPy array"
+"""The way that cannot wait: the write is seen when the next function is scheduled."""
+ROWS[ARRAY] = Write(lambda weight: weight.detach().numpy().__setitem__(1, 70.0), _with_row)
+
+REST, FLIGHT = "on the coordinator, at rest", "on the coordinator, functions in flight"
+FUNCTION, BESIDE = "in a function", "in a function beside others"
+COLUMNS = (REST, FLIGHT, FUNCTION, BESIDE)
+KINDS = ("parameter", "table")
+FAKE = {f"{workers} workers": workers for workers in (1, 2)}
+PROCESSES = "processes: 2 servers, 2 workers"
+SECONDS = 60
+
+
+def expected(way: str, column: str, workers: int) -> Expected:
+    if way == ARRAY and column == FLIGHT:
+        return refused(InvalidArgumentError, "was written .* after functions had changed it", "an array cannot wait")
+    if way == "an optimizer of its own" and column in (FUNCTION, BESIDE):
+        return refused(InvalidArgumentError, "steps an optimizer .* of its own", "servers make the steps")
+    if column == BESIDE and workers > 1:
+        return documented("a function's write is assigned with its next push: the last writer's stays")
+    return RIGHT
+
+
+def check(kind: str, way: str, column: str, new_strategy: Callable[..., Any], workers: int) -> None:
+    strategy = new_strategy()
+    coordinator = ts.ClusterCoordinator(strategy)
+    write = ROWS[way]
+    try:
+        with strategy.scope():
+            module: Any = nn.Embedding(*SHAPE) if kind == "table" else nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+            with torch.no_grad():
+                module.weight.copy_(torch.arange(12.0).reshape(SHAPE))
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        first = torch.arange(12.0).reshape(SHAPE)
+        is_table = kind == "table"
+
+        def step() -> None:
+            optimizer.zero_grad()
+            weight = module(torch.arange(SHAPE[0])) if is_table else module.weight
+            (-weight.sum()).backward()
+            time.sleep(0.001)
+            optimizer.step()
+
+        def make_write() -> None:
+            with torch.no_grad():
+                write.make(module.weight)
+
+        for number in range(STEPS):
+            coordinator.schedule(step)
+            if number != STEPS // 2:
+                continue
+            if column == REST:
+                coordinator.join(SECONDS)
+            if column in (REST, FLIGHT):
+                make_write()
+            else:
+                if column == FUNCTION:
+                    coordinator.join(SECONDS)
+                coordinator.schedule(make_write)
+                if column == FUNCTION:
+                    coordinator.join(SECONDS)
+        coordinator.join(SECONDS)
+        found = module.weight.detach().clone()
+        held = coordinator.schedule(lambda: module.weight.detach().clone()).get(SECONDS)
+        assert torch.equal(found, held), f"the coordinator has {found}, and the servers {held}"
+    finally:
+        strategy.close()
+    if column == BESIDE and workers > 1:
+        return
+    possible = [write.to(first + before) + (STEPS - before) for before in range(STEPS + 1)]
+    if column in (REST, FUNCTION):
+        possible = possible[STEPS // 2 + 1 : STEPS // 2 + 2]
+    assert any(torch.equal(found, one) for one in possible), f"{found} is no value after a write and {STEPS} steps"
+
+
+def make_cells() -> Iterator[Cell]:
+    for kind in KINDS:
+        for way in ROWS:
+            for column in COLUMNS:
+                row = f"{kind}: {way}"
+                for place, workers in FAKE.items():
+                    run = partial(_in_fake_cluster, kind, way, column, workers)
+                    yield Cell(row, column, place, run, expected(way, column, workers))
+                yield Cell(row, column, PROCESSES, partial(_in_processes, row, column), expected(way, column, 2))
+
+
+def _in_fake_cluster(kind: str, way: str, column: str, workers: int) -> None:
+    with FakeCluster(workers=workers, ps=2) as cluster:
+        check(kind, way, column, partial(cluster.strategy, ts.partitioners.FixedShardsPartitioner(2)), workers)
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def _in_processes(row: str, column: str) -> None:
+    cells = on_servers.cells_with(TABLE, PROCESSES, row, column)
+    on_servers.raise_outcome(_outcomes(on_servers.fault_now(), cells)[f"{row} | {column}"])
+
+
+@functools.cache
+def _outcomes(fault: str | None, cells: tuple[tuple[str, str], ...]) -> Any:
+    return on_servers.run_program("tests.matrix.ps_writes", cells, fault, seconds=300)
+
+
+def run_cells(wanted: Any) -> Iterator[on_servers.Answer]:
+    fault = wanted["fault"]
+    with (
+        on_servers.planted("ps_writes", fault),
+        ts.testing.LocalCluster(**on_servers.cluster_with("ps_writes", fault)) as cluster,
+    ):
+
+        def new_strategy() -> Any:
+            return ts.ParameterServerStrategy(cluster.resolver, ts.partitioners.FixedShardsPartitioner(2))
+
+        for row, column in wanted["cells"]:
+            kind, _, way = row.partition(": ")
+            run = partial(check, kind, way, column, new_strategy, 2)
+            yield f"{row} | {column}", observe(Cell(row, column, "processes", run))._asdict()
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def _off(owner: Any, name: str, instead: Any) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: mock.patch.object(owner, name, instead)
+
+
+def _at(way: str, *columns: str, kind: str = "parameter", place: str = "2 workers") -> tuple[str, ...]:
+    return tuple(f"{kind}: {way} | {column} | {place}" for column in columns)
+
+
+def _note_versions_only(self: CachedVariable) -> bool:
+    tensor = self.tensor()
+    return tensor is not None and tensor._version != self._version
+
+
+FAULTS = [
+    PlantedFault(
+        "writes do not wait for functions",
+        _off(CoordinatorCache, "paused", lambda self, who: contextlib.nullcontext()),
+        (*_at("in place", FLIGHT), *_at("an operator", FLIGHT), *_at("a row", FLIGHT), *_at(".data", FLIGHT)),
+    ),
+    PlantedFault(
+        "copies are always current",
+        _off(CoordinatorCache, "is_current", lambda self, copy: True),
+        (*_at("in place", REST), *_at("a row", REST)),
+    ),
+    PlantedFault(
+        "a write is sent with the next function",
+        _off(CoordinatorCache, "write", lambda self, copies, call: call.run()),
+        (*_at("in place", REST, FLIGHT), *_at("a row", REST, FLIGHT)),
+    ),
+    PlantedFault(
+        "nothing that the coordinator writes is sent",
+        _off(CoordinatorCache, "_assign", lambda self, copies: None),
+        (*_at("in place", REST), *_at("nn.init", REST)),
+    ),
+    PlantedFault(
+        "what leaves no trace in a version is not seen",
+        _off(CachedVariable, "is_written", _note_versions_only),
+        (*_at(ARRAY, REST), *_at(".data", REST)),
+    ),
+    PlantedFault(
+        "what is handed out is not kept in mind",
+        _off(TensorCall, "hands_out", property(lambda self: False)),
+        (*_at(ARRAY, REST), *_at(".data, assigned", REST)),
+    ),
+    PlantedFault(
+        "views do not ask",
+        _off(coordinator_cache, "aliases_in", lambda result, memory: iter(())),
+        (*_at("a view", FLIGHT), *_at(".data, a row", FLIGHT), *_at("detach()", FLIGHT)),
+    ),
+    PlantedFault(
+        "old arrays are sent as they are",
+        _off(CoordinatorCache, "_assign_unless_changed", lambda self, written: self._assign(written)),
+        _at(ARRAY, FLIGHT),
+    ),
+    PlantedFault(
+        "servers apply no edits",
+        _off(store, "apply_edit", lambda edit, shards: True),
+        (*_at("in place", REST, FUNCTION), *_at("a row", FUNCTION)),
+    ),
+    PlantedFault(
+        "what a function writes is not seen",
+        _off(WatchedParameter, "is_written", lambda self: False),
+        (*_at("in place", FUNCTION), *_at("a row", FUNCTION)),
+    ),
+    PlantedFault(
+        "functions' writes are not pushed",
+        _off(Copies, "take_edits", lambda self: []),
+        (*_at("in place", FUNCTION), *_at("in place", FUNCTION, kind="table")),
+    ),
+]
+
+TABLE = Table(
+    "ps_writes",
+    "Does every way to write to a variable on parameter servers change the value of that moment, and nothing else?",
+    make_cells,
+    faults=FAULTS,
+    alike=lambda place: "" if place in FAKE else place,
+)
+
+
+def main() -> None:
+    from tests.matrix.ps_writes import run_cells as run
+
+    on_servers.answer(run)
+
+
+if __name__ == "__main__":
+    main()
