@@ -308,6 +308,51 @@ def test_what_functions_write_to_a_whole_table_is_seen_by_its_lookups_and_reache
         assert torch.equal(again, wanted)
 
 
+def give(model: LooksUp, name: str, by: str, is_copied: bool) -> None:
+    value = model.layer.weight.detach()
+    value = value.clone() if is_copied else value
+    parameter = model.get_parameter(name)
+    if by == "set_":
+        with torch.no_grad():
+            parameter.set_(value)
+    else:
+        parameter.data = value
+
+
+class Square(LooksUp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(WIDTH, WIDTH, dtype=torch.float64)
+        self.more = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sums(model: Square) -> list[float]:
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+
+def step_all(model: Square) -> list[float]:
+    model.optimizer.zero_grad()
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    model.optimizer.step()
+    return sums(model)
+
+
+@pytest.mark.parametrize("by", ["data", "set_"])
+@pytest.mark.parametrize("name", ["places.weight", "more.weight"])
+def test_no_variable_shares_memory_with_another(name: str, by: str) -> None:
+    plain = Square()
+    give(plain, name, by, True)
+    with on_servers(Square, 2) as program:
+        program.coordinator.schedule(give, args=(program.made, name, by, False))
+        with pytest.raises(UnsupportedError, match=r"share its memory with weight of.*data\.clone"):
+            program.coordinator.join(timeout=60)
+        program.run(give, program.made, name, by, True)
+        assert program.run(step_all, program.made) == pytest.approx(step_all(plain), abs=1e-12)
+        assert program.run(sums, program.made) == pytest.approx(sums(plain), abs=1e-12)
+        states_are_close(program.made.state_dict(), plain.state_dict(), 1e-12)
+
+
 def test_a_table_has_another_shape_or_a_pointer_nowhere() -> None:
     def refuse(model: LooksUp) -> list[str]:
         said = []

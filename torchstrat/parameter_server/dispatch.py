@@ -7,7 +7,7 @@ functions. ``coordinator.outcomes``: a `Report`, from the worker, while a batch 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ class Recent:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
+
+    def values(self) -> Iterable[Any]:
+        return self._entries.values()
 
     def use(self, key: Hashable) -> Any:
         self._entries.move_to_end(key)

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchstrat import _torch_private
 from torchstrat._torch_private import DisableTorchFunctionSubclass
-from torchstrat.errors import CommunicationError, InvalidArgumentError
+from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, VariableEdit
@@ -164,6 +164,13 @@ class Copies:
         """The function has ended."""
         self._is_running = False
 
+    def recover(self) -> None:
+        """The function has raised: what it has written is not sent, and what it has assigned is given up."""
+        for number, parameter in self.parameters():
+            if parameter.has_other_memory:
+                parameter.has_other_memory = False
+                self._move(self._specs[number])
+
     def bring(self, number: int) -> None:
         """See `Bringer`."""
         refuse_in_a_fork(self._pid)
@@ -279,6 +286,7 @@ class Copies:
         if spec.kind == "parameter" and self._device.type == "cpu":
             parameter = self._parameter(spec.number)
             parameter.replace(self._memory_for(spec).copy_(parameter.memory))
+        watch_arrays_over(parameter)
         self._fresh.discard(spec.number)
         if spec.by_rows:
             self._table(spec.number).is_current = False
@@ -379,7 +387,26 @@ class Copies:
                         "Variables on parameter servers keep their shape."
                     )
                 yield VariableEdit(spec, "assign", current.clone())
+                if parameter.has_other_memory:
+                    self._give_own_memory(spec, parameter)
                 parameter.settle()
+
+    def _give_own_memory(self, spec: VariableSpec, parameter: WatchedParameter) -> None:
+        """A function has assigned ``data``. Whoever else has that memory would be written to with the next values."""
+        begin = parameter.memory.data_ptr()
+        end = begin + parameter.memory.nbytes
+        for number, other in self.parameters():
+            if other is parameter or (number in self._tables and number not in self._held):
+                continue
+            if other.memory.data_ptr() < end and begin < other.memory.data_ptr() + other.memory.nbytes:
+                raise UnsupportedError(
+                    f"a scheduled function made {spec.name} share its memory with {self._specs[number].name}, by "
+                    "assigning .data. On parameter servers each has its own. Copy the values: "
+                    "parameter.data.copy_(other) or parameter.data = other.data.clone()."
+                )
+        parameter.replace(self._memory_for(spec).copy_(parameter.memory))
+        watch_arrays_over(parameter)
+        parameter.has_other_memory = False
 
     def _notice_replaced_buffers(self) -> None:
         """A function may put another tensor in a buffer's place without having used the one that was there."""

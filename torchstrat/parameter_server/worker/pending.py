@@ -56,8 +56,8 @@ class _Asked:
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """One of the few that PyTorch does not ask about."""
-        wait_for(self)
-        return torch.Tensor.set_(cast(torch.Tensor, self), *args, **kwargs)
+        wait_for(self)  # which gives it another class
+        return cast(torch.Tensor, self).set_(*args, **kwargs)
 
 
 class PendingParameter(_Asked, WatchedParameter):

@@ -132,6 +132,9 @@ class Executor:
             self.steps.watch(captured)
             try:
                 result = self._call(fn, args, kwargs)
+            except BaseException:
+                self._copies.recover()
+                raise
             finally:
                 self._copies.end()
                 learned |= self._copies.reached - seen

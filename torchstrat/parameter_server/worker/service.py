@@ -276,7 +276,10 @@ class _Session:
         """The coordinator has dropped these; nothing is sent any more that names them."""
         held = [weakref.ref(held) for token in tokens if (held := self._world.find(token)) is not None]
         self._settings.release(tokens)
-        self._executor.release([token[1] for token in tokens if token[0] in ("parameter", "buffer")])
+        variables = [token[1] for token in tokens if token[0] in ("parameter", "buffer")]
+        for code in self._kept_codes.values():
+            code.learned.difference_update(variables)
+        self._executor.release(variables)
         for number in numbers_of(tokens):
             self._resources.forget(number)
         self._world.release(tokens)

@@ -123,7 +123,7 @@ class TableParameter(WatchedParameter):
                 "Variables on parameter servers keep their shape."
             )
         if values.data_ptr() != self.memory.data_ptr():
-            self.whole = values
+            self.whole, self.has_other_memory = values, True
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -176,6 +176,7 @@ class TableParameter(WatchedParameter):
         self.bring()
         self.keep_before()
         self.whole = value.detach().contiguous()
+        self.has_other_memory = True
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

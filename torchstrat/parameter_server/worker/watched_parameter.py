@@ -27,6 +27,8 @@ class WatchedParameter(nn.Parameter):
 
     _version_stored = 0
     _before: torch.Tensor | None = None
+    has_other_memory = False
+    """Whether a function has given it memory that may be another tensor's, too."""
     has_left_gradient = False
     """Whether functions before this one have left a gradient of it on a worker, and this one has not looked: see
     `left_gradients`. Autograd adds to it below Python; whoever sets it to nothing, or sees that there is none, asks
@@ -60,6 +62,12 @@ class WatchedParameter(nn.Parameter):
         if self._before is None:
             self._before = self.memory
         DATA.__set__(self, value)
+        self.has_other_memory = True
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().set_(*args, **kwargs)
+        self.has_other_memory = True
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is an ordinary parameter of the function's own."""
