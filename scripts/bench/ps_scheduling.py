@@ -33,6 +33,7 @@ from train_step import print_header
 
 from torchstrat.parameter_server.dispatch import Batch, Report
 from torchstrat.parameter_server.dispatcher import Dispatcher, Work
+from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.per_worker import ResourceTable
 from torchstrat.parameter_server.remote_value import RemoteValue
 from torchstrat.parameter_server.scheduler import LARGEST_BATCH
@@ -57,6 +58,7 @@ class InMemory:
 
     def __init__(self) -> None:
         self.catalog = self.servers = self.membership = self.endpoint = self
+        self.lifetimes = Lifetimes()
         self.sent: deque[tuple[Batch, Future[Any]]] = deque()
         self.on_outcomes: Any = None
 

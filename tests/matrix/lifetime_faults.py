@@ -174,7 +174,7 @@ FAULTS = [
     PlantedFault(
         _ON_SERVERS,
         lambda: marked(_ON_SERVERS, _off(VariableStore, "release")),
-        _at("models", "dropped", lifetime_servers.PLACE),
+        _at("optimizers", "dropped", lifetime_servers.PLACE),
     ),
     PlantedFault(
         _ON_WORKERS,
