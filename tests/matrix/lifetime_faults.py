@@ -19,7 +19,6 @@ from torchstrat.collectives.shared_memory.neighbours import Neighbours
 from torchstrat.data import prefetch
 from torchstrat.parameter_server.dispatch import Recent
 from torchstrat.parameter_server.dispatcher import Dispatcher
-from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.resources import Resources
 from torchstrat.replicas.central.state import CentralState
@@ -92,8 +91,7 @@ def _at(row: str, column: str, *places: str) -> tuple[str, ...]:
 
 _MANY = "20,000 functions"
 _RESULTS, _CODES = "a coordinator keeps the results of functions", "workers keep every function"
-_ON_SERVERS, _ON_WORKERS = "servers keep what the program has dropped", "workers keep what the program has dropped"
-_BUILT = "workers keep per-worker values"
+_ON_WORKERS, _BUILT = "workers keep what the program has dropped", "workers keep per-worker values"
 
 FAULTS = [
     PlantedFault(
@@ -170,11 +168,6 @@ FAULTS = [
         _CODES,
         lambda: marked(_CODES, lambda: mock.patch.object(Recent, "add", _added_for_good)),
         _at("functions", "dropped", lifetime_servers.PLACE),
-    ),
-    PlantedFault(
-        _ON_SERVERS,
-        lambda: marked(_ON_SERVERS, _off(VariableStore, "release")),
-        _at("optimizers", "dropped", lifetime_servers.PLACE),
     ),
     PlantedFault(
         _ON_WORKERS,
