@@ -18,6 +18,7 @@ from torchstrat.collectives.communicator import Communicator, SharesMemory
 from torchstrat.collectives.shared_memory.common_memory import CommonMemory, Kind, Place, kind_of
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.replicas.central.staged import StagedParameters, staged_kind_of
+from torchstrat.replicas.entries import reference_of_entry
 
 
 class _Home(NamedTuple):
@@ -112,13 +113,8 @@ class CentralParameters:
                 self._keep(tensor, place, kind)
 
     def _keep(self, tensor: torch.Tensor, place: Place, kind: Kind) -> None:
-        key, homes = id(tensor), self._homes
-
-        def forget(reference: weakref.ref[torch.Tensor]) -> None:
-            if key in homes and homes[key].reference is reference:
-                del homes[key]
-
-        homes[key] = _Home(weakref.ref(tensor, forget), place, kind, place.shown.data_ptr())
+        reference = reference_of_entry(tensor, self._homes)
+        self._homes[id(tensor)] = _Home(reference, place, kind, place.shown.data_ptr())
 
     # -- edits ------------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from torchstrat.collectives.shared_memory.common_memory import Kind, Place
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
+from torchstrat.replicas.entries import reference_of_entry
+
+
+class _Home(NamedTuple):
+    reference: weakref.ref[torch.Tensor]
+    place: Place
+    kind: Kind
 
 
 class StagedParameters:
@@ -21,11 +29,11 @@ class StagedParameters:
 
     def __init__(self, copies: DeviceCopies) -> None:
         self.copies = copies
-        self._homes: dict[int, tuple[weakref.ref[torch.Tensor], Place, Kind]] = {}
+        self._homes: dict[int, _Home] = {}
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         home = self._homes.get(id(tensor))
-        return None if home is None or home[0]() is not tensor else home[1]
+        return None if home is None or home.reference() is not tensor else home.place
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return self.place_of(tensor) is not None
@@ -34,13 +42,7 @@ class StagedParameters:
         """``tensor`` has this place from now on, with the first rank's values, which stand there."""
         if not is_first:
             tensor.data.copy_(place.written)
-        key, homes = id(tensor), self._homes
-
-        def forget(reference: weakref.ref[torch.Tensor]) -> None:
-            if key in homes and homes[key][0] is reference:
-                del homes[key]
-
-        homes[key] = weakref.ref(tensor, forget), place, kind
+        self._homes[id(tensor)] = _Home(reference_of_entry(tensor, self._homes), place, kind)
 
     def take_left(self) -> list[torch.Tensor]:
         """Those that have got another shape, dtype or device. They have no place any more."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchstrat.replicas.containers import is_container, private_value
+from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
 
 _MOST_MEMBERS = 1_000
@@ -77,8 +78,7 @@ class ComponentAttributes:
             return private_value(value, vectors)
         key, kept = id(value), self._copies
         if key not in kept or kept[key].reference() is not value:
-            kept[key] = copies = _Copies(value, lambda gone: _forget(kept, key, gone))
-            return copies.of(value, replica)
+            kept[key] = _Copies(reference_of_entry(value, kept))
         return kept[key].of(value, replica)
 
     def made_members(self) -> None:
@@ -128,8 +128,8 @@ class ComponentAttributes:
 class _Copies:
     """Of a plain tensor in an attribute; their memory is kept from run to run."""
 
-    def __init__(self, value: torch.Tensor, forget: Callable[[Any], None]) -> None:
-        self.reference = weakref.ref(value, forget)
+    def __init__(self, reference: weakref.ref[torch.Tensor]) -> None:
+        self.reference = reference
         self._copies: dict[int, torch.Tensor] = {}
 
     def of(self, value: torch.Tensor, replica: int) -> torch.Tensor:
@@ -139,11 +139,6 @@ class _Copies:
         else:
             kept.copy_(value)
         return kept
-
-
-def _forget(kept: dict[int, _Copies], key: int, gone: Any) -> None:
-    if key in kept and kept[key].reference is gone:
-        del kept[key]
 
 
 def _look_at(module: Any, attributes: _Attributes) -> tuple[list[str], list[Any]]:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import foreach_copy_, set_version_counters
 from torchstrat.replicas.common_storage import CommonStorages
+from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
 from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
@@ -356,13 +357,7 @@ class Components:
         return self._parameter_device if key == CENTRAL and self._parameter_device is not None else self._devices[key]
 
     def _new_slot(self, tensor: torch.Tensor) -> TensorSlot:
-        slots, key = self._slots, id(tensor)
-
-        def forget(reference: Any) -> None:
-            if key in slots and slots[key].reference is reference:
-                del slots[key]
-
-        slots[key] = slot = TensorSlot(tensor, forget)
+        self._slots[id(tensor)] = slot = TensorSlot(tensor, reference_of_entry(tensor, self._slots))
         return slot
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchstrat.replicas.containers import SEQUENCES, is_container, trace
+from torchstrat.replicas.entries import reference_of_entry
 
 _NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
@@ -27,7 +28,7 @@ _Attributes = dict[str, Any]
 class _Left:
     """What a run has left in one object."""
 
-    owner: weakref.ref[Any]
+    reference: weakref.ref[Any]
     leader: int
     """Whose attributes the object has."""
     lasting: dict[str, tuple[Any, Any]]
@@ -68,14 +69,13 @@ class KeptAttributes:
     def put(self, owner: Any, leader: int, own: dict[int, _Attributes]) -> None:
         """Replicas have these, and what ``owner`` has is the leader's."""
         names = {name: vars(owner).get(name, _NOTHING) for found in own.values() for name in found}
-        kept, key = self._left, id(owner)
-        reference = weakref.ref(owner, lambda gone: _forget(kept, key, gone))
-        kept[key] = _Left(reference, leader, {name: (value, trace(value)) for name, value in names.items()}, own)
+        lasting = {name: (value, trace(value)) for name, value in names.items()}
+        self._left[id(owner)] = _Left(reference_of_entry(owner, self._left), leader, lasting, own)
 
     def peek(self, owner: Any, leader: int) -> dict[int, _Attributes]:
         """What is still each replica's own."""
         left = self._left.get(id(owner))
-        if left is None or left.owner() is not owner or left.leader != leader:
+        if left is None or left.reference() is not owner or left.leader != leader:
             return {}
         stale = set()
         for name, (before, then) in left.lasting.items():
@@ -124,8 +124,3 @@ def _memory(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
         return None
     return value.untyped_storage().data_ptr()
-
-
-def _forget(kept: dict[int, _Left], key: int, gone: Any) -> None:
-    if key in kept and kept[key].owner is gone:
-        del kept[key]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -16,7 +14,7 @@ class TensorSlot:
     """One parameter or leaf tensor: per replica its data, its gradient and its count of in-place edits.
 
     Kept from run to run, because gradients may accumulate over several. In between the tensor itself is only held
-    weakly; ``forget`` is called when it is gone.
+    weakly, by the ``reference``.
     """
 
     __slots__ = (
@@ -38,8 +36,8 @@ class TensorSlot:
         "versions",
     )
 
-    def __init__(self, tensor: torch.Tensor, forget: Callable[[Any], None]) -> None:
-        self.reference = weakref.ref(tensor, forget)
+    def __init__(self, tensor: torch.Tensor, reference: weakref.ref[torch.Tensor]) -> None:
+        self.reference = reference
         self.tensor = tensor  # during a run
         self.data: dict[int, torch.Tensor] = {}
         self.grads: dict[int, torch.Tensor | None] = {}
