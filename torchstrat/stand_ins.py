@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -149,10 +150,14 @@ def bare_step(optimizer: Optimizer) -> None:
 
 
 def _without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
-    return _unhooked(kind.step)
+    step = kind.step
+    bare: Callable[..., Any] | None = _bare.get(step)
+    if bare is None:
+        bare = inspect.unwrap(step, stop=lambda step: not hasattr(step, "hooked"))
+        if bare is not step:  # it would keep itself
+            _bare[step] = bare
+    return bare
 
 
-# Of functions: every step that is shared out asks.
-_unhooked: Callable[[Any], Callable[..., Any]] = functools.lru_cache(256)(
-    functools.partial(inspect.unwrap, stop=lambda step: not hasattr(step, "hooked"))
-)
+_bare: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
+"""Kept because every step that is shared out asks."""
