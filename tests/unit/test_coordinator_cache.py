@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 import torchstrat as ts
 from tests.support.gates import close_gate, pass_gate
-from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError
-from torchstrat.parameter_server.variables.coordinator_cache import SWITCH
+from torchstrat.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
@@ -24,6 +23,7 @@ class Job:
     """A model on servers, and functions that add 1 to every parameter, and to the buffers' means."""
 
     def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
         self.strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
         self.coordinator = ts.ClusterCoordinator(self.strategy)
         with self.strategy.scope():
@@ -41,7 +41,7 @@ class Job:
         def held() -> torch.Tensor:
             return model[0].weight.detach().clone()
 
-        self.step, self._held = step, held
+        self.step, self.held = step, held
 
     def train(self, times: int = 1) -> None:
         for _ in range(times):
@@ -56,8 +56,12 @@ class Job:
             total += velocity
         return self.first + total
 
+    def lose_servers(self) -> None:
+        for index in range(2):
+            self.cluster.wait_until_lost(self.cluster.kill_server(index))
+
     def on_servers(self) -> torch.Tensor:
-        found: torch.Tensor = self.coordinator.schedule(self._held).get()
+        found: torch.Tensor = self.coordinator.schedule(self.held).get()
         return found
 
 
@@ -168,29 +172,19 @@ def test_a_view_and_a_state_dict_follow_the_parameter(job: Job) -> None:
 
 def test_what_can_be_said_without_values_reads_nothing(job: Job) -> None:
     job.train()
-    with _refused_reads(job):
-        assert job.weight.shape == (3, 4)
-        assert (job.weight.is_leaf, job.weight.requires_grad, job.weight.is_sparse) == (True, True, False)
-        assert isinstance(job.weight, nn.Parameter)
-        assert "on parameter servers" in repr(job.weight)
+    job.lose_servers()
+    assert job.weight.shape == (3, 4)
+    assert (job.weight.is_leaf, job.weight.requires_grad, job.weight.is_sparse) == (True, True, False)
+    assert isinstance(job.weight, nn.Parameter)
+    assert "on parameter servers" in repr(job.weight)
+    with pytest.raises(ParameterServerUnavailable):
+        job.weight.detach()
+
+
+def test_what_is_current_is_shown_as_it_is(job: Job) -> None:
+    job.train()
     assert repr(job.weight.detach().clone()) in repr(job.weight.detach())
     assert "on parameter servers" not in repr(job.weight)
-
-
-def _refused_reads(job: Job) -> Any:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(job.strategy._job.access, "read", lambda specs: pytest.fail("the servers were asked"))
-    return _Undone(patch)
-
-
-class _Undone:
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._patch = patch
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -265,7 +259,7 @@ def test_an_array_that_is_kept_is_sent_while_nothing_else_changes_the_variable(j
     array[0] = 7
     assert job.on_servers()[0].tolist() == [7.0] * 4
     array[0] = 8
-    job.coordinator.schedule(job._held)  # changes nothing
+    job.coordinator.schedule(job.held)  # changes nothing
     array[1] = 9
     assert job.on_servers()[:2].tolist() == [[8.0] * 4, [9.0] * 4]
 
@@ -417,7 +411,8 @@ def test_after_close_they_are_ordinary_tensors(job: Job) -> None:
 
 def test_values_that_nobody_can_read_any_more_are_no_values(job: Job) -> None:
     job.train()
-    job.strategy._close(finished=False)
+    job.lose_servers()
+    job.strategy.close()
     assert job.weight.shape == (3, 4)
     for read in (lambda: job.weight + 1, lambda: copy.deepcopy(job.weight), lambda: job.model.state_dict()):
         with pytest.raises(ContextError, match="weight of module 0 was on the parameter servers"):
@@ -426,7 +421,7 @@ def test_values_that_nobody_can_read_any_more_are_no_values(job: Job) -> None:
 
 
 def test_switched_off_they_are_ordinary_tensors_as_old_as_the_last_pull(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "off")
+    monkeypatch.setenv("TORCHSTRAT_COORDINATOR_CACHE", "off")
     with FakeCluster(workers=1, ps=2) as cluster:
         job = Job(cluster)
         job.train()

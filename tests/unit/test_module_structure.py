@@ -30,10 +30,10 @@ class Job:
         def of_other() -> torch.Tensor:
             return other(torch.eye(3)).detach()
 
-        self._output, self._of_other = output, of_other
+        self.output, self.of_other = output, of_other
 
     def on_worker(self) -> torch.Tensor:
-        found: torch.Tensor = self.coordinator.schedule(self._output).get()
+        found: torch.Tensor = self.coordinator.schedule(self.output).get()
         return found
 
     def is_followed(self) -> bool:
@@ -99,7 +99,7 @@ def test_a_change_in_a_later_scope_is_followed(change: Callable[[nn.Sequential],
     assert job.is_followed()
     after = job.on_worker()
     assert before.shape != after.shape or not torch.equal(before, after)
-    assert job.coordinator.schedule(job._of_other).get().shape == (3, 1)
+    assert job.coordinator.schedule(job.of_other).get().shape == (3, 1)
     with job.strategy.scope():
         change(job.model)  # and once more
     assert job.is_followed()
