@@ -179,10 +179,10 @@ def travelled(shards: int | None) -> tuple[int, int]:
         record = program.cluster.network.record
         reads, pushes = [record("ps.read"), record("ps.read_rows")], record("ps.push")
         program.run(step, *program.made)
-    down = [value for messages in reads for one in messages if one.kind == "result" for value in one.value]
-    down += [value for one in pushes if one.kind == "result" for value in one.value.values]
-    steps = [step for one in pushes if one.kind == "call" for step in one.value.steps]
-    up = [part[-1] for step in steps for part in (*step.dense, *step.rows)]
+        down = [value for messages in reads for one in messages if one.kind == "result" for value in one.value]
+        down += [value for one in pushes if one.kind == "result" for value in one.value.values]
+        steps = [step for one in pushes if one.kind == "call" for step in one.value.steps]
+        up = [part[-1] for step in steps for part in (*step.dense, *step.rows)]
     return sum(value.numel() for value in down), sum(value.numel() for value in up)
 
 

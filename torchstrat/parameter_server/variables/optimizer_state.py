@@ -53,6 +53,12 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
         """Whether entries, or their tensors in place, have changed since."""
         return bool(self._noted or dict.__len__(self)) and _marks(self) != self._noted
 
+    def holds(self, other: Mapping[torch.Tensor, StateOfShard]) -> bool:
+        """Whether ``other`` has the values that were read: a ``load_state_dict`` of what ``state_dict`` gave."""
+        there = {tensor: entry for tensor, entry in other.items() if entry}
+        here = {tensor: entry for tensor, entry in dict.items(self) if entry}
+        return there.keys() == here.keys() and all(_are_equal(entry, here[tensor]) for tensor, entry in there.items())
+
     def _fill(self) -> None:
         if not self._keeper.is_current():
             self.refresh()
@@ -117,6 +123,13 @@ def _marks(state: RemoteOptimizerState) -> list[Any]:
                 for name, value in entry.items()
             ]
     return marks
+
+
+def _are_equal(one: StateOfShard, other: StateOfShard) -> bool:
+    return one.keys() == other.keys() and all(
+        bool(torch.equal(value, other[name])) if isinstance(value, torch.Tensor) else bool(value == other[name])
+        for name, value in one.items()
+    )
 
 
 def read_state(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,7 @@ class RemoteSteps:
         self._last_hooks = LastHooks()
         self._watched: list[Optimizer] = []
         self._read: list[Optimizer] = []  # whose state was asked for since the last step
+        self._states: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizerState] = weakref.WeakKeyDictionary()
         self._left = left
         self.stepped = False
         """Whether a step has brought fresh values, or let them come."""
@@ -110,27 +111,40 @@ class RemoteSteps:
 
     def watch(self, captured: Iterable[Any]) -> None:
         """What the function that begins is seen to reach."""
-        self._watched = [value for value in captured if isinstance(value, Optimizer)]
         self._forget_states()
+        self._watched = [value for value in captured if isinstance(value, Optimizer)]
 
     def keep_state_of(self, optimizers: Iterable[Optimizer]) -> None:
         """Let ``optimizer.state`` of these, which have just come, ask the servers."""
         for optimizer in optimizers:
-            if hasattr(optimizer, "state") and not isinstance(optimizer.state, RemoteOptimizerState):
+            if hasattr(optimizer, "state") and optimizer not in self._states:
                 optimizer.state = RemoteOptimizerState(_StateOnServers(self, optimizer), {})
+                self._states[optimizer] = optimizer.state
+
+    def _used(self) -> Iterator[tuple[Optimizer, RemoteOptimizerState]]:
+        """What this function may have asked for state, or given another."""
+        for optimizer in dict.fromkeys((*self._watched, *self._read)):
+            state = self._states.get(optimizer)
+            if state is not None:
+                yield optimizer, state
 
     def _forget_states(self) -> None:
         """What was read of them is as old as the last step."""
-        for optimizer in self._read:
-            optimizer.state._keeper.is_read = False  # type: ignore[attr-defined]
-            dict.clear(optimizer.state)
-            optimizer.state.note()  # type: ignore[attr-defined]
+        for optimizer, state in self._used():
+            state._keeper.is_read = False  # type: ignore[attr-defined]
+            dict.clear(state)
+            state.note()
+            optimizer.state = state
         self._read.clear()
 
     def check_states(self) -> None:
         """Raise `UnsupportedError` where the function has changed an optimizer's state, or given it some of its own,
         which nobody would send anywhere: by other ways than ``step()``."""
-        found = [optimizer for optimizer in self._read if optimizer.state.is_changed()]  # type: ignore[attr-defined]
+        found = [
+            optimizer
+            for optimizer, state in self._used()
+            if (state.is_changed() if optimizer.state is state else not state.holds(optimizer.state))
+        ]
         if found:
             self._forget_states()
             raise UnsupportedError(
