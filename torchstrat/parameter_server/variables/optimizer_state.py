@@ -41,8 +41,9 @@ class RemoteOptimizerState(collections.defaultdict[torch.Tensor, dict[str, Any]]
     def refresh(self) -> None:
         """Read it, whether it is current or not."""
         read = self._keeper.read()
+        own = {key: value for key, value in dict.items(self) if not isinstance(key, torch.Tensor)}  # no parameter's
         dict.clear(self)
-        dict.update(self, read)
+        dict.update(self, {**own, **read})
         self.note()
 
     def note(self) -> None:
