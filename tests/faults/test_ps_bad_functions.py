@@ -37,7 +37,7 @@ def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on() -
             return coordinator.get_current_worker_index()
 
         done = 0
-        for bad, options in ((crashes, {}), (hangs, {"timeout": 0.5, "max_attempts": 2})):
+        for bad, options in ((crashes, {}), (hangs, {"timeout": 0.5, "max_attempts": 3})):
             value = coordinator.schedule(bad, **options)
             others = [coordinator.schedule(count) for _ in range(20)]
             began = time.monotonic()

@@ -151,14 +151,15 @@ coordinator.join()
 
 INTERRUPT_IN_SCHEDULE = """
 # In the middle of a call, after the batch was taken from where it waits and before it is sent.
-send = type(coordinator._dispatcher)._send_batch
+calls = type(coordinator._dispatcher._worker_calls)
+send = calls.send_batch
 def interrupted(self, *arguments):
-    type(self)._send_batch = send
+    calls.send_batch = send
     os.kill(os.getpid(), signal.SIGINT)
     for _ in range(1000):
         pass
     send(self, *arguments)
-type(coordinator._dispatcher)._send_batch = interrupted
+calls.send_batch = interrupted
 coordinator.schedule(step)
 print("the call went on")
 """

@@ -142,8 +142,8 @@ class ClusterCoordinator:
                 gets its rows as a batch.
             timeout: how long one run of ``fn`` may take on a worker, in seconds; None: any time. A worker on which it
                 takes longer is given up and replaced, which ends the run as a crash does.
-            max_attempts: how often ``fn`` is run where its worker is lost each time; None: any number of times. After
-                that its outcome is a `FunctionSetAsideError`. From the second loss on it waits for what is queued.
+            max_attempts: how often ``fn`` is run where its worker is lost each time, at least 3; None: any number.
+                After that its outcome is a `FunctionSetAsideError`. From the second loss on it waits for what waits.
 
         Waits while the queue is full (262,144 functions). Raises the error of an earlier function, once, and cancels
         what was queued; ``fn`` is then not queued either. Raises `NotSendableError` naming the part of ``fn`` that
@@ -536,8 +536,11 @@ def _limits_of(timeout: timedelta | float | None, max_attempts: int | None) -> _
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if seconds is not None and not seconds > 0:
         raise InvalidArgumentError(f"timeout={timeout!r} must be more than 0 seconds, or None for any time.")
-    if max_attempts is not None and max_attempts < 1:
-        raise InvalidArgumentError(f"max_attempts={max_attempts} must be at least 1, or None for any number.")
+    if max_attempts is not None and max_attempts < 3:
+        raise InvalidArgumentError(
+            f"max_attempts={max_attempts} must be at least 3, or None for any number: the first loss may be another "
+            "function's, and before the third attempt all that waits is run, so that it does not go with this one."
+        )
     return max_attempts, seconds
 
 
