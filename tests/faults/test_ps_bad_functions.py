@@ -25,9 +25,10 @@ def hangs() -> None:
     time.sleep(600)
 
 
-def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on() -> None:
+def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on(request: pytest.FixtureRequest) -> None:
     with LocalCluster(workers=2, ps=1, restart=RestartPolicy(quick_seconds=0.0)) as cluster:
         strategy = ts.ParameterServerStrategy(cluster.resolver)
+        request.addfinalizer(strategy.close)
         with strategy.scope():
             counter = ts.Variable(torch.tensor(0), name="counter")
         coordinator = ts.ClusterCoordinator(strategy)

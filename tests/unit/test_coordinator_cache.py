@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrat as ts
-from tests.support.gates import close_gate, pass_gate
+from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -397,6 +397,76 @@ def test_other_writes_to_a_table_on_meta_are_refused_by_name(write: Callable[[An
         strategy.close()
 
 
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table() -> Iterator[tuple[FakeCluster, Any, nn.Embedding, Callable[[], None]]]:
+    with FakeCluster(workers=1, ps=2) as cluster:
+        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
+        coordinator = ts.ClusterCoordinator(strategy)
+        with strategy.scope():
+            table = nn.Embedding(1_000, 4)
+            nn.init.zeros_(table.weight)
+            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (-table(torch.arange(1_000)).sum()).backward()
+            optimizer.step()
+
+        yield cluster, coordinator, table, step
+        strategy.close()
+
+
+def _moved(cluster: FakeCluster, *methods: str) -> int:
+    """How many numbers of tables the servers have answered with."""
+    answers = (one for name in methods for one in cluster.network.record(name) if one.kind == "result")
+    return sum(value.numel() for answer in answers for value in answer.value)
+
+
+ROW_READS: dict[str, Callable[[nn.Embedding, list[int]], torch.Tensor]] = {
+    "indexed": lambda table, ids: table.weight[torch.tensor(ids)],
+    "a list": lambda table, ids: table.weight[ids],
+    "looked up": lambda table, ids: table(torch.tensor(ids)),
+    "in bags": lambda table, ids: F.embedding_bag(torch.tensor([ids]), table.weight, mode="sum").expand(3, 4) / 3,
+}
+
+
+@pytest.mark.parametrize("read", ROW_READS.values(), ids=ROW_READS)
+def test_rows_of_a_table_come_alone(read: Callable[[nn.Embedding, list[int]], torch.Tensor], table: Any) -> None:
+    cluster, coordinator, module, step = table
+    for steps in (1, 2):
+        coordinator.schedule(step)
+        coordinator.join()
+        found = read(module, [3, 999, 3])
+        assert (found == steps).all()
+        found.sum().backward()
+        assert module.weight.grad[0].tolist() == [0.0] * 4
+    assert _moved(cluster, "ps.read") == 0
+    assert _moved(cluster, "ps.read_rows") < 1_000 * 4 * 2 + 100  # functions read them all
+    assert float(module.weight.detach().sum()) == 2 * 4_000  # the others are not taken for current
+
+
+def test_rows_that_are_written_go_alone_and_wait_for_nobody(table: Any) -> None:
+    cluster, coordinator, module, step = table
+    gate = close_gate("rows")
+    coordinator.schedule(step)
+    coordinator.schedule(pass_gate, args=("rows",))
+    await_arrivals("rows", 1)
+    with torch.no_grad():
+        module.weight[torch.tensor([5, 7])] = torch.full((2, 4), 70.0)
+        module.weight[9] = module.weight[torch.tensor([5])][0] * 2
+    assert module.weight[[5, 7, 9]].tolist() == [[70.0] * 4, [70.0] * 4, [140.0] * 4]
+    gate.set()
+    coordinator.schedule(step)
+    coordinator.join()
+    assert _moved(cluster, "ps.read") == 0
+    found = module.weight.detach().clone()
+    assert found[[5, 7, 9]].tolist() == [[71.0] * 4, [71.0] * 4, [141.0] * 4]
+    assert found[0].tolist() == [2.0] * 4
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
@@ -431,4 +501,8 @@ def test_switched_off_they_are_ordinary_tensors_as_old_as_the_last_pull(monkeypa
         assert equal(job.weight, job.trained())
         _fill(job.weight, lambda weight: weight.mul_(2))
         assert equal(job.on_servers(), 2 * job.trained())
+        _fill(job.weight, lambda weight: weight.add_(1))
+        job.train()
+        _fill(job.weight, lambda weight: weight.mul_(2))
+        assert equal(job.on_servers(), 2 * (2 * job.trained() + 1)), "as it is: what was trained since is undone"
         job.strategy.close()

@@ -143,7 +143,7 @@ class ClusterCoordinator:
             timeout: how long one run of ``fn`` may take on a worker, in seconds; None: any time. A worker on which it
                 takes longer is given up and replaced, which ends the run as a crash does.
             max_attempts: how often ``fn`` is run where its worker is lost each time, at least 3; None: any number.
-                After that its outcome is a `FunctionSetAsideError`. From the second loss on it waits for what waits.
+                After that its outcome is a `FunctionSetAsideError`. From the second loss on it comes last.
 
         Waits while the queue is full (262,144 functions). Raises the error of an earlier function, once, and cancels
         what was queued; ``fn`` is then not queued either. Raises `NotSendableError` naming the part of ``fn`` that

@@ -27,6 +27,10 @@ class CacheServers:
         found: list[torch.Tensor] = self._job.access.read(specs)
         return found
 
+    def read_rows(self, spec: VariableSpec, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self._job.access.read_rows(spec, ids)
+        return rows
+
     def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
         self._job.access.push([VariableEdit(spec, "assign", value) for spec, value in values])
 

@@ -17,17 +17,19 @@ import contextlib
 import functools
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from torchstrat import _torch_private
 from torchstrat._torch_private import DisableTorchFunctionSubclass, untouched_by_surroundings
-from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError
-from torchstrat.parameter_server.messages import InitialOp, VariableSpec
+from torchstrat.errors import ContextError, InvalidArgumentError, TorchstratError, UnsupportedError
+from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variables.cache_interfaces import Functions, Moment, NoFunctions, Servers
 from torchstrat.parameter_server.variables.cached_tensors import (
     Alias,
     TensorCall,
@@ -38,79 +40,14 @@ from torchstrat.parameter_server.variables.cached_tensors import (
     let_alone,
     let_ask,
 )
-from torchstrat.parameter_server.variables.given_rows import given_rows
 from torchstrat.parameter_server.variables.initial_values import repeated_on_servers
+from torchstrat.parameter_server.variables.rows_of_calls import given_rows, read_rows
 from torchstrat.parameter_server.worker.watched_parameter import is_same
 
 SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
 """``off`` in the environment: the coordinator's tensors are ordinary ones, with the values that were last pulled."""
 
 _LEAST_AHEAD_BYTES, _MOST_AHEAD_BYTES = 1 << 20, 64 << 20
-
-
-Moment = tuple[int, int]
-"""How many functions have been scheduled, and how many of them had not ended."""
-
-
-class Functions(Protocol):
-    """What has been scheduled."""
-
-    @property
-    def next_function(self) -> int:
-        """How many there are."""
-
-    @property
-    def num_unfinished(self) -> int:
-        """How many of them have not ended."""
-
-    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
-        """A block in which no function is half-way, and none begins."""
-
-
-class NoFunctions:
-    """Before there is a coordinator that could schedule any."""
-
-    next_function = 0
-    num_unfinished = 0
-
-    def paused(self, timeout_seconds: float, who: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class Servers(Protocol):
-    """Where the values are."""
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]: ...
-
-    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None: ...
-
-    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """``value`` is that of these rows (``(n,)`` int64; None: of all)."""
-
-    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
-        """The servers do this to their values."""
-
-    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
-        """``call()``; ``after_restore()`` where servers had to be restored before or in it."""
-
-
-class NoServers:
-    """Where variables are only planned."""
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[torch.Tensor]:
-        raise AssertionError("there are no servers to read from")
-
-    def assign(self, values: Sequence[tuple[VariableSpec, torch.Tensor]]) -> None:
-        raise AssertionError("there are no servers to write to")
-
-    def assign_rows(self, spec: VariableSpec, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-        raise AssertionError("there are no servers to write to")
-
-    def repeat(self, spec: VariableSpec, recipe: tuple[InitialOp, ...]) -> None:
-        raise AssertionError("there are no servers to write to")
-
-    def attempt(self, call: Callable[[], Any], after_restore: Callable[[], Any]) -> Any:
-        return call()
 
 
 class CoordinatorCache:
@@ -125,10 +62,9 @@ class CoordinatorCache:
         self._lock = threading.RLock()
         self.is_on = os.environ.get(SWITCH, "").lower() != "off"
         self._process = os.getpid()
-        self._ahead: tuple[Moment, int] = (
-            (-1, 0),
-            0,
-        )  # when, and how many bytes the last read brought that nobody had asked for
+        self._warned: set[int] = set()
+        # When, and how many bytes, the last read brought that nobody had asked for.
+        self._ahead: tuple[Moment, int] = ((-1, 0), 0)
 
     # -- which there are --------------------------------------------------------------------------------------------
 
@@ -248,8 +184,8 @@ class CoordinatorCache:
         asked = {copy.spec.number for copy in copies}
         found: list[CachedVariable] = []
         for number in sorted(self._copies):
-            copy = self._copies[number]
-            if number < min(asked) or number in asked or self.is_current(copy):
+            copy = self._copies.get(number)
+            if copy is None or number < min(asked) or number in asked or self.is_current(copy):
                 continue
             tensor = copy.tensor()
             if tensor is None or tensor.is_meta or self.is_fresh(alias_of(tensor)):
@@ -259,6 +195,19 @@ class CoordinatorCache:
                 break
             found.append(copy)
         return found
+
+    def bring_rows(self, copy: CachedVariable, ids: torch.Tensor) -> None:
+        """Make these rows of a table current, and leave the others as they are."""
+        self._require_here([copy])
+        self._servers.attempt(lambda: self._bring_rows_now(copy, ids), lambda: self.bring_rows(copy, ids))
+
+    def _bring_rows_now(self, copy: CachedVariable, ids: torch.Tensor) -> None:
+        with self._lock, untouched_by_surroundings():
+            self.push_written([copy])
+            tensor = copy.tensor()
+            if tensor is not None and len(ids):
+                tensor.index_copy_(0, ids.to(tensor.device), self._servers.read_rows(copy.spec, ids).to(tensor.device))
+                copy.note()
 
     def _require_here(self, copies: Iterable[CachedVariable]) -> None:
         if os.getpid() != self._process:
@@ -326,6 +275,33 @@ class CoordinatorCache:
         copy._watch(result, self, hands_out=False)
         return result
 
+    def write_rows(self, copy: CachedVariable, call: TensorCall) -> bool:
+        """Make a call that assigns whole rows of a table; False where it does something else. Whatever functions do to
+        the others stays, so nothing has to wait."""
+        tensor = copy.tensor()
+        assert tensor is not None
+        if call.func is not torch.Tensor.__setitem__ or call.args[0] is not tensor or len(call.aliases) > 1:
+            return False
+        self._require_here([copy])
+        with DisableTorchFunctionSubclass():
+            try:
+                edit = given_rows(call, tensor, copy.spec.name)
+            except UnsupportedError:  # a part of a row
+                return False
+        if edit is None:
+            return False
+        self._servers.attempt(lambda: self._write_rows_now(copy, call, *edit), lambda: None)
+        return True
+
+    def _write_rows_now(
+        self, copy: CachedVariable, call: TensorCall, value: torch.Tensor, ids: torch.Tensor | None
+    ) -> None:
+        with self._lock:
+            self.push_written([copy])
+            self._servers.assign_rows(copy.spec, value, ids)
+            call.run()  # here too: it stays current, if it was
+            copy.note()
+
     def _put_back(self, copies: Iterable[CachedVariable]) -> None:
         for copy in copies:
             copy.note()
@@ -350,7 +326,7 @@ class CoordinatorCache:
             written = self.written(copies)
             for copy in written:
                 copy.require_shape()
-            if all(copy.is_replaced or self.is_current(copy) for copy in written):
+            if not self.is_on or all(copy.is_replaced or self.is_current(copy) for copy in written):
                 self._assign(written)
             else:
                 with self.paused("sending what the coordinator has written"):
@@ -399,6 +375,7 @@ class CoordinatorCache:
         """Whether memory was changed by others, who leave no trace in its tensor's version."""
         found = False
         for number, copy in list(self._handed_out.items()):
+            self._warn_of_size(copy)
             with DisableTorchFunctionSubclass():
                 is_written = copy.is_written()
             if not is_written and not copy.is_shared():
@@ -407,11 +384,21 @@ class CoordinatorCache:
             found = found or is_written
         return found
 
+    def _warn_of_size(self, copy: CachedVariable) -> None:
+        before = copy.before
+        if before is not None and before.nbytes > _MOST_AHEAD_BYTES and copy.spec.number not in self._warned:
+            self._warned.add(copy.spec.number)
+            warnings.warn(
+                f"something holds the memory of {copy.spec.name} on the coordinator (a NumPy array, .data, a pointer), "
+                f"so that all of its {before.nbytes / 2**20:.0f} MiB are compared in every call to schedule, to see "
+                "what was written there. Let go of it, or take a copy: parameter.detach().clone().",
+                stacklevel=2,
+            )
+
 
 class CachedVariable:
     """One variable's copy. ``read_at``: when it had the servers' value; None: it has another. ``readings``: how often
-    that was brought.
-    ``before``: the servers' value, where what is written now may leave no trace in the tensor's version.
+    that was brought. ``before``: the servers' value, where what is written may leave no trace in the tensor's version.
     ``is_replaced``: the program has put another tensor in a buffer's place, which the servers do not have.
     ``is_lost``: the job is over, and nobody can say what the value was."""
 
@@ -504,6 +491,18 @@ class CachedVariable:
         for alias in aliases:
             alias.unread = None
 
+    def _bring_rows(self, cache: CoordinatorCache, call: TensorCall) -> bool:
+        """Whether a call looks at rows of a table alone, which are here then."""
+        tensor = self._tensor()
+        if tensor is None or not self.spec.by_rows or len(call.aliases) != 1 or cache.is_fresh(call.aliases[0]):
+            return False
+        with DisableTorchFunctionSubclass():
+            ids = read_rows(call, tensor)
+        if ids is None:
+            return False
+        cache.bring_rows(self, ids)
+        return True
+
     def _require_value(self) -> None:
         if self.is_lost:
             raise ContextError(
@@ -525,7 +524,11 @@ class CachedVariable:
         if on_meta and call.writes:
             return cache.write_without_values(on_meta[0], call)
         if call.writes:
+            if len(copies) == 1 and self.spec.by_rows and cache.write_rows(self, call):
+                return None
             result = cache.write([copy for copy in copies if not copy.is_meta], call)
+        elif len(copies) == 1 and self._bring_rows(cache, call):
+            result = call.run()
         else:
             self._bring(cache, call.aliases)
             result = call.run()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import StateOfShard
-from torchstrat.parameter_server.variables.coordinator_cache import Moment
+from torchstrat.parameter_server.variables.cache_interfaces import Moment
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from torchstrat.parameter_server.variables.variable_access import VariableAccess
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.row_gradients import rows_of
+from torchstrat.parameter_server.worker.watched_parameter import be_told_no_more, be_told_of_arrays
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.optimizer_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
@@ -56,6 +57,7 @@ class StepHook:
             if cls._workers == 1:
                 warm_up.begin()
                 number_hooks_apart()
+                be_told_of_arrays()
                 cls._handle = register_optimizer_step_pre_hook(_before_step)
 
     @classmethod
@@ -64,6 +66,7 @@ class StepHook:
             cls._workers -= 1
             if cls._workers == 0:
                 cls._handle.remove()
+                be_told_no_more()
                 warm_up.wait()
 
 

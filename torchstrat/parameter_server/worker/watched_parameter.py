@@ -124,10 +124,17 @@ def watch_arrays_over(parameter: WatchedParameter) -> None:
     """From now on notice when somebody takes an array over its memory, through whichever tensor."""
     address = parameter.memory.untyped_storage().data_ptr()
     _by_address[address] = weakref.ref(parameter, functools.partial(_forget, address))
-    if torch.Tensor.numpy is not _told_numpy:
-        torch.Tensor.numpy = _told_numpy  # type: ignore[method-assign]
-        torch.Tensor.__array__ = _told_array  # type: ignore[method-assign]
-        torch.Tensor.__dlpack__ = _told_dlpack  # type: ignore[method-assign]
+
+
+def be_told_of_arrays() -> None:
+    """`watch_arrays_over` works from now on."""
+    for name, take in _GIVE_ARRAYS.items():
+        setattr(torch.Tensor, name, _telling(take))
+
+
+def be_told_no_more() -> None:
+    for name, take in _GIVE_ARRAYS.items():
+        setattr(torch.Tensor, name, take)
 
 
 def _forget(address: int, reference: weakref.ref[WatchedParameter]) -> None:
@@ -158,9 +165,7 @@ def _keep_before(tensor: torch.Tensor) -> None:
             parameter.keep_before()
 
 
-_told_numpy = _telling(torch.Tensor.numpy)
-_told_array = _telling(torch.Tensor.__array__)
-_told_dlpack = _telling(torch.Tensor.__dlpack__)
+_GIVE_ARRAYS = {name: getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__dlpack__")}
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

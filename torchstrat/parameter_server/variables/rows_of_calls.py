@@ -1,4 +1,4 @@
-"""Writes to a table on ``meta`` that bring values: which rows get which."""
+"""Which rows of a table a call on the coordinator reads, or writes: large tables move by these alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,37 @@ import math
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from torchstrat.errors import UnsupportedError
+from torchstrat.operands import tensors_in
 from torchstrat.parameter_server.variables.cached_tensors import TensorCall
+
+
+def read_rows(call: TensorCall, table: torch.Tensor) -> torch.Tensor | None:
+    """The ids of the rows of ``table`` that a call looks at, sorted and unique; None for one that may look at all.
+
+    ``table[ids]`` and lookups do. Ids that are out of range are the call's own error.
+    """
+    arguments = [*call.args, *call.kwargs.values()]
+    if sum(one is table for one in tensors_in(arguments)) != 1:
+        return None
+    if call.func is torch.Tensor.__getitem__ and call.args[0] is table:
+        index = call.args[1]  # of one number: a view, by which somebody may write
+        ids = torch.as_tensor(index) if isinstance(index, list | torch.Tensor) else None
+    elif call.func in (F.embedding, F.embedding_bag):
+        ids = call.args[0] if call.args else call.kwargs["input"]
+    else:
+        return None
+    if ids is None or ids.dtype not in _OF_IDS or (ids.dim() == 0 and call.func is torch.Tensor.__getitem__):
+        return None
+    ids = ids.detach().reshape(-1).cpu().to(torch.int64)
+    ids = torch.where(ids < 0, ids + len(table), ids) if call.func is torch.Tensor.__getitem__ else ids
+    ids = ids[(ids >= 0) & (ids < len(table))]
+    return torch.unique(ids)  # type: ignore[no-any-return]
+
+
+_OF_IDS = (torch.int64, torch.int32)
 
 
 def given_rows(call: TensorCall, table: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None] | None:
