@@ -286,7 +286,6 @@ class Copies:
         if spec.kind == "parameter" and self._device.type == "cpu":
             parameter = self._parameter(spec.number)
             parameter.replace(self._memory_for(spec).copy_(parameter.memory))
-        watch_arrays_over(parameter)
         self._fresh.discard(spec.number)
         if spec.by_rows:
             self._table(spec.number).is_current = False
@@ -405,7 +404,6 @@ class Copies:
                     "parameter.data.copy_(other) or parameter.data = other.data.clone()."
                 )
         parameter.replace(self._memory_for(spec).copy_(parameter.memory))
-        watch_arrays_over(parameter)
         parameter.has_other_memory = False
 
     def _notice_replaced_buffers(self) -> None:

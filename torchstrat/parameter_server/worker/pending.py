@@ -18,6 +18,7 @@ import torch
 from torchstrat import _torch_private
 from torchstrat.errors import ContextError
 from torchstrat.operands import tensors_in
+from torchstrat.parameter_server.needs_no_values import NEEDS_NO_VALUES
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter
 
 _ATTRIBUTE = "_torchstrat_pending"
@@ -45,7 +46,7 @@ class _Asked:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _NEEDS_NO_VALUES:
+        if func in NEEDS_NO_VALUES:
             if func == _GRAD.__set__:  # the gradient may be left for other functions, which have to know
                 _reach(args[0])
             with _torch_private.DisableTorchFunctionSubclass():
@@ -111,27 +112,4 @@ def refuse_in_a_fork(pid: int) -> None:
 
 
 _PENDING = frozenset((PendingParameter, PendingBuffer))
-
-
-def _methods(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name) for name in names}
-
-
-def _properties(*names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name).__get__ for name in names}
-
-
 _GRAD: Any = torch.Tensor.grad
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-_NEEDS_NO_VALUES = frozenset(
-    {
-        *_properties("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
-        *_properties("nbytes", "itemsize", "is_cpu", "is_cuda", "is_sparse", "is_meta", "_version"),
-        *_methods("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
-        *_methods("is_contiguous", "is_floating_point", "is_complex", "get_device", "__hash__", "__len__"),
-        *_methods("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__),
-    }
-)
-"""What may be asked of a parameter that is on its way."""

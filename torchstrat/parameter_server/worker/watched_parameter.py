@@ -97,6 +97,7 @@ class WatchedParameter(nn.Parameter):
         with DisableTorchFunctionSubclass():
             DATA.__set__(self, value)
         self.settle()
+        watch_arrays_over(self)
 
     def settle(self) -> None:
         """Servers and this copy agree now."""
