@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat._torch_private import DisableTorchFunction, number_hooks_apart
+from torchstrat._torch_private import DisableTorchFunction, before_step, number_hooks_apart
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
@@ -93,7 +93,7 @@ class RemoteSteps:
         self._number_of = number_of
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
-        self._last_hooks = LastHooks()
+        self._last_hooks, self._last = LastHooks(), before_step(self._step)
         self._watched: list[Optimizer] = []
         self._read: list[Optimizer] = []  # whose state was asked for since the last step
         self._states: weakref.WeakKeyDictionary[Optimizer, RemoteOptimizerState] = weakref.WeakKeyDictionary()
@@ -173,7 +173,7 @@ class RemoteSteps:
             self._check_foreign(optimizer)
             return None
         if optimizer._optimizer_step_pre_hooks:  # hooks of the user's, which may change gradients: after those
-            self._last_hooks.put(optimizer, self._step)
+            self._last_hooks.put(optimizer, self._last)
             return None
         return self._step(optimizer, args, kwargs)
 
