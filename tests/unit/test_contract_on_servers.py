@@ -16,7 +16,6 @@ CASES = {name: case for name, case in contract.CASES.items() if not case.needs_c
 TRAINED = [name for name in CASES if name not in REFUSED and name not in PYTHON_STATE]
 KNOWN_WRONG = {
     "lookahead": "attributes of an optimizer stay with the worker that has set them",
-    "parameter_made_in_forward": "a parameter that a function makes is not there on the coordinator",
     "stepped_outside_of_runs": "gradients that functions leave are not there for a step on the coordinator",
 }
 

@@ -28,6 +28,7 @@ REFUSED: Mapping[str, type[Exception]] = {
     "lazy_in_run_drawn": UnsupportedError,
     "tensor_hooks": UnsupportedError,  # hooks on parameters, which workers have others of
     "lazy_layer_behind_the_hooks": UnsupportedError,
+    "parameter_made_in_forward": UnsupportedError,  # it would be a worker's alone
     "group_added_in_step": InvalidArgumentError,
     "sharpness_aware": UnsupportedError,  # puts state into an optimizer outside of its step()
     "lookahead_without_hooks": UnsupportedError,  # not known where it is made, and may look at all it steps

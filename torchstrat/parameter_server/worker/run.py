@@ -20,6 +20,7 @@ from torchstrat.parameter_server.applied_parts import EarlierRuns
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
+from torchstrat.parameter_server.worker.made_parameters import MadeParameters
 from torchstrat.parameter_server.worker.steps import RemoteSteps
 
 
@@ -95,13 +96,19 @@ class Executor:
     """Runs functions one after the other in the strategy's cross-replica context."""
 
     def __init__(
-        self, strategy: Any, copies: Copies, left: LeftGradients, number_of: Callable[[Optimizer], int | None]
+        self,
+        strategy: Any,
+        copies: Copies,
+        left: LeftGradients,
+        number_of: Callable[[Optimizer], int | None],
+        is_captured: Callable[[Any], bool],
     ) -> None:
         self._left = left
         self._copies = copies
         self._access = copies.access
         self._context = context.enter(strategy, None)
         self.steps = RemoteSteps(copies, self._access, number_of, left)
+        self._made = MadeParameters(is_captured, lambda tensor: copies.spec_of(tensor) is not None)
         self._stepped = False
 
     def call(
@@ -144,8 +151,9 @@ class Executor:
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._left.begin()
         try:
-            with self.steps:
+            with self.steps, self._made:
                 result = _call(fn, args, kwargs)
+                self._made.check()
         finally:
             self._left.end(self._copies.reached)
         self.steps.check_states()

@@ -243,7 +243,13 @@ class _Session:
         self._new_settings: list[tuple[int, Options | None, Modes | None]] = []  # not in force yet; the last one first
         self._rested = True  # the next function comes after a rest
         self._trouble: BaseException | None = None  # with what a batch brought, for the next function to raise
-        self._executor = Executor(self._strategy, self._copies, self._left, self._number_of)
+        self._executor = Executor(
+            self._strategy,
+            self._copies,
+            self._left,
+            self._number_of,
+            lambda value: self._world.token_of(value) is not None,
+        )
 
     # -- what a batch brings, whether its functions are run or not: it is not sent again ----------------------------
 

@@ -28,6 +28,7 @@ from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
+from torchstrat.parameter_server.worker.made_parameters import notice_parameters
 from torchstrat.parameter_server.worker.row_gradients import rows_of
 from torchstrat.parameter_server.worker.watched_parameter import be_told_no_more, be_told_of_arrays
 from torchstrat.replicas.last_hooks import LastHooks
@@ -48,7 +49,7 @@ class StepHook:
 
     _lock = threading.Lock()
     _workers = 0
-    _handle: Any = None
+    _handles: tuple[Any, ...] = ()
 
     @classmethod
     def attach(cls) -> None:
@@ -58,14 +59,15 @@ class StepHook:
                 warm_up.begin()
                 number_hooks_apart()
                 be_told_of_arrays()
-                cls._handle = register_optimizer_step_pre_hook(_before_step)
+                cls._handles = (register_optimizer_step_pre_hook(_before_step), notice_parameters())
 
     @classmethod
     def detach(cls) -> None:
         with cls._lock:
             cls._workers -= 1
             if cls._workers == 0:
-                cls._handle.remove()
+                for handle in cls._handles:
+                    handle.remove()
                 be_told_no_more()
                 warm_up.wait()
 
