@@ -116,5 +116,7 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    with DisableTorchFunctionSubclass():
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.untyped_storage().data_ptr()
+    with DisableTorchFunctionSubclass():  # one of parameter servers would bring its values, and keep them in mind
         return tensor.untyped_storage().data_ptr()
