@@ -12,3 +12,19 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     see it as bytes; so those that ``view(-1)`` has taken along are replaced.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes in the same shape. By value NaN, which programs fill buffers with that
+    are not known yet, would be another one each time."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_as_integers(one), _as_integers(other))
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

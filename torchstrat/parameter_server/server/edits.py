@@ -13,7 +13,7 @@ from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import EditOp, ShardEdit
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
 from torchstrat.parameter_server.variables import shard_edits
-from torchstrat.parameter_server.worker.watched_parameter import is_same
+from torchstrat.tensor_bytes import is_same
 
 _OPS = get_args(EditOp)
 

@@ -42,7 +42,7 @@ from torchstrat.parameter_server.variables.cached_tensors import (
 )
 from torchstrat.parameter_server.variables.initial_values import repeated_on_servers
 from torchstrat.parameter_server.variables.rows_of_calls import given_rows, read_rows
-from torchstrat.parameter_server.worker.watched_parameter import is_same
+from torchstrat.tensor_bytes import is_same
 
 SWITCH = "TORCHSTRAT_COORDINATOR_CACHE"
 """``off`` in the environment: the coordinator's tensors are ordinary ones, with the values that were last pulled."""

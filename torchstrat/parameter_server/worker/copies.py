@@ -24,8 +24,9 @@ from torchstrat.parameter_server.worker.buffer_edits import BufferEdits
 from torchstrat.parameter_server.worker.pending import Bringer, refuse_in_a_fork, resume, suspend
 from torchstrat.parameter_server.worker.table_parameter import TableParameter
 from torchstrat.parameter_server.worker.tables import TableLookups
-from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, is_same, watch_arrays_over
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, watch_arrays_over
 from torchstrat.replicas.buffer_rules import is_statistic
+from torchstrat.tensor_bytes import is_same
 
 _LARGE_BYTES = 64 << 20
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.tensor_bytes import is_same
 
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
@@ -167,19 +168,3 @@ def _keep_before(tensor: torch.Tensor) -> None:
 
 
 _GIVE_ARRAYS = {name: getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__dlpack__")}
-
-
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes in the same shape. By value NaN, which programs fill buffers with that
-    are not known yet, would be another one each time."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(_as_integers(one), _as_integers(other))
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return flat.view(_INTEGERS[flat.element_size()])
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
