@@ -128,11 +128,6 @@ def _refuse_skipped_initialiser(caller: FrameType) -> None:
 class CachedTensor:
     """Mixed into the class of a tensor."""
 
-    @property
-    def _alias(self) -> Alias | None:
-        """None: another thread has just made it an ordinary one."""
-        return _aliases.get(id(self))
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +136,7 @@ class CachedTensor:
 
     def _read(self) -> torch.Tensor:
         """The current values: an ordinary tensor over the same memory."""
-        alias = self._alias
+        alias = alias_of(_of(self))
         if alias is not None:
             alias.holder.read(alias)
         with DisableTorchFunctionSubclass():
@@ -149,7 +144,7 @@ class CachedTensor:
 
     def __repr__(self, **options: Any) -> str:
         """Never waits for a server: debuggers and loggers call it."""
-        alias = self._alias
+        alias = alias_of(_of(self))
         if alias is not None and alias.holder.shown:
             return alias.holder.shown
         with DisableTorchFunctionSubclass():
@@ -207,6 +202,7 @@ def bring_alone(tensor: Any) -> None:
 
 
 def alias_of(tensor: torch.Tensor) -> Alias | None:
+    """None where it is an ordinary tensor, which another thread may just have made it."""
     return _aliases.get(id(tensor))
 
 
