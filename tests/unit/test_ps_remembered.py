@@ -372,12 +372,16 @@ def program() -> Iterator[Program]:
 
 def test_a_tensor_with_the_id_of_a_buffer_that_was_replaced_is_not_taken_for_it(program: Program) -> None:
     layer = program.model[2]
-    program.seen()
-    number = id(layer.running_mean)
-    layer.running_mean = torch.zeros(2)
-    made = [torch.full((2,), 7.0) for _ in range(1_000)]
-    found = [tensor for tensor in made if id(tensor) == number]
-    assert found, "no tensor was made in the place of the buffer"
+    for _ in range(100):  # whether the place of an object is taken by the next ones is for the allocator to say
+        program.seen()
+        number = id(layer.running_mean)
+        layer.running_mean = torch.zeros(2)
+        made = [torch.full((2,), 7.0) for _ in range(1_000)]
+        found = [tensor for tensor in made if id(tensor) == number]
+        if found:
+            break
+    else:
+        pytest.fail("no tensor was made in the place of a buffer, a hundred times: something keeps all of them")
     (tensor,) = found
     for _ in range(2):
         assert program.coordinator.schedule(lambda: tensor.tolist()).get(timeout=60) == [7.0, 7.0]
