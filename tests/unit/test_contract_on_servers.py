@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.unit, pytest.mark.deadline(120)]
 CASES = {name: case for name, case in contract.CASES.items() if not case.needs_compiler}
 TRAINED = [name for name in CASES if name not in REFUSED and name not in PYTHON_STATE]
 KNOWN_WRONG = {
-    "lookahead": "attributes of an optimizer stay with the worker that has set them",
     "stepped_outside_of_runs": "gradients that functions leave are not there for a step on the coordinator",
 }
 

@@ -126,6 +126,114 @@ def test_attributes_that_do_not_follow_are_warned_of_once(program: Program) -> N
     assert program.run(lambda: model.names, "error") == ["a"]
 
 
+class Own(torch.optim.Optimizer):
+    """Of a class that nothing is known of. Its step is 1, times what it keeps in an attribute, and counts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.scale, self.fading, self.count, self.shown = 1.0, 1.0, 0, ["not plain"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= self.scale
+        self.scale *= self.fading
+
+
+class Uncounted(Own):
+    """It changes nothing of its own, so that it may be cut."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= self.scale
+
+
+@contextmanager
+def own_optimizer(
+    make: type[Own] = Own, **options: Any
+) -> Iterator[tuple[ts.ParameterServerStrategy, Own, Callable[[], None], Any]]:
+    """With a function that steps it, and one that gives the value of the two elements, which are on two servers where
+    the class may be cut."""
+    with FakeCluster(workers=1, ps=2) as cluster:
+        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2), **options)
+        with strategy.scope():
+            model = nn.Linear(1, 2, bias=False)
+            nn.init.zeros_(model.weight)
+            optimizer = make(model.parameters())
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def train() -> None:
+            model.weight.grad = torch.ones(2, 1)
+            optimizer.step()
+
+        def value() -> float:
+            first, second = model.weight.flatten().tolist()
+            assert first == second
+            return first
+
+        yield strategy, optimizer, lambda: coordinator.schedule(train).get(timeout=30), value
+
+
+def test_what_steps_of_an_own_optimizer_set_is_there_after_a_pull() -> None:
+    with own_optimizer() as (strategy, optimizer, train, value):
+        for _ in range(3):
+            train()
+        strategy.extended.pull()
+        assert (optimizer.count, value()) == (3, -3.0)
+        train()
+        assert optimizer.count == 3, "of the last pull"
+        strategy.extended.pull()
+        assert (optimizer.count, value()) == (4, -4.0)
+
+
+def test_what_the_program_sets_on_an_own_optimizer_its_next_steps_use() -> None:
+    with own_optimizer() as (strategy, optimizer, train, value):
+        optimizer.scale = 2.0  # before anything was sent
+        train()
+        optimizer.scale = 10.0
+        train()
+        train()
+        assert value() == -22.0
+        optimizer.scale, optimizer.fading = 1.0, 0.5
+        train()
+        train()
+        assert value() == -23.5
+        strategy.extended.pull()
+        assert (optimizer.scale, optimizer.count) == (0.25, 5)
+        optimizer.scale = 1.0  # what it was set to before
+        strategy.extended.pull()
+        assert optimizer.scale == 1.0, "it has not gone there yet"
+        train()
+        assert value() == -24.5
+
+
+def test_attributes_of_an_own_optimizer_that_was_cut_are_the_programs() -> None:
+    with own_optimizer(Uncounted, elementwise_optimizers=[Uncounted]) as (_, optimizer, train, value):
+        train()
+        optimizer.scale = 10.0
+        train()
+        train()
+        assert value() == -21.0
+
+
+def test_what_a_function_sets_on_an_own_optimizer_is_put_back_and_warned_of() -> None:
+    with own_optimizer() as (strategy, optimizer, train, value):
+        schedule = ts.ClusterCoordinator(strategy).schedule
+
+        def set_it() -> None:
+            optimizer.scale, optimizer.new = 5.0, 1  # type: ignore[attr-defined]
+
+        train()
+        with pytest.warns(UserWarning, match=r"set scale of Own from 1\.0 to 5\.0 \(steps are made on the servers"):
+            schedule(set_it).get(timeout=30)
+        assert schedule(lambda: (optimizer.scale, hasattr(optimizer, "new"))).get(timeout=30) == (1.0, False)
+        train()
+        assert value() == -2.0
+
+
 def test_a_worker_in_the_coordinators_process_leaves_the_default_dtype_alone(program: Program) -> None:
     """On workers of their own it is the program's: tests/multiprocess/test_ps_process_settings.py."""
     before, gate = torch.get_default_dtype(), close_gate("default dtype")

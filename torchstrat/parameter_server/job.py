@@ -21,7 +21,7 @@ from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
-from torchstrat.optimizer_tiers import Tier
+from torchstrat.optimizer_tiers import Tier, is_listed
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options, Report, ServerGone
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.lifetimes import Lifetimes
@@ -427,6 +427,7 @@ class Job:
             if self._warns_of_rows and any(spec.by_rows for spec in specs):
                 self._warns_of_rows = not warn_of_rows(optimizer, kind)
             self.servers.ask_all("ps.add_optimizer", new)
+            self._attributes.note(optimizer)
             self._optimizers[number] = groups
             self._keep_state(optimizer, is_current=not self._takes_over)
 
@@ -509,7 +510,8 @@ class Job:
         modules = [(self.catalog.token_of(module), module) for module in self._registry.modules()]
         modes: dict[Any, Any] = dict(self._structure.changed(self.catalog, self.variables.spec_of_buffer))
         modes |= {token: module.training for token, module in modules}
-        modes |= self._attributes.changed(modules)
+        optimizers = [(self.catalog.token_of(one), one) for one in self.optimizers() if not is_listed(type(one))]
+        modes |= self._attributes.changed([*modules, *optimizers])
         modes[DEFAULT_DTYPE] = torch.get_default_dtype()
         modes[AGGREGATIONS] = self.variables.aggregations()
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
@@ -536,8 +538,11 @@ class Job:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def pull(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Bring the servers' values into the coordinator's copies; of all variables for None."""
+        """Bring the servers' values into the coordinator's copies; for None of all variables, and what steps of the
+        program's own optimizer classes have set in groups and attributes."""
         self.pull_variables(self.variables.specs() if modules is None else self.variables.specs_under(modules))
+        if modules is None:
+            self.pull_options(self.optimizers())
 
     def pull_variables(self, specs: Iterable[VariableSpec]) -> None:
         """The same for single variables. What the coordinator holds no copy of is left out."""
@@ -578,12 +583,15 @@ class Job:
                 CoordinatorState.of(optimizer).push_changed()
 
     def pull_options(self, optimizers: Iterable[Optimizer]) -> None:
-        """Bring what steps have set in parameter groups, on the servers, into the coordinator's objects."""
+        """Bring what steps have set in parameter groups and attributes, on the servers, into the coordinator's
+        objects."""
         for optimizer in optimizers:
             for server in self._setting_servers(optimizer):
                 answers = self.servers.ask("ps.optimizer_options", {server: self._number_of(optimizer)})
-                for group, new in zip(optimizer.param_groups, answers[server], strict=False):
+                groups, attributes = answers[server]
+                for group, new in zip(optimizer.param_groups, groups, strict=False):
                     group.update(new)
+                self._attributes.take(optimizer, attributes)
 
     def push_options(self, optimizer: Optimizer) -> None:
         """Give the servers whose steps set them what is in the groups now."""

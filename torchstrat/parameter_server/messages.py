@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -97,19 +97,33 @@ class NewOptimizer:
     rows_only: bool = True
 
 
+class SetAttribute(NamedTuple):
+    """On the coordinator. ``moment``: nanoseconds of its clock. What is set later is set, be it the same value again
+    after steps have changed it; and a coordinator that was started again goes on where the last one was."""
+
+    moment: int
+    value: Any
+
+
+SetAttributes: TypeAlias = Mapping[str, SetAttribute]
+"""What the program has set on a module or an optimizer since that was sent, by name."""
+
+
 @dataclass(frozen=True)
 class OptimizerStep:
     """One ``optimizer.step()`` on the shards of one server. Variables that got no gradient are left out.
 
     ``options``: the hyperparameters of each parameter group, in force at this step (everything in the group but
     ``params``). ``dense``: gradients of whole shards. ``rows``: (local row ids ``(n,)`` int64, sorted and unique;
-    gradients ``(n, …)``) of tables.
+    gradients ``(n, …)``) of tables. ``attributes``: what the program has set on an optimizer of a class of its own, by
+    name with the moment at which it was set.
     """
 
     optimizer: int
     options: tuple[Mapping[str, Any], ...]
     dense: tuple[tuple[ShardKey, torch.Tensor], ...] = ()
     rows: tuple[tuple[ShardKey, torch.Tensor, torch.Tensor], ...] = ()
+    attributes: SetAttributes = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,16 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import step_without_compiler
 from torchstrat.errors import InvalidArgumentError, TorchstratError, UnsupportedError
-from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, StateOfShard
+from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard
 from torchstrat.parameter_server.server.held import HeldShards
 from torchstrat.parameter_server.server.packing import Options, check_supported, unpickling
 from torchstrat.parameter_server.server.shard_optimizer import sparse_rows
 from torchstrat.parameter_server.travel.classes_here import ClassesHere
 from torchstrat.parameter_server.travel.plain import are_equal
+from torchstrat.parameter_server.variables.plain_attributes import fixed_attributes
+
+StepsHaveSet = tuple[list[dict[str, Any]], dict[str, Any]]
+"""By group, entries of ``param_groups``; plain attributes."""
 
 Groups = Sequence[Sequence[int]]
 """By parameter group: the numbers of its variables, in order."""
@@ -46,6 +50,7 @@ class LiveOptimizer:
             if (state := self._optimizer.state.get(parameter))
         }
         self._handed_out: list[dict[str, list[Any]]] = [{} for _ in self._given]
+        self._set_at: dict[str, int] = {}  # attributes, when the program has set them
         self._stepped: set[tuple[int, int]] = set()
         check_supported(self.cls, self.options)
 
@@ -70,9 +75,9 @@ class LiveOptimizer:
                 self._given.append(dict(other._given[number]))
                 self._handed_out.append({})
 
-    def hand_out(self) -> list[dict[str, Any]]:
-        """By group, what steps have set in it: the program's own then has it, for a checkpoint, and sends it back with
-        every step, also when later steps have set something else. That is no wish of the program's."""
+    def hand_out(self) -> StepsHaveSet:
+        """What steps have set. The program's own object then has it, for a checkpoint, and sends what is in groups
+        back with every step, also when later steps have set something else. That is no wish of the program's."""
         found = []
         for own, given, handed_out in zip(self.options, self._given, self._handed_out, strict=True):
             new = {k: copy.deepcopy(v) for k, v in own.items() if k not in given or not are_equal(v, given[k])}
@@ -80,7 +85,7 @@ class LiveOptimizer:
                 if not _is_among(value, handed_out.setdefault(name, [])):
                     handed_out[name].append(value)
             found.append(new)
-        return found
+        return found, fixed_attributes(self._optimizer)
 
     def load_options(self, options: Sequence[Options]) -> None:
         """These take the place of all that is in the groups: a checkpoint was restored."""
@@ -110,6 +115,7 @@ class LiveOptimizer:
         """One step, of the optimizer ``number``. If it raises, parameters may be half-stepped."""
         gradients = _gradients_of(step, shards)
         self._take_options(step.options)
+        self._take_attributes(step.attributes)
         keys = {place: (groups[place[0]][place[1]], 0) for place, _ in self._places()}
         for place, parameter in self._places():
             parameter.data = shards.changing(keys[place])
@@ -136,6 +142,13 @@ class LiveOptimizer:
         for number, (group, new) in enumerate(zip(self._optimizer.param_groups, options, strict=True)):
             for name, value in list(self._set_by_program(number, new)):
                 group[name] = self._given[number][name] = value
+
+    def _take_attributes(self, attributes: SetAttributes) -> None:
+        """The same of attributes. What was set before the last that was taken is known, or was taken back."""
+        for name, (moment, value) in attributes.items():
+            if moment > self._set_at.get(name, 0):
+                self._set_at[name] = moment
+                setattr(self._optimizer, name, value)
 
     def _set_by_program(self, number: int, options: Options) -> Iterator[tuple[str, Any]]:
         given, handed_out = self._given[number], self._handed_out[number]

@@ -65,7 +65,7 @@ class VariableServer:
     ``ps.applied_parts``        id of a function                           push → `AppliedPart`
     ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
-    ``ps.optimizer_options``    optimizer                                  by group, what steps have set
+    ``ps.optimizer_options``    optimizer                                  `StepsHaveSet`
     ``ps.load_optimizer_options``  (optimizer, by group)                   None
     ``ps.snapshot``             None                                       `Snapshot`
     ``ps.restore``              `Snapshot`                                 None

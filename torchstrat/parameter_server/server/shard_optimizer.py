@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torchstrat._torch_private import optimizers_without_compiler, step_without_compiler
 from torchstrat.optimizer_blocks import step_in_blocks
 from torchstrat.optimizer_tiers import Gradients, kind_of
-from torchstrat.parameter_server.messages import StateOfShard
+from torchstrat.parameter_server.messages import SetAttributes, StateOfShard
 from torchstrat.parameter_server.server.packing import Options, check_supported, parts_of, unpickling
 from torchstrat.stand_ins import stand_in_of
 
@@ -83,13 +83,17 @@ class ShardOptimizer:
         options: Sequence[Options],
         parameters: Sequence[Sequence[torch.Tensor]],
         states: Mapping[torch.Tensor, StateOfShard],
+        attributes: SetAttributes | None = None,
     ) -> dict[torch.Tensor, StateOfShard]:
         """One step of ``parameters`` (leaves with ``.grad``, a list per group), in place.
 
-        ``states``: what is known of each before; its dictionaries are used as they are. Returns the states after the
+        ``states``: what is known of each before; its dictionaries are used as they are. ``attributes``: what the
+        program has set on it since it was packed. Returns the states after the
         step, for the parameters that have any. If the optimizer raises, parameters and states may be half-stepped.
         """
         stand_in = self.stand_in(options, parameters, states)
+        if attributes:
+            vars(stand_in).update({name: value for name, (_, value) in attributes.items()})
         if not step_in_blocks(stand_in, self.call_step):
             self.call_step(stand_in)
         state = stand_in.state

@@ -17,7 +17,7 @@ from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.catalog import describe_optimizer
 from torchstrat.parameter_server.server.fast_steps import fast_step_of
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
-from torchstrat.parameter_server.server.live_optimizer import LiveOptimizer, keep_values
+from torchstrat.parameter_server.server.live_optimizer import LiveOptimizer, StepsHaveSet, keep_values
 from torchstrat.parameter_server.server.packing import Options, check_supported, unpack_kind
 from torchstrat.parameter_server.server.row_optimizer import RowState, gather_state, learn_state, scatter_state
 from torchstrat.parameter_server.server.shard_optimizer import ShardOptimizer, sparse_rows
@@ -80,9 +80,9 @@ class HeldOptimizer:
         assert self._live is None, "its variables have one shard"
         return learn_state(self.optimizer, self.optimizer.options[group], group, table)
 
-    def hand_out_options(self) -> list[dict[str, Any]]:
-        """By group, the hyperparameters that its steps have set."""
-        return [{} for _ in self.groups] if self._live is None else self._live.hand_out()
+    def hand_out_options(self) -> StepsHaveSet:
+        """By group, the hyperparameters that its steps have set, and the plain attributes."""
+        return ([{} for _ in self.groups], {}) if self._live is None else self._live.hand_out()
 
     def load_options(self, options: Sequence[Options]) -> None:
         if self._live is not None:
@@ -153,7 +153,9 @@ class HeldOptimizer:
         for part in sorted(parts, key=lambda part: self._place_of[part.key[0]] + part.key):
             parameters[self._group(part.key)].append(part.parameter)
         with self._naming([part.key for part in parts], shards):
-            states = self.optimizer.step(step.options, parameters, {part.parameter: part.state for part in parts})
+            states = self.optimizer.step(
+                step.options, parameters, {part.parameter: part.state for part in parts}, step.attributes
+            )
         for part in parts:
             self._keep(part, _without_gradient(states.get(part.parameter, {}), part.parameter), step, shards)
 

@@ -37,6 +37,7 @@ from torchstrat.parameter_server.server.catalog import describe_variable, make_c
 from torchstrat.parameter_server.server.cut import Cut, FrozenRows, VariableCut
 from torchstrat.parameter_server.server.edits import apply_edit, check_edit
 from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
+from torchstrat.parameter_server.server.live_optimizer import StepsHaveSet
 from torchstrat.parameter_server.server.row_optimizer import RowState
 from torchstrat.parameter_server.server.steps import HeldOptimizer
 from torchstrat.parameter_server.variables.initial_values import repeat, replay
@@ -310,8 +311,8 @@ class VariableStore:
             for key, state in states.items():
                 shards.put_state(key, optimizer, _copy(state) or None)
 
-    def optimizer_options(self, optimizer: int) -> list[dict[str, Any]]:
-        """By parameter group, the hyperparameters that steps have set here; of most optimizers none."""
+    def optimizer_options(self, optimizer: int) -> StepsHaveSet:
+        """What steps have set here; of most optimizers nothing."""
         held = self._optimizer(optimizer)
         with self._locked(held.reaches):
             return held.hand_out_options()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure
@@ -53,6 +54,8 @@ class Reading:
             self._is_comparable = not variables.has_traceless_changes()
             for optimizer in registry.optimizers():
                 self._read_groups(optimizer)
+                if not is_listed(type(optimizer)):
+                    self._marks.append(attributes.mark(optimizer))
 
     def is_same(self, earlier: Reading) -> bool:
         """Whether nothing has changed that this is about. False where that cannot be told."""

@@ -17,6 +17,7 @@ from torchstrat.errors import ContextError, OutOfRangeError
 from torchstrat.generator_states import state_of
 from torchstrat.parameter_server import warm_up
 from torchstrat.parameter_server.applied_parts import EarlierRuns
+from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.variables.server_group import ServerGroup
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
@@ -101,13 +102,14 @@ class Executor:
         copies: Copies,
         left: LeftGradients,
         number_of: Callable[[Optimizer], int | None],
+        attributes_of: Callable[[int], SetAttributes],
         is_captured: Callable[[Any], bool],
     ) -> None:
         self._left = left
         self._copies = copies
         self._access = copies.access
         self._context = context.enter(strategy, None)
-        self.steps = RemoteSteps(copies, self._access, number_of, left)
+        self.steps = RemoteSteps(copies, self._access, number_of, left, attributes_of)
         self._made = MadeParameters(is_captured, lambda tensor: copies.spec_of(tensor) is not None)
         self._stepped = False
 

@@ -248,6 +248,7 @@ class _Session:
             self._copies,
             self._left,
             self._number_of,
+            self._settings.attributes_of,
             lambda value: self._world.token_of(value) is not None,
         )
 

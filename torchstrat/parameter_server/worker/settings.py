@@ -13,12 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrat._torch_private import DisableTorchFunctionSubclass
+from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options
+from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.travel.closures import unpack
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
 from torchstrat.parameter_server.travel.world import World
 from torchstrat.parameter_server.variables.module_structure import MEMBERS, Members
-from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES
+from torchstrat.parameter_server.variables.plain_attributes import ATTRIBUTES, fixed_attributes
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.replicas.thread_state import leave_plain
 
@@ -49,7 +51,8 @@ class Settings:
         self._optimizers: dict[int, Optimizer] = {}
         self._owns_process = owns_process
         self._default_dtype: torch.dtype | None = None
-        self._attributes: dict[Any, Mapping[str, Any]] = {}
+        self._attributes: dict[Any, SetAttributes] = {}
+        self._own_attributes: dict[int, dict[str, Any]] = {}  # of optimizers of the program's own classes
         self._members: dict[Any, Members] = {}
         self._warned: set[str] = set()
 
@@ -63,8 +66,10 @@ class Settings:
                     group["params"] = [self._copies.tensor_of(number) for number in values["params"]]
                 kept = zip(optimizer.param_groups, groups, strict=True)
                 self._groups[number] = [_Group(group, values) for group, values in kept]
+                if not is_listed(type(optimizer)):
+                    self._own_attributes[number] = fixed_attributes(optimizer)
         for gone in self._groups.keys() - options.keys():
-            del self._groups[gone], self._optimizers[gone]
+            self._forget(gone)
 
     def set_modes(self, modes: Modes) -> None:
         self._modules, self._parameters = [], []
@@ -87,11 +92,23 @@ class Settings:
                     self._parameters.append((captured, flag))
         self._put_back_modes()
 
-    def _set_attributes(self, token: Any, values: Mapping[str, Any]) -> None:
-        """What was set on the coordinator since the last time. What a function sets is this worker's own until then."""
+    def _forget(self, optimizer: int) -> None:
+        for kept in (self._groups, self._optimizers, self._own_attributes):
+            kept.pop(optimizer, None)
+
+    def attributes_of(self, optimizer: int) -> SetAttributes:
+        """What the program has set on an optimizer of a class of its own, as of the function that runs."""
+        return self._attributes.get(("helper", optimizer), {})
+
+    def _set_attributes(self, token: Any, values: SetAttributes) -> None:
+        """What was set on the coordinator since the last time. What a function sets on a module is this worker's own
+        until then."""
         if self._attributes.get(token) != values and self._world.knows(token):
             self._attributes[token] = values
-            vars(self._world.resolve(token)).update(values)
+            owner = self._world.resolve(token)
+            vars(owner).update({name: one.value for name, one in values.items()})
+            if isinstance(owner, Optimizer):
+                self._own_attributes[token[1]] = fixed_attributes(owner)
 
     def _set_members(self, token: Any, members: Members) -> None:
         """What was added, removed or replaced on the coordinator. The module itself stays the same object."""
@@ -122,8 +139,7 @@ class Settings:
             self._attributes.pop(token, None)
             self._members.pop(token, None)
             if token[0] == "helper":
-                self._groups.pop(token[1], None)
-                self._optimizers.pop(token[1], None)
+                self._forget(token[1])
 
     def put_back(self) -> None:
         """After a function, whether it returned or raised."""
@@ -135,6 +151,8 @@ class Settings:
             self._warn("requires_grad", f"{takes_gradients} parameters to take gradients, or not to")
         for number, optimizer in self._optimizers.items():
             self._put_back_groups(optimizer, self._groups[number])
+        for number, kept in self._own_attributes.items():
+            self._put_back_attributes(self._optimizers[number], kept)
 
     def _put_back_default_dtype(self) -> None:
         if self._default_dtype is not None and torch.get_default_dtype() is not self._default_dtype:
@@ -159,6 +177,20 @@ class Settings:
             for name, was, now in own.changes(group):
                 self._warn("rate", f"{name} of group {place} of {type(optimizer).__name__} from {was!r} to {now!r}")
         groups[:] = [own.put_back() for own in kept]
+
+    def _put_back_attributes(self, optimizer: Optimizer, kept: dict[str, Any]) -> None:
+        now = fixed_attributes(optimizer)
+        if now == kept:
+            return
+        for name in now.keys() - kept.keys():
+            del vars(optimizer)[name]
+        vars(optimizer).update(kept)
+        name = next(name for name in (*kept, *now) if name not in kept or now.get(name) != kept[name])
+        self._warn(
+            "attribute",
+            f"{name} of {type(optimizer).__name__} from {kept.get(name)!r} to {now.get(name)!r} (steps are made on the "
+            "servers, which do not see it)",
+        )
 
     def _warn(self, kind: str, what: str) -> None:
         if kind not in self._warned:

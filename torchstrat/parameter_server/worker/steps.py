@@ -22,7 +22,7 @@ from torchstrat._torch_private import DisableTorchFunction, before_step, number_
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
-from torchstrat.parameter_server.messages import OptimizerStep, ShardKey, StateOfShard, VariableSpec
+from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
@@ -81,6 +81,7 @@ class RemoteSteps:
 
     Args:
         number_of: the job's number of an optimizer, None for one that it does not know.
+        attributes_of: what the program has set on the optimizer with a number.
     """
 
     def __init__(
@@ -89,10 +90,12 @@ class RemoteSteps:
         access: VariableAccess,
         number_of: Callable[[Optimizer], int | None],
         left: LeftGradients,
+        attributes_of: Callable[[int], SetAttributes],
     ) -> None:
         self._copies = copies
         self._access = access
         self._number_of = number_of
+        self._attributes_of = attributes_of
         self._uncompiled: Callable[[Optimizer, Any, Any], Any] | None = None  # `before`; made when PyTorch's compiler
         # has been imported, and once: it takes as long as ten of the smallest functions
         self._last_hooks, self._last = LastHooks(), before_step(self._step)
@@ -228,9 +231,10 @@ class RemoteSteps:
         parts: dict[int, dict[str, Any]] = defaultdict(dict)
         if not step.found_inf:
             options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+            attributes = self._attributes_of(number)
             for server in step.servers():
                 parts[server]["steps"] = (
-                    OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server])),
+                    OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server]), attributes),
                 )
         for edit in self._copies.take_edits():
             for server, of_shard in shard_edits(edit):
