@@ -14,17 +14,6 @@ pytestmark = [pytest.mark.unit, pytest.mark.deadline(120)]
 
 CASES = {name: case for name, case in contract.CASES.items() if not case.needs_compiler}
 TRAINED = [name for name in CASES if name not in REFUSED and name not in PYTHON_STATE]
-KNOWN_WRONG = {
-    "stepped_outside_of_runs": "gradients that functions leave are not there for a step on the coordinator",
-}
-
-
-def _marks(name):
-    return (
-        [pytest.mark.xfail(reason=KNOWN_WRONG[name], strict=True, raises=(AssertionError, RuntimeError))]
-        if name in KNOWN_WRONG
-        else []
-    )
 
 
 def on_servers(case: contract.Case, shards: int | None):
@@ -38,7 +27,7 @@ def on_servers(case: contract.Case, shards: int | None):
 STEPPED_IN_SHARDS = {case.name for case in cases_optimizers.CASES}
 """In every run; what else a function does, it does with whole tensors, however they are kept: in soak."""
 CELLS = [
-    pytest.param(name, shards, marks=_marks(name) + ([] if always else [pytest.mark.soak]))
+    pytest.param(name, shards, marks=[] if always else [pytest.mark.soak])
     for name in TRAINED
     for shards, always in ((None, True), (5, name in STEPPED_IN_SHARDS))
 ]

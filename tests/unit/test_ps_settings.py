@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torchstrat as ts
 from tests.support.gates import close_gate, pass_gate
-from torchstrat.errors import UnsupportedError
+from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
@@ -384,3 +385,31 @@ def test_with_one_worker_gradients_are_accumulated_over_functions_until_a_second
         program.workers = 2
         with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
             program.run(0, "step")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_on_the_coordinator_does_not_pass_over_what_functions_have_left(workers: int) -> None:
+    with program_of(workers) as (program, _):
+        optimizer, weight = program.model.optimizer, program.model.weight
+        optimizer.step()  # before any function, as in front of a scheduler's first step
+        program.run(0, "clear, backward, step, clear")
+        optimizer.step()
+        program.run(workers - 1, "backward")
+        with pytest.raises(ContextError, match=r"SGD.step\(\) was called on the coordinator.*left that of weight"):
+            optimizer.step()
+        weight.grad = torch.ones(1, 1)  # the program's own
+        optimizer.step()
+        weight.grad = None
+        assert program.weight() == -2.0
+        program.run(workers - 1, "clear")
+        optimizer.step()
+        assert program.weight() == -2.0
+
+
+def test_steps_are_looked_at_as_long_as_the_strategy_is_open() -> None:
+    before = len(_global_optimizer_pre_hooks)
+    with program_of(1) as (program, _):
+        program.run(0, "backward")
+        assert len(_global_optimizer_pre_hooks) > before
+    assert len(_global_optimizer_pre_hooks) == before
+    program.model.optimizer.step()

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -108,6 +108,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
         job.on_outcomes = self._worker_calls.reported
+        job.left_gradients = self._left_gradients
         job.lifetimes.watch(lambda: self._next_function, lambda: self._calls.put(True))
 
     # -- for the user's thread --------------------------------------------------------------------------------------
@@ -577,6 +578,11 @@ class Dispatcher:
     def _take(self, news: News) -> None:
         self._inbox.append(news)
         self._take_in()
+
+    def _left_gradients(self, numbers: Sequence[int]) -> set[int]:
+        """Of these parameters, once no function is half-way."""
+        with self.paused(self._job.timeout_seconds, "optimizer.step() on the coordinator"):
+            return self._worker_calls.left_gradients([known.peer for known in self._workers.values()], numbers)
 
     def _left_elsewhere(self, known: KnownWorker) -> tuple[int, ...]:
         others = [other.left for other in self._workers.values() if other.left and other is not known]

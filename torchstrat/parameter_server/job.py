@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from torchstrat.parameter_server.variables.bonds import check_places
 from torchstrat.parameter_server.variables.cache_servers import CacheServers
 from torchstrat.parameter_server.variables.captured_variables import CapturedVariables
 from torchstrat.parameter_server.variables.coordinator_cache import CoordinatorCache
-from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
+from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState, CoordinatorSteps
 from torchstrat.parameter_server.variables.elementwise import Kinds, warn_of_rows
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure
@@ -98,6 +98,7 @@ class Job:
         self.on_server_lost: Callable[[ParameterServerUnavailable], None] = lambda error: None
         self.on_worker_leaves: Callable[[Peer], int] = lambda peer: 0
         self.on_outcomes: Callable[[Peer, Report], None] = lambda peer, report: None
+        self.left_gradients: Callable[[Sequence[int]], set[int]] = lambda numbers: set()
         self.attempt: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda call, after_restore: call()
         """`OnServerLoss.attempt`."""
         self._registry = registry
@@ -123,6 +124,7 @@ class Job:
         self._committed = registry.counts
         self._attributes = PlainAttributes()
         self._settled: tuple[Reading, Options, Modes] | None = None
+        self._steps = CoordinatorSteps(self)
 
     # -- the cluster ------------------------------------------------------------------------------------------------
 
@@ -294,6 +296,7 @@ class Job:
 
     def close(self, *, finished: bool, brings: bool = False) -> None:
         self.cache.close(brings=brings)
+        self._steps.close()
         for optimizer in self._registry.optimizers():
             CoordinatorState.detach(optimizer)
         self.membership.close(finished=finished)
@@ -601,6 +604,10 @@ class Job:
 
     def optimizers(self) -> list[Optimizer]:
         return self._registry.optimizers()
+
+    def parameters_of(self, optimizer: Optimizer) -> dict[torch.Tensor, VariableSpec]:
+        """Those of an optimizer that the servers step; of another one none."""
+        return {} if self.optimizer_number(optimizer) is None else self._specs_of(optimizer)
 
     def _setting_servers(self, optimizer: Optimizer) -> set[int]:
         """Where steps of an optimizer may set hyperparameters: at most one."""

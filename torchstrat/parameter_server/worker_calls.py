@@ -6,8 +6,8 @@ Without the dispatcher's lock. What comes back is on a thread of the transport, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,6 +76,12 @@ class WorkerCalls:
     def send_recall(self, known: KnownWorker, recalled: Any) -> None:
         future = self._call(known.peer, "worker.recall", recalled)
         future.add_done_callback(partial(self._handed_back, known.peer))
+
+    def left_gradients(self, peers: Iterable[Peer], numbers: Sequence[int]) -> set[int]:
+        """Those of the parameters with these numbers that have a gradient on a worker. One that is lost has none."""
+        calls = [self._call(peer, "worker.left_gradients", tuple(numbers)) for peer in peers]
+        wait(calls, timeout=self._job.timeout_seconds)
+        return {number for call in calls if call.done() and call.exception() is None for number in call.result()}
 
     def _call(self, peer: Peer, method: str, payload: Any) -> Future[Any]:
         try:

@@ -1,4 +1,5 @@
-"""``optimizer.state`` on the coordinator: reading it asks the servers, changing it is a load."""
+"""Optimizers on the coordinator. Reading ``optimizer.state`` asks the servers, changing it is a load; a step takes the
+gradients that the program has here, and is refused where functions have left theirs on workers."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import ContextError, InvalidArgumentError
 from torchstrat.parameter_server.messages import StateOfShard
 from torchstrat.parameter_server.variables.cache_interfaces import Moment
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState
@@ -103,3 +105,33 @@ class CoordinatorState:
             "read before functions ran which may have changed it since. What was written is given up. Call "
             "coordinator.join(), take optimizer.state[parameter] anew, and change that."
         )
+
+
+class CoordinatorSteps:
+    """Looks at steps that the program makes on the coordinator, until the job is closed."""
+
+    def __init__(self, job: Job) -> None:
+        self._job: Job = weakref.proxy(job)
+        check = weakref.WeakMethod(self._check)
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (method := check()) is not None:
+                method(optimizer)
+
+        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Without any gradient here a step does nothing. In a plain program it would take what the last backward passes
+        have left, and these were made by functions."""
+        specs = self._job.parameters_of(optimizer)
+        if not specs or any(parameter.grad is not None for parameter in specs):
+            return
+        left = self._job.left_gradients([spec.number for spec in specs.values()])
+        if left:
+            name = next(spec.name for spec in specs.values() if spec.number in left)
+            raise ContextError(
+                f"{type(optimizer).__name__}.step() was called on the coordinator, where no parameter has a gradient; "
+                f"scheduled functions have left that of {name} on a worker. Call step() in the function that computes "
+                "the gradients; or clear them there (optimizer.zero_grad()), and return what the coordinator shall "
+                "step with, to be set as parameter.grad."
+            )

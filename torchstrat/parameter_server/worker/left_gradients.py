@@ -40,6 +40,11 @@ class LeftGradients:
         """Numbers of the parameters whose gradients no step has used, as they were when the last function ended."""
         return tuple(self._unused)
 
+    def held(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Those of these parameters that have a gradient here, used or not, that is not zero."""
+        gradients = ((number, GRAD.__get__(parameter)) for number, parameter in self._parameters(numbers))
+        return tuple(number for number, gradient in gradients if gradient is not None and not _is_zero(gradient))
+
     def share(self, is_shared: bool, elsewhere: Collection[int]) -> None:
         """What the coordinator knows: whether there are other workers, and whose unused gradients these hold."""
         self._elsewhere = frozenset(elsewhere)

@@ -81,7 +81,11 @@ class FunctionWorker:
     # -- Service ----------------------------------------------------------------------------------------------------
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {"worker.run": Handler(self._run, self._thread), "worker.recall": Handler(self._recall)}
+        return {
+            "worker.run": Handler(self._run, self._thread),
+            "worker.recall": Handler(self._recall),
+            "worker.left_gradients": Handler(self._left_gradients, self._thread),
+        }
 
     def attach(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -157,6 +161,9 @@ class FunctionWorker:
         with self._lock:
             queue = self._queue_of(sender)
         return queue.recall(recalled)
+
+    def _left_gradients(self, sender: Peer, numbers: Sequence[int]) -> tuple[int, ...]:
+        return self._session_of(sender).left_of(numbers)
 
     def _run(self, sender: Peer, batch: Batch) -> Report:
         with self._lock:
@@ -258,6 +265,10 @@ class _Session:
     def left(self) -> tuple[int, ...]:
         """As `LeftGradients.unused`."""
         return self._left.unused
+
+    def left_of(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """As `LeftGradients.held`."""
+        return self._left.held(numbers)
 
     def learn(self, batch: Batch) -> None:
         self._rested |= batch.rested
