@@ -67,7 +67,10 @@ class Edits:
                     for alias in (one, result):
                         self._aliased[id(alias)] = weakref.ref(alias)
         elif getattr(func, "__name__", "") != "__get__":
-            self._made[id(result)] = weakref.ref(result)
+            self.note_made(result)
+
+    def note_made(self, tensor: torch.Tensor) -> None:
+        self._made[id(tensor)] = weakref.ref(tensor)
 
     def is_made(self, tensor: torch.Tensor) -> bool:
         """Whether the step has made the memory of ``tensor``, so that no other run and no variable sees it."""

@@ -67,7 +67,7 @@ class Recording:
         lanes = self.lanes
         known = _known_objects(self._registry, one)
         backward = LaneBackward(lanes, self.weights, self._meet, self._registry)
-        edits = Edits(lanes, backward, self._registry, self.merged, self._differing)
+        self._edits = edits = Edits(lanes, backward, self._registry, self.merged, self._differing)
         draws = Draws(lanes, edits, self._stream, self._feeder.share, _Given(fn, one).has)
         mode = StepMode(lanes, backward, edits, draws, self._rewrites, device)
         with lanes.entered():
@@ -135,8 +135,16 @@ class Recording:
         with self.lanes.left("all_reduce"):
             active = self._together.active(self.lanes.stacked(self._feeder.share(tensor)))
             total = self._meet(f"all_reduce({op.value.lower()})", active, _reducing(op))
-            arrived = self._together.arrive(total)
-        return self.lanes.hide(arrived)
+            return self._for_all(total)
+
+    def _for_all(self, combined: torch.Tensor) -> torch.Tensor:
+        """What replicas have combined, for the step's code: one tensor that they share, so that what is made of it
+        alone differs no more than it does; with gradients one for each, since these may."""
+        if combined.requires_grad:
+            return self.lanes.hide(self._together.arrive(combined))
+        shared = combined.clone()  # every pass may write to its own
+        self._edits.note_made(shared)
+        return shared
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
         """Added up as on one device with the global batch, gradients too: they flow between replicas as they are."""
@@ -194,8 +202,7 @@ class Recording:
         with self.lanes.left("all_gather"):
             tensor = self._feeder.share(as_tensor(leaf, "all_gather"))
             payload = self.lanes.active, self._together.active(self.lanes.stacked(tensor))
-            joined = self._together.arrive(self._meet(f"all_gather(axis={axis})", payload, combine))
-        return self.lanes.hide(joined)
+            return self._for_all(self._meet(f"all_gather(axis={axis})", payload, combine))
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `ReplicaContext.merge_call`."""
