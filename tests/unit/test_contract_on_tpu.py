@@ -18,31 +18,20 @@ pytestmark = [
 
 CASES = {name: case for name, case in contract.CASES.items() if not case.needs_compiler}
 TRAINED = [name for name in CASES if name not in REFUSED and name not in OTHER_NUMBERS]
-KNOWN_WRONG = {
-    "update_by_hand": (
-        (1, 2, 4),
-        UserWarning,
-        "an update by hand with combined gradients is taken for the replica's own",
-    ),
-    "adversarial_input": ((2, 4), UnsupportedError, "backward(inputs=) of what differs between replicas is refused"),
-    "buffers_of_every_kind": ((2, 4), UnsupportedError, "a tensor of the step that becomes a buffer is refused"),
-    "buffer_behind_the_hooks": ((2, 4), UnsupportedError, "a tensor of the step that becomes a buffer is refused"),
-    "double_backward_across_all_reduce": ((1,), UnsupportedError, "one replica's rows are taken for a variable"),
-    "inner_optimizer_over_tensors": ((2, 4), AssertionError, "a leaf tensor of the step is one for all replicas"),
+REFUSED_ON = {
+    "adversarial_input": ((2, 4), "backward.inputs=.*differs between replicas"),
+    "buffers_of_every_kind": ((2, 4), "a step has kept it"),  # a tensor of the step that becomes a buffer
+    "buffer_behind_the_hooks": ((2, 4), "a step has kept it"),
 }
+"""Cases that are refused by name on so many replicas, and right on others."""
 
-
-def _marks(name, replicas):
-    where, error, reason = KNOWN_WRONG.get(name, ((), None, ""))
-    return [pytest.mark.xfail(reason=reason, strict=True, raises=error)] if replicas in where else []
-
-
-ALONE = ("sgd_momentum", "batch_norm", "tensor_hooks", *(name for name in KNOWN_WRONG if 1 in KNOWN_WRONG[name][0]))
+ALONE = ("sgd_momentum", "batch_norm", "tensor_hooks", "update_by_hand", "double_backward_across_all_reduce")
 """In every run on one replica, too: what nothing differs on. Other cases, and all on two, go where four do: in soak."""
 CELLS = [
-    pytest.param(name, replicas, marks=_marks(name, replicas) + ([] if always else [pytest.mark.soak]))
+    pytest.param(name, replicas, marks=[] if always else [pytest.mark.soak])
     for name in TRAINED
     for replicas, always in ((1, name in ALONE), (2, False), (4, True))
+    if replicas not in REFUSED_ON.get(name, ((), ""))[0]
 ]
 
 
@@ -66,7 +55,16 @@ def test_refused_with_the_reason(name):
         on_fake(CASES[name], 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "replicas"), [(name, replicas) for name, (where, _) in REFUSED_ON.items() for replicas in where]
+)
+def test_refused_on_some_numbers_of_replicas(name, replicas):
+    with pytest.raises(UnsupportedError, match=REFUSED_ON[name][1]):
+        on_fake(CASES[name], replicas)
+
+
 def test_the_lists_name_cases():
+    assert set(REFUSED_ON) <= set(CASES)
     assert set(REFUSED) <= set(CASES)
     assert set(OTHER_NUMBERS) <= set(CASES)
     assert len(TRAINED) >= 90

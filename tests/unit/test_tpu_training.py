@@ -277,7 +277,28 @@ def by_transforms(layer: nn.Linear, x: torch.Tensor) -> Any:
     return slope, torch.func.vmap(lambda row: layer(row).square().sum())(x).detach()
 
 
+def leaves_of_the_step(layer: nn.Linear, x: torch.Tensor) -> Any:
+    """Tensors that the step makes and trains on its own rows, in all ways to make one."""
+    made = [
+        torch.zeros(3, dtype=x.dtype, requires_grad=True),
+        torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype, requires_grad=True),
+        torch.ones_like(layer.weight[0], requires_grad=True),
+        x.new_full((3,), 0.5, requires_grad=True),
+        layer.weight[0].detach().clone().requires_grad_(),
+        torch.ones(3, dtype=x.dtype).requires_grad_(),
+        x[0].detach().clone().requires_grad_(),
+    ]
+    inner = torch.optim.SGD([{"params": made[:2], "lr": 0.3}, {"params": made[2:]}], lr=0.1, momentum=0.5)
+    for _ in range(2):
+        inner.zero_grad()
+        sum(((one - x) ** 2).mean() for one in made).backward()
+        inner.step()
+    made[0].grad = None
+    return [one.detach() for one in made], [None if one.grad is None else one.grad * 1 for one in made]
+
+
 GRADIENTS = [
+    leaves_of_the_step,
     *(by_autograd_grad, penalty, of_inputs_by_backward, hooks_on_activations, backward_with_arguments),
     by_transforms,
 ]
@@ -295,6 +316,22 @@ def test_gradients(body: Callable[[nn.Linear, torch.Tensor], Any], counts: tuple
         return [found, [(p, p.grad) for p in layer.parameters() if p.grad is not None], list(layer.parameters())]
 
     assert_as_mirrored(program, replicas=len(counts))
+
+
+def test_an_optimizer_of_variables_and_of_tensors_of_the_step_is_refused() -> None:
+    def step(x: torch.Tensor) -> None:
+        own_one = torch.zeros(3, requires_grad=True)
+        inner = torch.optim.SGD([own_one, *layer.parameters()], lr=0.1)
+        layer(x + own_one).sum().backward()
+        inner.step()
+
+    with fake_tpu(2) as strategy:
+        with strategy.scope():
+            layer = nn.Linear(3, 1, dtype=torch.float64)
+        before = layer.weight.detach().clone()
+        with pytest.raises(ts.errors.UnsupportedError, match=r"SGD has both variables.*an optimizer for each"):
+            strategy.run(step, args=(rows_of((2, 2)),))
+        assert torch.equal(layer.weight, before)
 
 
 def test_the_gradient_with_respect_to_a_variable_is_the_replicas_own() -> None:

@@ -76,6 +76,15 @@ class Edits:
         """Whether the step has made the memory of ``tensor``, so that no other run and no variable sees it."""
         return _is_noted(self._made, tensor) or _is_noted(self._aliased, tensor)
 
+    def is_alone(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made ``tensor``, which shares memory with no other, for all replicas."""
+        return (
+            _is_noted(self._made, tensor)
+            and not _is_noted(self._aliased, tensor)
+            and not tensor.requires_grad
+            and not self._lanes.is_lane_tensor(tensor)
+        )
+
     def edit(self, func: Any, do: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation in place, perhaps with operands that differ between replicas. ``do``: it, or what replaces it.
 
@@ -127,7 +136,7 @@ class Edits:
         with self._lanes.left("an edit in place"):
             expanded = self._lanes.stacked(target).clone()
         try:
-            if not _is_noted(self._made, target) or _is_noted(self._aliased, target) or target.requires_grad:
+            if not self.is_alone(target):
                 raise RuntimeError("others may look at its values")
             swap_tensor_impl(target, self._lanes.hide(expanded))
         except RuntimeError as error:
@@ -138,11 +147,14 @@ class Edits:
 
     def set_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """``tensor.grad = gradient``: what the replicas' gradients combine to."""
-        if gradient is not None and self._lanes.is_lane_tensor(gradient):
-            if self._lanes.is_lane_tensor(tensor):
+        if self._lanes.is_lane_tensor(tensor):
+            if gradient is not None:
                 raise UnsupportedError(
                     "a step assigned .grad of a tensor that differs between replicas; on this strategy only variables "
                     "can be assigned a gradient."
                 )
+            self._lanes.behind(tensor).grad = None
+            return
+        if gradient is not None and self._lanes.is_lane_tensor(gradient):
             gradient = self._backward.combined_gradient(gradient)
         tensor.grad = gradient

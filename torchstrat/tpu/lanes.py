@@ -12,10 +12,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from torchstrat.errors import UnsupportedError
 from torchstrat.tpu import _functorch_private as functorch
 from torchstrat.tpu.kept import Notes
+
+
+def steps_own_tensors(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of the step's own steps what differs between replicas, and no variables.
+
+    Raises:
+        UnsupportedError: it steps both.
+    """
+    own = {functorch.is_batched(one) for group in optimizer.param_groups for one in group["params"]}
+    if len(own) > 1:
+        raise UnsupportedError(
+            f"a step's {type(optimizer).__name__} has both variables, which all replicas share on this strategy, and "
+            "tensors that the step has made, which are each replica's own. Use an optimizer for each of the two."
+        )
+    return True in own
 
 
 class Lanes:
@@ -49,6 +65,11 @@ class Lanes:
     def is_inside_transform(self) -> bool:
         """Whether the step is in a transform of ``torch.func`` of its own at this moment."""
         return len(functorch.interpreters() or ()) > 1
+
+    @property
+    def is_at_level(self) -> bool:
+        """Whether the code that runs is that of each lane: neither in `left` nor in a transform of its own."""
+        return len(functorch.interpreters() or ()) == 1
 
     @contextmanager
     def left(self, call: str) -> Iterator[list[Any]]:

@@ -25,6 +25,7 @@ from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
 from torchstrat.replicas.in_process.worker_threads import WorkerThreads
 from torchstrat.replicas.thread_state import ThreadState
 from torchstrat.stand_ins import be_idle, make_stand_in
+from torchstrat.tpu.lanes import steps_own_tensors
 from torchstrat.variables import VariableRegistry
 
 FIRST = 0
@@ -166,10 +167,11 @@ class Passes:
             self._values.enter_other()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        index = self.index
-        return None if index is None or index == FIRST else ((be_idle(make_stand_in(optimizer)), *args[1:]), kwargs)
+        if self.index in (None, FIRST) or steps_own_tensors(optimizer):
+            return None
+        return (be_idle(make_stand_in(optimizer)), *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.index is not None:
+        if self.index is not None and not steps_own_tensors(optimizer):
             self._helpers.leave_step(optimizer) if self.index == FIRST else self._helpers.forget_state(optimizer)
             self.meet(f"{type(optimizer).__name__}.step()", None, dict.fromkeys)

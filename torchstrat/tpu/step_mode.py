@@ -17,7 +17,7 @@ from torchstrat.tpu.autocast import lowered
 from torchstrat.tpu.backward import LaneBackward
 from torchstrat.tpu.draws import Draws, is_draw
 from torchstrat.tpu.edits import Edits, is_edit
-from torchstrat.tpu.lanes import Lanes
+from torchstrat.tpu.lanes import Lanes, steps_own_tensors
 from torchstrat.tpu.layouts import Layouts
 from torchstrat.tpu.limits import named, require_possible
 from torchstrat.tpu.number_kinds import is_any_complex, of_complex
@@ -192,8 +192,20 @@ class StepMode(RecordedMode):
             return self._edits.edit(func, self._find_rewrite(func) or func, args, kwargs)
         else:
             result = self._plainly(func, types, args, kwargs)
+        if kwargs.get("requires_grad"):
+            return self._own_leaf(result)
         self._edits.note_result(func, args, result)
         return result
+
+    def _own_leaf(self, made: torch.Tensor) -> torch.Tensor:
+        """A leaf that the step makes is each replica's own, from its values on: so are gradients and steps of it."""
+        if not self._lanes.is_at_level:
+            return made
+        with self._lanes.left("a tensor that takes gradients"):
+            if self._lanes.is_lane_tensor(made):  # mapping has made it without
+                self._lanes.behind(made).requires_grad_()
+                return made
+            return self._lanes.hide(self._lanes.stacked(made.detach()).clone().requires_grad_())
 
     def _plainly(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return super()._call(func, types, args, kwargs)
@@ -214,6 +226,8 @@ class StepMode(RecordedMode):
     def _requires_grad_(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
         if self._lanes.is_inside_transform:
             return tensor.requires_grad_(requires_grad)
+        if requires_grad and self._edits.is_alone(tensor):
+            self._edits.make_own(torch.Tensor.requires_grad_, tensor)
         with self._lanes.left("requires_grad_"):
             self._lanes.behind(tensor).requires_grad_(requires_grad)
         return tensor
@@ -274,7 +288,7 @@ def optimizers_watched() -> Iterator[None]:
     def enter(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         require_possible(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        _steps.calls.append(closure is None)
+        _steps.calls.append(closure is None and not steps_own_tensors(optimizer))
 
     def leave(*_: Any) -> None:
         if _steps.calls:  # not for a step of another thread's that had begun before anybody watched
