@@ -23,7 +23,7 @@ from torchstrat.collectives.shared_memory.blocks import BLOCK_BYTES, Blocks
 SMALL_BYTES = 64 << 10
 """Up to this size together, adding up everything on every rank beats meeting more often."""
 
-_KEPT_VIEWS = 32
+_KEPT_ROWS = 32
 _ALIGNMENT_BYTES = 64  # of portions: ranks that write one cache line in turns slow each other down
 
 
@@ -115,12 +115,24 @@ def _portion(numels: tuple[int, ...], low: int, high: int, place: int) -> Portio
     return Portion(place, place + high - low, tuple(pieces), tuple(piece.stop - piece.start for piece in pieces))
 
 
+class _Row(NamedTuple):
+    """Small tensors one after the other: what each rank has published, this rank's as these tensors, and their sum."""
+
+    published: list[torch.Tensor]
+    own: list[torch.Tensor]
+    total: torch.Tensor
+    totals: list[torch.Tensor]
+
+
 class InPlaceSum:
     """Sums over the ranks of ``blocks``. ``meet()`` returns once all ranks have called it as often."""
 
     def __init__(self, blocks: Blocks, meet: Callable[[], None]) -> None:
         self._blocks, self._meet = blocks, meet
-        self._kept_views: dict[tuple[Any, ...], list[list[torch.Tensor]]] = {}
+        self._kept_rows: dict[tuple[Any, ...], _Row] = {}
+        self._totals: dict[torch.dtype, torch.Tensor] = {}
+        self._factor: float | None = None
+        self._factors: dict[torch.dtype, torch.Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
@@ -172,38 +184,49 @@ class InPlaceSum:
 
     def _publish_whole(self, tensors: Sequence[torch.Tensor], turn: int, start: int) -> Callable[[float], None]:
         """In this rank's block of ``turn``, from element ``start`` on."""
-        views = self._views(tensors[0].dtype, turn, start, tuple(tensor.shape for tensor in tensors))
-        foreach_copy_(views[self._blocks.rank], tensors)
-        return functools.partial(self._add_up_small, tensors, views)
+        row = self._row(tensors[0].dtype, turn, start, tuple(tensor.shape for tensor in tensors))
+        foreach_copy_(row.own, tensors)
+        return functools.partial(self._add_up_small, tensors, row)
 
-    def _add_up_small(self, tensors: Sequence[torch.Tensor], views: list[list[torch.Tensor]], factor: float) -> None:
-        """``views``: for each rank what it has published of the tensors."""
-        if len(views) == 2:  # the order of two does not matter
-            foreach_add_(tensors, views[1 - self._blocks.rank])
-        else:
-            foreach_copy_(tensors, views[0])
-            for others in views[1:]:
-                foreach_add_(tensors, others)
+    def _add_up_small(self, tensors: Sequence[torch.Tensor], row: _Row, factor: float) -> None:
+        """As one row: an operator per tensor would take longer than what it computes."""
+        first, second, *rest = row.published
+        torch.add(first, second, out=row.total)
+        for other in rest:
+            row.total.add_(other)
         if factor != 1.0:
-            foreach_mul_(tensors, factor)
+            row.total.mul_(self._as_operand(factor, row.total.dtype))
+        foreach_copy_(tensors, row.totals)
 
-    def _views(
-        self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]
-    ) -> list[list[torch.Tensor]]:
-        """For each rank, places in its block for tensors one after the other, from element ``start`` on."""
+    def _as_operand(self, factor: float, dtype: torch.dtype) -> float | torch.Tensor:
+        """A number that PyTorch makes a tensor of costs as much as three such multiplications."""
+        if dtype not in (torch.float32, torch.float64):
+            return factor
+        if factor != self._factor:
+            self._factor, self._factors = (
+                factor,
+                {one: torch.tensor(factor, dtype=one) for one in (torch.float32, torch.float64)},
+            )
+        return self._factors[dtype]
+
+    def _row(self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]) -> _Row:
+        """For tensors one after the other, from element ``start`` of the ranks' blocks on."""
         key = (dtype, turn, start, shapes)
-        if key not in self._kept_views:
-            if len(self._kept_views) >= _KEPT_VIEWS:
-                self._kept_views.clear()
-            self._kept_views[key] = self._make_views(*key)
-        return self._kept_views[key]
+        if key not in self._kept_rows:
+            if len(self._kept_rows) >= _KEPT_ROWS:
+                self._kept_rows.clear()
+            self._kept_rows[key] = self._make_row(*key)
+        return self._kept_rows[key]
 
-    def _make_views(
-        self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]
-    ) -> list[list[torch.Tensor]]:
+    def _make_row(self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]) -> _Row:
         sizes = [shape.numel() for shape in shapes]
-        blocks = [block[start : start + sum(sizes)].split(sizes) for block in self._blocks.both_turns_of(dtype)[turn]]
-        return [[part.view(shape) for part, shape in zip(block, shapes, strict=True)] for block in blocks]
+        published = [block[start : start + sum(sizes)] for block in self._blocks.both_turns_of(dtype)[turn]]
+        total = self._totals.setdefault(dtype, torch.empty(SMALL_BYTES // dtype.itemsize, dtype=dtype))[: sum(sizes)]
+
+        def views(row: torch.Tensor) -> list[torch.Tensor]:
+            return [part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True)]
+
+        return _Row(published, views(published[self._blocks.rank]), total, views(total))
 
     def _sum_in_chunks(
         self, row: list[torch.Tensor], chunks: tuple[Chunk, ...], factor: float, *, for_all: bool
