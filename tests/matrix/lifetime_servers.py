@@ -41,7 +41,7 @@ from tests.matrix.lifetime_measures import (
 from tests.matrix.lifetime_rows import COLUMNS as WIDTH
 from tests.matrix.lifetime_rows import ROWS as HEIGHT
 from tests.matrix.lifetime_rows import FailedError, anew
-from tests.matrix.table import RIGHT, Cell, Expected, observe, refused
+from tests.matrix.table import RIGHT, Cell, Expected, refused
 from torchstrat.errors import CommunicationError
 from torchstrat.parameter_server.travel import reach
 from torchstrat.parameter_server.wire import envelopes
@@ -351,7 +351,7 @@ def run_cells(wanted: Mapping[str, Any]) -> Iterator[on_servers.Answer]:
 
     def outcome(row: str, column: str, check: Callable[[], None]) -> on_servers.Answer:
         with only_what_is_new():
-            return f"{row} | {column}", observe(Cell(row, column, PLACE, check))._asdict()
+            return on_servers.outcome(Cell(row, column, PLACE, check))
 
     others = [(row, column) for row, column in wanted["cells"] if row != "strategies"]
     # What is known to stay makes the others slower.
@@ -400,7 +400,7 @@ def _outcomes(fault: str | None, row: str) -> Any:
     if fault is None:
         sampled = [cell for cell in cells if f"{cell[0]} | {cell[1]} | {PLACE}" in TABLE.sample]
         cells = sampled if not row else [cell for cell in cells if cell[0] == row and cell not in sampled]
-    return on_servers.run_program("tests.matrix.lifetime_servers", cells, fault, seconds=230, is_sampled=not row)
+    return on_servers.run_program("tests.matrix.lifetime_servers", cells, fault, is_sampled=not row)
 
 
 def main() -> None:

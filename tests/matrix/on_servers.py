@@ -6,21 +6,28 @@ fault is planted there, and in its workers and servers; in the process of the te
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torchstrat as ts
 from tests.matrix import catalog
-from tests.matrix.table import Table
+from tests.matrix.table import Cell, Expected, Table, observe
 from tests.support.programs import ROOT, scripts
 
 Answer = tuple[str, dict[str, Any]]
 """A cell, as ``row | column``, and what its outcome is made of."""
+
+PROCESSES = "processes: 2 servers, 2 workers"
+
+SECONDS = 220.0
+"""For a program; below the deadline of a test."""
 
 _marked: list[str] = []
 
@@ -50,20 +57,36 @@ def cells_of(table: Table, place: str, fault: str | None) -> list[tuple[str, str
     return [(cell.row, cell.column) for cell in cells if ids is None or cell.id in ids]
 
 
-def cells_with(table: Table, place: str, row: str, column: str) -> tuple[tuple[str, str], ...]:
+def cell(table: str, row: str, column: str, expected: Expected, module: str) -> Cell:
+    """A cell of `PROCESSES`; ``module`` is the program that runs it."""
+    return Cell(row, column, PROCESSES, partial(_check, table, row, column, module), expected)
+
+
+def _check(table: str, row: str, column: str, module: str) -> None:
+    """Raise what the cell came to. Those that run with it do so when the first of them is asked for."""
+    cells = _cells_with(catalog.load(table), row, column)
+    raise_outcome(_outcomes(module, cells, fault_now())[f"{row} | {column}"])
+
+
+def _cells_with(table: Table, row: str, column: str) -> tuple[tuple[str, str], ...]:
     """Those that a program runs together with this one: that notice the fault, or are in the sample if it is."""
-    cells = cells_of(table, place, fault_now())
+    cells = cells_of(table, PROCESSES, fault_now())
     if fault_now() is None:
-        sampled = [f"{row} | {column} | {place}" in table.sample for row, column in [*cells, (row, column)]]
+        sampled = [f"{row} | {column} | {PROCESSES}" in table.sample for row, column in [*cells, (row, column)]]
         cells = [cell for cell, is_sampled in zip(cells, sampled, strict=False) if is_sampled == sampled[-1]]
     return tuple(cells)
 
 
-def run_program(module: str, cells: Sequence[tuple[str, str]], fault: str | None, seconds: float, **more: Any) -> Any:
+@functools.cache
+def _outcomes(module: str, cells: tuple[tuple[str, str], ...], fault: str | None) -> Any:
+    return run_program(module, cells, fault)
+
+
+def run_program(module: str, cells: Sequence[tuple[str, str]], fault: str | None, **more: Any) -> Any:
     """The outcomes of these cells, by ``row | column``. ``more``: what else the module's function wants to know."""
     words = [ROOT.joinpath(*module.split(".")).with_suffix(".py"), json.dumps({"cells": cells, "fault": fault, **more})]
     with tempfile.TemporaryDirectory() as folder:
-        (program,) = scripts(Path(folder), (words, {}), seconds=seconds)
+        (program,) = scripts(Path(folder), (words, {}), seconds=SECONDS)
     found = dict(json.loads(line) for line in program.stdout.splitlines() if line.startswith('["'))
     if len(found) != len(cells):
         raise RuntimeError(f"the program ended early: {program.stderr[-4000:]}")
@@ -86,6 +109,21 @@ def answer(run_cells: Callable[[Mapping[str, Any]], Iterable[Answer]]) -> None:
     """The program: print what becomes of the cells that its argument wants."""
     for line in run_cells(json.loads(sys.argv[1])):
         print(json.dumps(line), flush=True)
+
+
+def on_one_cluster(
+    table: str, check_of: Callable[[str, str, Any], Callable[[], None]], wanted: Mapping[str, Any]
+) -> Iterator[Answer]:
+    """The outcome of each of the wanted cells, all on one cluster of processes, whose resolver ``check_of`` is given
+    with row and column."""
+    fault = wanted["fault"]
+    with planted(table, fault), ts.testing.LocalCluster(**cluster_with(table, fault)) as cluster:
+        for row, column in wanted["cells"]:
+            yield outcome(Cell(row, column, PROCESSES, check_of(row, column, cluster.resolver)))
+
+
+def outcome(cell: Cell) -> Answer:
+    return f"{cell.row} | {cell.column}", observe(cell)._asdict()
 
 
 def planted(table: str, fault: str | None) -> AbstractContextManager[object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.matrix.on_servers import Answer, cluster_with, planted
-from tests.matrix.table import Cell, assert_close, observe
+from tests.matrix.table import assert_close
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Step = Callable[[torch.Tensor], Any]
@@ -155,26 +154,3 @@ def check_rows_stay(program: Program, make: Make, new_strategy: Callable[..., An
     moved = (after["first.weight"] != before["first.weight"]).any(1).nonzero().flatten().tolist()
     named = torch.cat([batch.flatten() for batch in batches(program)]).unique().tolist()
     assert moved == named, f"rows {named} have gradients, and {moved} have moved"
-
-
-# -- in a program of its own ------------------------------------------------------------------------------------------
-
-
-def run_cells(own: Mapping[str, Make], wanted: Mapping[str, Any]) -> Iterator[Answer]:
-    """The outcome of each of the wanted cells, all on one cluster of processes; ``own``: the classes of the script."""
-    from tests.matrix.optimizers import PROGRAMS, maker
-
-    fault = ("optimizers", wanted["fault"])
-    with planted(*fault), ts.testing.LocalCluster(**cluster_with(*fault)) as cluster:
-
-        def new_strategy(partitioner: Any, **options: Any) -> Any:
-            return ts.ParameterServerStrategy(cluster.resolver, partitioner, **options)
-
-        for row, column in wanted["cells"]:
-            make = own.get(row.removesuffix(" of the script")) if row.endswith(" of the script") else maker(row)
-            assert make is not None
-
-            def run(column: str = column, make: Make = make) -> None:
-                check(PROGRAMS[column], make, new_strategy)
-
-            yield f"{row} | {column}", observe(Cell(row, column, "processes", run))._asdict()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -106,7 +105,6 @@ PROGRAMS: dict[str, Program] = {
     "sparse tables, named elementwise": Program(tables=True, sparse=True, shards=3, named=True),
 }
 FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers in (1, 2) for workers in (1, 2)}
-PROCESSES = "processes: 2 servers, 2 workers"
 IN_PROCESSES = ("dense, 2 shards", "sparse tables, 3 shards", "functions at once")
 
 
@@ -152,7 +150,7 @@ def make_cells() -> Iterator[Cell]:
         for column in IN_PROCESSES:
             if has_cell(OF_SCRIPT.get(row, row), column):
                 to_be = expected(OF_SCRIPT.get(row, row), column, 2)
-                yield Cell(row, column, PROCESSES, partial(_check_in_processes, row, column), to_be)
+                yield on_servers.cell("optimizers", row, column, to_be, "tests.matrix.own_optimizers")
 
 
 def _fake_cell(row: str, column: str, place: str) -> Cell:
@@ -167,18 +165,10 @@ def _in_fake_cluster(compare: Callable[..., None], row: str, column: str, server
         compare(PROGRAMS[column], ROWS[row], cluster.strategy)
 
 
-# -- real processes ---------------------------------------------------------------------------------------------------
-
-
-def _check_in_processes(row: str, column: str) -> None:
-    """Raise what the cell came to. All of the sample run in one program, when the first is asked for."""
-    cells = on_servers.cells_with(TABLE, PROCESSES, row, column)
-    on_servers.raise_outcome(_outcomes(on_servers.fault_now(), cells)[f"{row} | {column}"])
-
-
-@functools.cache
-def _outcomes(fault: str | None, cells: tuple[tuple[str, str], ...]) -> Any:
-    return on_servers.run_program("tests.matrix.own_optimizers", cells, fault, seconds=220)
+def check_of(own: Mapping[str, Make], row: str, column: str, resolver: Any) -> Callable[[], None]:
+    """On a cluster of processes; ``own``: the classes of the script."""
+    make = own[row.removesuffix(" of the script")] if row.endswith(" of the script") else ROWS[row]
+    return partial(check, PROGRAMS[column], make, partial(ts.ParameterServerStrategy, resolver))
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
@@ -232,12 +222,12 @@ FAULTS = [
     PlantedFault(
         _COPIED_HOOKS,
         lambda: on_servers.marked(_COPIED_HOOKS, _copying_hooks),
-        _ids(PROCESSES, "Lion of the script", "functions at once"),
+        _ids(on_servers.PROCESSES, "Lion of the script", "functions at once"),
     ),
     PlantedFault(
         _OWN_CELLS,
         lambda: on_servers.marked(_OWN_CELLS, _giving_each_its_cell),
-        _ids(PROCESSES, "Closing of the script", "dense, 2 shards"),
+        _ids(on_servers.PROCESSES, "Closing of the script", "dense, 2 shards"),
     ),
     PlantedFault(
         "a class that is not known is taken for an elementwise one",

@@ -290,9 +290,9 @@ OWN: dict[str, Callable[[Params], Optimizer]] = {
 
 def main() -> None:
     from tests.matrix import on_servers
-    from tests.matrix.optimizer_programs import run_cells
+    from tests.matrix.optimizers import check_of
 
-    on_servers.answer(functools.partial(run_cells, OWN))
+    on_servers.answer(functools.partial(on_servers.on_one_cluster, "optimizers", functools.partial(check_of, OWN)))
 
 
 if __name__ == "__main__":

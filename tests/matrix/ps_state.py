@@ -12,7 +12,6 @@ functions at once, which do not commute.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, partialmethod
@@ -22,6 +21,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+import torchstrat as ts
 from tests.matrix import on_servers
 from tests.matrix.ps_state_programs import Edit, Parts, Program, check, check_draws
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
@@ -219,7 +219,6 @@ DRAWS = {IN_FUNCTION: "in a function", ASSIGNED: "set", READ: "draws"}
 RANDOM = "random numbers"
 
 FAKE = {f"{servers} servers, {workers} workers": (servers, workers) for servers in (1, 2) for workers in (1, 2)}
-PROCESSES = "processes: 2 servers, 2 workers"
 
 
 def _has_last_value(row: str) -> bool:
@@ -286,9 +285,8 @@ def make_cells() -> Iterator[Cell]:
                 if row != "default dtype" and (column != AT_ONCE or workers > 1):
                     run = partial(_in_fake_cluster, row, column, servers, workers)
                     yield Cell(row, column, place, run, expected(row, column, workers))
-            yield Cell(
-                row, column, PROCESSES, partial(_in_processes, row, column), expected(row, column, 2, is_heard=False)
-            )
+            expected_there = expected(row, column, 2, is_heard=False)
+            yield on_servers.cell("ps_state", row, column, expected_there, "tests.matrix.ps_state_programs")
 
 
 def _in_fake_cluster(row: str, column: str, servers: int, workers: int) -> None:
@@ -296,18 +294,8 @@ def _in_fake_cluster(row: str, column: str, servers: int, workers: int) -> None:
         check_of(row, column, cluster.strategy, workers)()
 
 
-# -- real processes ---------------------------------------------------------------------------------------------------
-
-
-def _in_processes(row: str, column: str) -> None:
-    """Raise what the cell came to. All of the sample run in one program, when the first is asked for."""
-    cells = on_servers.cells_with(TABLE, PROCESSES, row, column)
-    on_servers.raise_outcome(_outcomes(on_servers.fault_now(), cells)[f"{row} | {column}"])
-
-
-@functools.cache
-def _outcomes(fault: str | None, cells: tuple[tuple[str, str], ...]) -> Any:
-    return on_servers.run_program("tests.matrix.ps_state_programs", cells, fault, seconds=220)
+def check_in_processes(row: str, column: str, resolver: Any) -> Callable[[], None]:
+    return check_of(row, column, partial(ts.ParameterServerStrategy, resolver), 2)
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
@@ -442,12 +430,12 @@ FAULTS = [
     PlantedFault(
         _NO_DTYPE_ON_WORKERS,
         _in_worker_processes(_NO_DTYPE_ON_WORKERS, Settings, "_put_back_default_dtype", lambda self: None),
-        _at("default dtype", ASSIGNED, place=PROCESSES),
+        _at("default dtype", ASSIGNED, place=on_servers.PROCESSES),
     ),
     PlantedFault(
         _DTYPE_STAYS,
         _in_worker_processes(_DTYPE_STAYS, Settings, "put_back", lambda self: None),
-        _at("default dtype", IN_FUNCTION, place=PROCESSES),
+        _at("default dtype", IN_FUNCTION, place=on_servers.PROCESSES),
     ),
 ]
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import torchstrat as ts
-from tests.matrix.on_servers import Answer, answer, cluster_with, planted
-from tests.matrix.table import Cell, assert_close, observe
+from tests.matrix import on_servers
+from tests.matrix.table import assert_close
 
 SECONDS = 60
 ROUNDS = 5
@@ -269,7 +270,7 @@ def _meeting(came: Any, workers: int) -> Callable[[], None]:
     return meet
 
 
-def on_servers(program: Program, new_strategy: Callable[[], Any], workers: int) -> dict[str, torch.Tensor]:
+def numbers_on_servers(program: Program, new_strategy: Callable[[], Any], workers: int) -> dict[str, torch.Tensor]:
     strategy = new_strategy()
     try:
         with strategy.scope():
@@ -304,7 +305,7 @@ def check(program: Program, new_strategy: Callable[[], Any], workers: int) -> No
     try:
         wanted = plain(program, workers)
         torch.set_default_dtype(dtype)
-        seen = on_servers(program, new_strategy, workers)
+        seen = numbers_on_servers(program, new_strategy, workers)
     finally:
         torch.set_default_dtype(dtype)
     assert_close(seen, wanted)
@@ -353,21 +354,10 @@ def check_draws(new_strategy: Callable[[], Any], column: str) -> None:
 # -- in a program of its own ------------------------------------------------------------------------------------------
 
 
-def run_cells(wanted: Mapping[str, Any]) -> Iterator[Answer]:
-    """The outcome of each of the wanted cells, all on one cluster of processes."""
-    from tests.matrix.ps_state import check_of
-
-    fault = ("ps_state", wanted["fault"])
-    with planted(*fault), ts.testing.LocalCluster(**cluster_with(*fault)) as cluster:
-        for row, column in wanted["cells"]:
-            run = check_of(row, column, lambda: ts.ParameterServerStrategy(cluster.resolver), 2)
-            yield f"{row} | {column}", observe(Cell(row, column, "processes", run))._asdict()
-
-
 def main() -> None:
-    from tests.matrix.ps_state_programs import run_cells as run
+    from tests.matrix.ps_state import check_in_processes
 
-    answer(run)
+    on_servers.answer(partial(on_servers.on_one_cluster, "ps_state", check_in_processes))
 
 
 if __name__ == "__main__":

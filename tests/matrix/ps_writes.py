@@ -7,7 +7,6 @@ moment: what comes of it is what the write makes of the value after some number 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from torch import nn
 
 import torchstrat as ts
 from tests.matrix import on_servers
-from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, observe, refused
+from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, documented, refused
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.server import store
 from torchstrat.parameter_server.variables import coordinator_cache
@@ -78,7 +77,6 @@ FUNCTION, BESIDE = "in a function", "in a function beside others"
 COLUMNS = (REST, FLIGHT, FUNCTION, BESIDE)
 KINDS = ("parameter", "table")
 FAKE = {f"{workers} workers": workers for workers in (1, 2)}
-PROCESSES = "processes: 2 servers, 2 workers"
 SECONDS = 60
 
 
@@ -152,7 +150,7 @@ def make_cells() -> Iterator[Cell]:
                 for place, workers in FAKE.items():
                     run = partial(_in_fake_cluster, kind, way, column, workers)
                     yield Cell(row, column, place, run, expected(way, column, workers))
-                yield Cell(row, column, PROCESSES, partial(_in_processes, row, column), expected(way, column, 2))
+                yield on_servers.cell("ps_writes", row, column, expected(way, column, 2), __name__)
 
 
 def _in_fake_cluster(kind: str, way: str, column: str, workers: int) -> None:
@@ -163,30 +161,10 @@ def _in_fake_cluster(kind: str, way: str, column: str, workers: int) -> None:
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-def _in_processes(row: str, column: str) -> None:
-    cells = on_servers.cells_with(TABLE, PROCESSES, row, column)
-    on_servers.raise_outcome(_outcomes(on_servers.fault_now(), cells)[f"{row} | {column}"])
-
-
-@functools.cache
-def _outcomes(fault: str | None, cells: tuple[tuple[str, str], ...]) -> Any:
-    return on_servers.run_program("tests.matrix.ps_writes", cells, fault, seconds=300)
-
-
-def run_cells(wanted: Any) -> Iterator[on_servers.Answer]:
-    fault = wanted["fault"]
-    with (
-        on_servers.planted("ps_writes", fault),
-        ts.testing.LocalCluster(**on_servers.cluster_with("ps_writes", fault)) as cluster,
-    ):
-
-        def new_strategy() -> Any:
-            return ts.ParameterServerStrategy(cluster.resolver, ts.partitioners.FixedShardsPartitioner(2))
-
-        for row, column in wanted["cells"]:
-            kind, _, way = row.partition(": ")
-            run = partial(check, kind, way, column, new_strategy, 2)
-            yield f"{row} | {column}", observe(Cell(row, column, "processes", run))._asdict()
+def check_of(row: str, column: str, resolver: Any) -> Callable[[], None]:
+    kind, _, way = row.partition(": ")
+    new_strategy = partial(ts.ParameterServerStrategy, resolver, ts.partitioners.FixedShardsPartitioner(2))
+    return partial(check, kind, way, column, new_strategy, 2)
 
 
 # -- planted faults ---------------------------------------------------------------------------------------------------
@@ -273,9 +251,9 @@ TABLE = Table(
 
 
 def main() -> None:
-    from tests.matrix.ps_writes import run_cells as run
+    from tests.matrix.ps_writes import check_of
 
-    on_servers.answer(run)
+    on_servers.answer(partial(on_servers.on_one_cluster, "ps_writes", check_of))
 
 
 if __name__ == "__main__":

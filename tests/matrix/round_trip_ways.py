@@ -18,12 +18,12 @@ from torch import nn
 
 import torchstrat as ts
 from tests.matrix import places
+from tests.matrix.on_servers import PROCESSES
 from tests.matrix.round_trip_rows import Objects
 from torchstrat.partitioners import FixedShardsPartitioner
 from torchstrat.testing.fake_cluster import FakeCluster
 
 ON_SERVERS, IN_SHARDS = "parameter servers", "parameter servers, 2 shards"
-PROCESSES = "processes: 2 servers, 2 workers"
 SERVERS = (ON_SERVERS, IN_SHARDS, PROCESSES)
 
 # -- strategies -------------------------------------------------------------------------------------------------------
