@@ -21,8 +21,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="does nothing el
 class Readers(Dataset[int]):
     """Row n is the process that reads it."""
 
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
     def __len__(self) -> int:
-        return 8
+        return self.rows
 
     def __getitem__(self, index: int) -> int:
         return os.getpid()
@@ -48,8 +51,9 @@ def by_its_parent(pid: int) -> None:
 def test_a_worker_that_is_told_to_end(end: Callable[[int], object], init: Any, goes_on: bool) -> None:
     read: list[int] = []
     error = ""
+    rows = 8 if goes_on else 10**9  # a worker may read on until it comes to its end
     try:
-        for pid in DataLoader(Readers(), None, num_workers=1, prefetch_factor=1, worker_init_fn=init):
+        for pid in DataLoader(Readers(rows), None, num_workers=1, prefetch_factor=1, worker_init_fn=init):
             if not read:
                 end(pid)
             read.append(pid)
