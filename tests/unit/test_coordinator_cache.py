@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
+from tests.support.tpu import Doubled
 from torchstrat.errors import ContextError, InvalidArgumentError, ParameterServerUnavailable, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -90,7 +91,7 @@ READS: dict[str, Callable[[Job], torch.Tensor]] = {
     "state_dict": lambda job: job.model.state_dict()["0.weight"],
     "parameters_to_vector": lambda job: nn.utils.parameters_to_vector([job.weight]).reshape(3, 4),
     "a forward pass": lambda job: F.linear(torch.eye(4), job.weight).T,
-    "an autograd function": lambda job: _Doubled.apply(job.weight) / 2,
+    "an autograd function": lambda job: Doubled.apply(job.weight) / 2,
     "func.vmap": lambda job: torch.vmap(lambda row, weight: weight @ row, (0, None))(torch.eye(4), job.weight).T,
     "func.grad": lambda job: torch.func.grad(lambda x: (job.weight.T * x).sum())(torch.ones(4, 3)).T,
     "func.functional_call": lambda job: (
@@ -100,16 +101,6 @@ READS: dict[str, Callable[[Job], torch.Tensor]] = {
     "jit.trace": lambda job: torch.jit.trace(_Product(job.weight), torch.eye(4))(torch.eye(4)).T,
     "torch.save": lambda job: _saved(job.model)[0].weight,
 }
-
-
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
 
 
 class _Product(nn.Module):
