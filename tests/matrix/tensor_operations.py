@@ -247,12 +247,14 @@ def _drawing(operation: Operation) -> Iterator[int]:
     """
     _database()
     from torch.testing._internal import common_utils
+    from torch.testing._internal.opinfo import core
 
     seed = zlib.crc32(operation.key.encode())
     with (
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(),
         mock.patch.object(common_utils, "extract_test_fn", return_value=None),
+        mock.patch.object(core, "extract_test_fn", return_value=None),
         mock.patch.object(torch, "manual_seed", torch.default_generator.manual_seed),
     ):
         warnings.simplefilter("ignore")
