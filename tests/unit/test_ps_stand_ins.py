@@ -36,9 +36,12 @@ def more_arguments() -> list[tuple[Any, ...]]:
     return [*some, (START, START.t()), (0, START), (slice(1, 3), START[:2]), ("cpu",), (lambda value: None,)]
 
 
-OPERATIONS = [
-    one for one in operations() if one.place in ("torch.Tensor", "of_another") and not one.name.startswith("register_")
-]
+def attributes() -> list[Operation]:
+    """No global: before a function is sent, what its module holds is looked through."""
+    places = ("torch.Tensor", "of_another")
+    return [one for one in operations() if one.place in places and not one.name.startswith("register_")]
+
+
 NOT_COMPARED = {
     *("data_ptr", "const_data_ptr"),
     *("new_empty", "new_empty_strided", "resize_", "resize_as_", "new"),  # memory that nobody has written
@@ -132,7 +135,7 @@ def check_all(make: Callable[[], nn.Module], given: list[tuple[Any, ...]], modes
     same, wrong = 0, []
     partitioned = 2 if make is table else None
     with on_servers(lambda: Box(make, len(given)), partitioned) as program:
-        for operation in OPERATIONS:  # a function each, and another one: at its beginning nothing is there
+        for operation in attributes():  # a function each, and another one: at its beginning nothing is there
             of_one, count = program.run(partial(compare, operation=operation, given=given, modes=modes), program.made)
             wrong += of_one
             same += count
