@@ -202,6 +202,13 @@ ROWS = (
         central=True,
     ),
     Row(
+        "restore of a part",
+        lambda job: job.checkpoint.restore(job.saved, only=("model",)),
+        r"Checkpoint\.restore\(only=\('model',\)\)",
+        before=(lambda job: job.saved,),
+        twin="restore",
+    ),
+    Row(
         "save by a manager",
         lambda job: job.manager.save(job.checkpoint, 2),
         r"CheckpointManager\.save",

@@ -74,6 +74,42 @@ def told(*calls: Callable[[], object]) -> list[str]:
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
+def restore_a_part(kind: str, path: str) -> list[str]:
+    strategy = {"central": ts.CentralStorageStrategy, "mirrored": ts.MirroredStrategy}[kind]()
+    job = Job(strategy, seed=0)
+    job.train()
+    job.checkpoint.save(path)
+    saved = job.values()
+    job.train()
+    trained, restore = job.values(), job.checkpoint.restore
+    state = job.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    rank = int(os.environ["RANK"])
+    messages = told(
+        lambda: restore(path, only=("model.0",) if rank == 0 else ("model.1",)),
+        lambda: restore(path, strict=rank == 0),
+        lambda: restore(path, only=f"model.{7 + rank}"),
+    )
+    assert same(job.values(), trained)
+    restore(path, only=["model.1", "model.0.bias"] if rank == 0 else ("model.0.bias", "model.1"))
+    expected = [trained[0], *saved[1:4], *trained[4:]]
+    assert same(job.values(), expected)
+    assert same(job.optimizer.state_dict()["state"][0]["exp_avg"], state)
+    job.train()
+    strategy.close()
+    return messages
+
+
+@pytest.mark.parametrize("kind", ["central", "mirrored"])
+def test_a_part_is_restored_by_all_ranks_or_none(kind: str, two_processes: Workers, tmp_path: Path) -> None:
+    each = two_processes.run(restore_a_part, kind, str(tmp_path / "saved"))
+    for rank, (names, strict, unknown) in enumerate(each):
+        for other in ("only=('model.0',)", "only=('model.1',)"):
+            assert other in names
+        assert "restore(strict=False)" in strict
+        assert f"'model.{7 + rank}', which is no name" in unknown
+        assert names.startswith("ReplicaDivergenceError")
+
+
 def save(kind: str, path: str, asynchronous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     strategy = ts.CentralStorageStrategy() if kind == "central" else ts.MirroredStrategy()
     job = Job(strategy, seed=0)

@@ -31,7 +31,7 @@ from tests.support.checkpoints import (
     train,
 )
 from torchstrat import Checkpoint
-from torchstrat.errors import InvalidArgumentError
+from torchstrat.errors import InvalidArgumentError, WrongTypeError
 
 MANIFEST, INDEX = "torchstrat.json", ".metadata"
 
@@ -158,6 +158,121 @@ def grouped(*groups: tuple[int, ...]) -> dict[str, Any]:
 def test_other_objects(make: Callable[[], dict[str, Any]], message: str, saved: tuple[Path, dict[str, Any]]) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         Checkpoint(**make()).restore(saved[0])
+
+
+# -- a part -----------------------------------------------------------------------------------------------------------
+
+
+def flat(objects: dict[str, Any]) -> dict[str, Any]:
+    """Everything, by the names of a checkpoint."""
+    found = {"torchstrat": torch.get_rng_state()}
+    for name in set(objects) - {"optimizer"}:
+        state = objects[name].state_dict()
+        found |= {f"{name}.{key}": value for key, value in state.items()} if name == "model" else {name: state}
+    model, optimizer = objects["model"], objects["optimizer"]
+    for name, parameter in model.named_parameters():
+        found[f"optimizer.state.{name}"] = dict(optimizer.state[parameter])
+    found["optimizer.param_groups"] = optimizer.state_dict()["param_groups"]
+    return copy.deepcopy(found)
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        ("model.table",),
+        ("model.norm.running_mean",),
+        ("model",),
+        "scheduler",
+        ["optimizer.state.head", "model.head"],
+        ("optimizer.state",),
+        ("optimizer.param_groups",),
+        ("torchstrat", "optimizer"),
+    ],
+)
+def test_what_is_named_is_restored_and_the_rest_stays(only: Any, saved: tuple[Path, dict[str, Any]]) -> None:
+    source = job(0)
+    Checkpoint(**source).restore(saved[0])
+    there = flat(source)
+    objects = job(1)
+    train(objects, range(4, 9))
+    before = flat(objects)
+    assert not any(same(value, there[key]) for key, value in before.items()), "the control: all of it differs"
+    assert not any(Checkpoint(**objects).restore(saved[0], only=only))
+    names = (only,) if isinstance(only, str) else only
+    for key, value in flat(objects).items():
+        is_named = any(key == name or key.startswith(f"{name}.") for name in names)
+        assert same(value, (there if is_named else before)[key]), key
+    train(objects, range(2))
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        (("model.tabel",), r"'model\.tabel', which is no name of .*near: model\.table"),
+        (("table",), r"'table', which is no name of this checkpoint's objects \(near:? ?.*|no name of"),
+        (("model.tab",), r"'model\.tab', which is no name"),
+        (("scheduler.last_epoch",), "scheduler is restored as a whole"),
+        (("optimizer.state.table.weight.exp_avg",), r"optimizer\.state\.table\.weight is restored as a whole"),
+        (("torchstrat.process_0",), "torchstrat is restored as a whole"),
+        ((), "names nothing"),
+        (("model", 3), "must be names"),
+        (7, "must be names"),
+        (("more",), r"more is missing in the checkpoint"),
+        (("model.extra.weight", "model.table"), r"model\.extra\.weight is missing in the checkpoint"),
+    ],
+)
+def test_names_that_cannot_be_restored(only: Any, message: str, saved: tuple[Path, dict[str, Any]]) -> None:
+    objects = job(1)
+    objects["model"].extra = nn.Linear(1, 1)
+    before = copy.deepcopy(contents(objects))
+    with pytest.raises((InvalidArgumentError, WrongTypeError), match=message):
+        Checkpoint(**objects, more=Held()).restore(saved[0], only=only)
+    assert same(before, contents(objects))
+
+
+def test_what_does_not_fit_is_skipped_and_told(saved: tuple[Path, dict[str, Any]]) -> None:
+    model = Net(8)
+    model.extra = nn.Linear(2, 1)
+    model.norm = nn.BatchNorm1d(2, track_running_stats=False)
+    model.head = nn.Linear(3, 1)  # as many rows, and other columns
+    optimizer = torch.optim.Adam(model.parameters())
+    objects = {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = flat(objects)
+    skipped = Checkpoint(**objects, more=Held()).restore(saved[0], strict=False)
+    assert set(skipped.mismatched_keys) == {
+        *("model.table.weight", "model.head.weight", "optimizer.param_groups"),
+        *("optimizer.state.table.weight", "optimizer.state.head.weight"),
+    }
+    assert {"model.extra.weight", "more", "optimizer.state.extra.weight"} <= set(skipped.missing_keys)
+    assert {"model.norm.running_mean"} <= set(skipped.unexpected_keys)
+    source = saved[1]
+    assert same(model.head.bias, source["model"].head.bias)
+    assert same(model.norm.weight, source["model"].norm.weight)
+    assert same(objects["scheduler"].state_dict(), source["scheduler"].state_dict())
+    after = flat(objects)
+    for key in (*skipped.mismatched_keys, "model.extra.weight", "optimizer.state.extra.weight"):
+        assert same(after[key], before[key]), key
+    assert same(dict(optimizer.state[model.norm.weight]), dict(source["optimizer"].state[source["model"].norm.weight]))
+    optimizer.step()
+
+
+def test_one_tensor_of_two_names_is_found_under_either(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(2, 2)
+            self.decoder = nn.Linear(2, 2)
+            self.decoder.weight = self.encoder.weight
+
+    before, after = Tied(), Tied()
+    torch.save({"model": {k: v for k, v in before.state_dict().items() if k != "decoder.weight"}}, tmp_path / "one.pt")
+    bias = after.decoder.bias.detach().clone()
+    Checkpoint(model=after).restore(tmp_path / "one.pt", only="model.decoder.weight")
+    assert same(after.encoder.weight, before.encoder.weight)
+    assert same(after.decoder.bias, bias)
 
 
 IS_NONE, IS_THERE = "holds no complete checkpoint", "is there already and is no checkpoint"

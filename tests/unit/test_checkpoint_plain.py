@@ -255,7 +255,7 @@ def cut_off(file: Path, objects: dict[str, Any]) -> None:
         (
             saves(lambda objects: objects["model"].state_dict()),
             "model optimizer",
-            "optimizer has 0 parameter groups in the checkpoint and 3",
+            "optimizer is missing in the checkpoint",
         ),
         (
             saves(lambda objects: objects["model"].state_dict()),

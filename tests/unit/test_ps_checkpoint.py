@@ -6,6 +6,7 @@ tests/multiprocess/test_checkpoint_table.py; what state can be, in tests/matrix/
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -107,6 +108,51 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_numbers(job: Job) -> N
     assert same(saved, job.state())
     assert job.train(3, 4, 5) == undisturbed
     assert job.train(3, 4, 5) != undisturbed, "the control: from other values there come other numbers"
+
+
+def test_a_part_is_restored_and_the_rest_stays(job: Job) -> None:
+    """On servers that hold the rest, and after one of them was lost."""
+    saved = copy.deepcopy(job.state())
+    job.train(3, 4, 5)
+    trained = copy.deepcopy(job.state())
+    names = ("table", "optimizer.state.table.weight")
+    skipped = job.checkpoint.restore(job.folder / "saved", only=names)
+    assert not any(skipped)
+    after = job.state()
+    assert same(after["table"], saved["table"])
+    assert not same(after["table"], trained["table"])
+    rest = [name for name in trained if name not in ("table", "optimizer")]
+    assert all(same(after[name], trained[name]) for name in rest), "the rest is as it was"
+    of_table = job.parts.optimizer.state_dict()["param_groups"][0]["params"][0]
+    for number, state in after["optimizer"]["state"].items():
+        expected = saved if number == of_table else trained
+        assert same(state, expected["optimizer"]["state"][number])
+    assert same(after["optimizer"]["param_groups"], trained["optimizer"]["param_groups"])
+    job.restore()
+    assert same(job.state(), saved)
+
+
+def test_what_fits_is_restored(tmp_path: Path) -> None:
+    with on_servers(lambda: Table("adam"), shards=2, rows_only=True) as program:
+        program.coordinator.schedule(Table.step, args=(program.made, 3, 17))
+        program.coordinator.join(timeout=30)
+        program.made.checkpoint.save(tmp_path / "saved")
+        rows = program.made.table.weight.detach().clone()
+    with on_servers(lambda: Table("adam", seed=1), shards=2, rows_only=True) as program:
+        made = program.made
+        with program.strategy.scope():
+            made.other = nn.Embedding(21, 3, dtype=torch.float64)
+            made.optimizer.add_param_group({"params": made.other.parameters()})
+        program.coordinator.schedule(lambda: (made.other(torch.tensor([1])).sum().backward(), made.optimizer.step()))
+        program.coordinator.join(timeout=30)
+        before = {name: value.clone() for name, value in made.optimizer.state[made.other.weight].items()}
+        checkpoint = Checkpoint(table=made.table, other=made.other, optimizer=made.optimizer)
+        with pytest.raises(InvalidArgumentError, match=r"other\.weight is missing in the checkpoint"):
+            checkpoint.restore(tmp_path / "saved")
+        skipped = checkpoint.restore(tmp_path / "saved", strict=False)
+        assert "other.weight" in skipped.missing_keys
+        assert torch.equal(made.table.weight.detach(), rows)
+        assert same(dict(made.optimizer.state[made.other.weight]), before)
 
 
 def test_every_server_writes_its_own_shards(job: Job) -> None:
@@ -234,7 +280,7 @@ def test_what_the_checkpoint_lacks_is_said(job: Job) -> None:
     checkpoint.save(job.folder / "most")
     job.lose(lost)
     job.cluster.start_server(lost)
-    with pytest.warns(UserWarning, match="seen: lost with the parameter server, and not in the checkpoint"):
+    with pytest.warns(UserWarning, match="seen: lost with the parameter server, and not restored"):
         checkpoint.restore(job.folder / "most")
     assert float(job.parts.seen) == 0.0
     job.train(0)

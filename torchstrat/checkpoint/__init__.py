@@ -8,6 +8,7 @@ From the public class downwards::
     sharing.py         who of several processes writes what
     processes.py       several processes do that together
     items.py           the objects of a checkpoint: modules, variables, anything with a state_dict
+    selection.py       which part is restored, and what becomes of names that do not fit
     optimizer_item.py  optimizers, by the names of their parameters
     pieces.py          what things are called: paths, and pieces of tensors
     files.py           writing pieces of tensors, and other values, to a file of each process
@@ -38,5 +39,6 @@ from torchstrat.checkpoint.checkpoint import Checkpoint
 from torchstrat.checkpoint.consolidate import consolidate
 from torchstrat.checkpoint.manager import CheckpointManager
 from torchstrat.checkpoint.saving import SaveHandle
+from torchstrat.checkpoint.selection import SkippedKeys
 
-__all__ = ["Checkpoint", "CheckpointManager", "SaveHandle", "consolidate"]
+__all__ = ["Checkpoint", "CheckpointManager", "SaveHandle", "SkippedKeys", "consolidate"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path as Folder
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +13,19 @@ import torch
 from torch import nn
 
 from torchstrat import context, waiting
+from torchstrat.checkpoint.pieces import OWN
 from torchstrat.errors import ContextError, InvalidArgumentError, WrongTypeError
 from torchstrat.parameter_server.variables.sharded_variable import ShardedVariable
 from torchstrat.tracebacks import short_tracebacks
 from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
-    from torchstrat.checkpoint.files import Stored
     from torchstrat.checkpoint.items import Item, Reads
     from torchstrat.checkpoint.processes import Processes
     from torchstrat.checkpoint.saving import SaveHandle
+    from torchstrat.checkpoint.selection import Selection, SkippedKeys
     from torchstrat.checkpoint.writing import State
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
-
-_MOST_PROBLEMS = 20
 
 logger = logging.getLogger("torchstrat.checkpoint")
 
@@ -64,7 +63,7 @@ class Checkpoint:
             )
         if not objects:
             raise InvalidArgumentError("Checkpoint needs objects to save, by name: ts.Checkpoint(model=model, …).")
-        if "torchstrat" in objects:
+        if OWN in objects:
             raise InvalidArgumentError(
                 "Checkpoint(torchstrat=…): under this name a checkpoint has the random numbers and counters of the job "
                 "itself; give the object another one."
@@ -143,7 +142,9 @@ class Checkpoint:
         if self._last is not None:
             self._last.raise_untold()
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
+    def restore(
+        self, path: str | os.PathLike[str], *, only: str | Iterable[str] | None = None, strict: bool = True
+    ) -> SkippedKeys:
         """Give the objects the values of a checkpoint; what else is in it is left alone. Waits for a save that is under
         way.
 
@@ -156,9 +157,29 @@ class Checkpoint:
         checkpoint, and the next functions run on the workers that are there. Functions that were scheduled before and
         did not end are not run again by this.
 
+        Every process has to call it, with the same arguments.
+
+        Args:
+            only: restore what has these names or is below them, and leave everything else as it is: a name of this
+                object's (``"model"``), and behind it, with dots, names of its ``state_dict()`` (``"model.table"``: all
+                of that layer). Of an optimizer ``"optimizer.state.table.weight"``, the state of one parameter;
+                ``"optimizer.state"``; ``"optimizer.param_groups"``. Schedulers, datasets and other objects are restored
+                as a whole. The state of parameters that are not named stays, also that of parameters whose values are
+                restored: name both. Random numbers and counters of the job stay, unless ``"torchstrat"`` is named; so
+                does the position in the data, unless the dataset is.
+            strict: False: skip what is on one side only, or of another shape or dtype, and return the names. The state
+                of an optimizer stays for parameters of which the checkpoint knows nothing, or of which it has another
+                shape; options of parameter groups stay where the groups have other parameters.
+
+        Returns:
+            The names of what was skipped, as ``load_state_dict(strict=False)`` does: ``missing_keys``,
+            ``unexpected_keys``, and ``mismatched_keys`` for other shapes and dtypes. If strict, all are empty.
+
         Raises:
             InvalidArgumentError: there is no complete checkpoint, a file of it is damaged, or it does not fit: names
-                that are missing or too many, other shapes or dtypes, all of them in one message.
+                that are missing or too many, other shapes or dtypes, all of them in one message; or ``only`` has a name
+                that no object has, or the checkpoint does not have, with those that are near it.
+            ReplicaDivergenceError: another process has called it with other arguments.
             CommunicationTimeoutError: a server was not there in time; the message names it.
             ContextError: called within a replica, or in a scheduled function.
         """
@@ -166,16 +187,22 @@ class Checkpoint:
         from torchstrat.checkpoint.items import make_items
         from torchstrat.checkpoint.processes import all_processes
         from torchstrat.checkpoint.saving import turns
+        from torchstrat.checkpoint.selection import Selection
 
         target = _absolute(path)
-        with turns.held(f"restoring {target}"), all_processes("Checkpoint.restore", self._objects) as processes:
+        selection = Selection.of(only, strict, self._objects)
+        if selection.only is not None:  # before it waits for anybody
+            selection.require_among([*(name for item in make_items(self._objects, None) for name in item.names()), OWN])
+        call = f"Checkpoint.restore({selection})" if str(selection) else "Checkpoint.restore"
+        with turns.held(f"restoring {target}"), all_processes(call, self._objects) as processes:
             with waiting.shown(f"restoring {target}", here=processes.is_first):
                 servers = self._servers()
                 if servers is not None:
                     servers.prepare_to_restore()
                 items = make_items(self._objects, servers)
-                _restore(target, self._objects, items, servers, processes)
+                skipped = _restore(target, self._objects, items, servers, processes, selection)
         logger.debug("%s is restored from %s.", self, target)
+        return skipped
 
     def _servers(self) -> ServerCheckpoint | None:
         from torchstrat.parameter_server.variables.server_checkpoint import server_checkpoint_of
@@ -224,14 +251,17 @@ def _restore(
     items: list[Item],
     servers: ServerCheckpoint | None,
     processes: Processes,
-) -> None:
+    selection: Selection,
+) -> SkippedKeys:
     from torchstrat.checkpoint import job_state
     from torchstrat.checkpoint.files import read
     from torchstrat.checkpoint.plain import PlainFile
+    from torchstrat.checkpoint.selection import Comparison
     from torchstrat.checkpoint.stored import open_checkpoint
 
     reads: list[Reads] = []
     values: list[Any] = []
+    comparison = Comparison(selection)
     restoring = None
 
     def look() -> None:
@@ -239,10 +269,14 @@ def _restore(
         stored = open_checkpoint(target)
         if isinstance(stored, PlainFile):
             stored = stored.named(items)
-        reads.extend(_compared(stored, items))
-        reads.append(job_state.reads(stored, objects, servers, processes.rank))
+        reads.extend(item.reads(stored, comparison) for item in items)
+        reads.append(job_state.reads(stored, objects, servers, processes.rank, selection, comparison))
+        comparison.require_fit(stored.folder, stored.paths)
         values.extend(read(stored, [want for one in reads for want in one.wants]))
-        _require_fit(stored, [problem for one, of_it in _by_item(reads, values) for problem in one.problems(of_it)])
+        for one, of_it in _by_item(reads, values):
+            for key, problem in one.problems(of_it).items():
+                comparison.differs(key, problem)
+        comparison.require_fit(stored.folder, stored.paths)
         if servers is not None:
             slots = [slot for one in reads for slot in one.slots]
             states = [state for one in reads for state in one.states]
@@ -253,6 +287,7 @@ def _restore(
         restoring.adopt()
     for one, of_it in _by_item(reads, values):
         one.put(of_it)
+    return comparison.skipped()
 
 
 def _by_item(reads: list[Reads], values: list[Any]) -> Iterator[tuple[Reads, list[Any]]]:
@@ -260,20 +295,3 @@ def _by_item(reads: list[Reads], values: list[Any]) -> Iterator[tuple[Reads, lis
     for one in reads:
         yield one, values[first : first + len(one.wants)]
         first += len(one.wants)
-
-
-def _compared(stored: Stored, items: list[Item]) -> list[Reads]:
-    problems: list[str] = []
-    reads = [item.reads(stored, problems) for item in items]
-    _require_fit(stored, problems)
-    return reads
-
-
-def _require_fit(stored: Stored, problems: list[str]) -> None:
-    if problems:
-        shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS])
-        more = f"\n  and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
-        raise InvalidArgumentError(
-            f"{stored.folder} does not fit this program; nothing was changed:{shown}{more}\n"
-            "Give Checkpoint the objects under the names, and of the shapes, with which they were saved."
-        )

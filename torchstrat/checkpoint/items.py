@@ -45,6 +45,7 @@ from torchstrat.whole_values import whole_value_of
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
+    from torchstrat.checkpoint.selection import Comparison
 
 Want = tuple[Piece, int | None]
 """What to read: a piece and its number of rows; None for the whole tensor, or for another value than a tensor."""
@@ -98,9 +99,10 @@ class Reads:
     put: Callable[[Sequence[Any]], None] = lambda values: None
     slots: list[RemoteSlot] = field(default_factory=list)
     states: list[tuple[RemoteState, tuple[Path, ...]]] = field(default_factory=list)
-    """With the paths of the entries that the checkpoint has."""
-    problems: Callable[[Sequence[Any]], list[str]] = lambda values: []
-    """What does not fit of the values that were read: what could not be seen before. Changes nothing."""
+    """With the paths of the entries that the checkpoint has, which replace all that there are."""
+    problems: Callable[[Sequence[Any]], dict[str, str]] = lambda values: {}
+    """What does not fit of the values that were read, by name: what could not be seen before. Changes nothing, and
+    ``put`` leaves it alone."""
 
 
 class Item(Protocol):
@@ -108,25 +110,30 @@ class Item(Protocol):
 
     name: str
 
+    def names(self) -> list[str]:
+        """Of what can be restored by itself."""
+
     def remote_slots(self) -> list[RemoteSlot]: ...
     def remote_states(self) -> list[RemoteState]: ...
     def writes(self) -> Writes: ...
 
-    def reads(self, stored: Stored, problems: list[str]) -> Reads:
-        """Compare with what is stored. Adds to ``problems`` what does not fit; changes nothing."""
+    def reads(self, stored: Stored, comparison: Comparison) -> Reads:
+        """Compare what is taken with what is stored, and tell ``comparison`` of what does not fit; changes nothing."""
 
 
-def expect(stored: Stored, piece: Piece, dtype: torch.dtype | None, problems: list[str]) -> bool:
+def expect(stored: Stored, piece: Piece, dtype: torch.dtype | None, comparison: Comparison) -> bool:
     """Whether the checkpoint has this tensor (``dtype`` None: this other value)."""
-    if piece.key not in stored.paths:
-        problems.append(f"{piece.key} is missing in the checkpoint")
+    key = piece.key
+    if key not in stored.paths:
+        comparison.missing(key)
         return False
-    shape, found = stored.shape(piece.key), stored.dtype(piece.key)
+    shape, found = stored.shape(key), stored.dtype(key)
     if (found is None) != (dtype is None):
-        problems.append(f"{piece.key} is {'no' if found is None else 'a'} tensor in the checkpoint")
+        comparison.differs(key, f"{key} is {'no' if found is None else 'a'} tensor in the checkpoint")
         return False
     if dtype is not None and (shape != piece.shape or found != dtype):
-        problems.append(f"{piece.key} is {found} {shape} in the checkpoint and {dtype} {piece.shape} in the program")
+        text = f"{key} is {found} {shape} in the checkpoint and {dtype} {piece.shape} in the program"
+        comparison.differs(key, text)
         return False
     return True
 
@@ -210,28 +217,36 @@ class TensorsItem:
             values.append((versions_path(self.name), self._versions))
         return Writes([(part.piece, _read(part)) for part in here], values, replicated)
 
-    def reads(self, stored: Stored, problems: list[str]) -> Reads:
-        missing = self._under_other_names(stored)
-        parts = [part for part in self.parts if part not in missing]
-        fits = [expect(stored, part.piece, _dtype(part.holder), problems) for part in parts]
-        fits += [self._expect_value(stored, path, problems) for path in self._values]
-        known = {part.piece.key for part in self.parts} | {key_of(path) for path in self._values}
-        problems += [
-            f"{key} is in the checkpoint and not in the program" for key in stored.under(self.name).keys() - known
-        ]
-        if not all(fits):
+    def names(self) -> list[str]:
+        return [*(part.piece.key for part in self.parts), *map(key_of, self._values)]
+
+    def reads(self, stored: Stored, comparison: Comparison) -> Reads:
+        takes = comparison.takes
+        elsewhere = self._under_other_names(stored)
+        missing = {part: other for part, other in elsewhere.items() if takes(part.piece.key)}
+        wanted = dict.fromkeys(missing.get(part, part) for part in self.parts if takes(part.piece.key))
+        parts = [part for part in wanted if expect(stored, part.piece, _dtype(part.holder), comparison)]
+        others = [path for path in self._values if takes(key_of(path))]
+        others = [path for path in others if self._expect_value(stored, path, comparison)]
+        for key in sorted(stored.under(self.name).keys() - set(self.names())):
+            if takes(key):
+                comparison.unexpected(key)
+        if not parts and not others:
             return Reads()
         versions = self._stored_versions(stored)
         here = [part for part in parts if self._spec(part) is None]
         if len(here) < len(parts) and self.is_module:
-            problems += not_converted(self.name, self._value, versions)
+            keys = [str(part.piece.path[-1]) for part in parts]
+            for problem in not_converted(self.name, self._value, versions, keys):
+                comparison.wrong(problem)
         wants: list[Want] = [(part.piece, part.rows) for part in here]
-        wants += [(Piece(path, stored.shape(key_of(path)) or ()), None) for path in self._values]
+        wants += [(Piece(path, stored.shape(key_of(path)) or ()), None) for path in others]
+        remote = [RemoteSlot(spec, part.piece) for part in parts if (spec := self._spec(part)) is not None]
         return Reads(
             wants,
-            lambda values: self._put(here, missing, values, versions),
-            [slot for slot in self.remote_slots() if slot.piece.key in stored.paths],
-            problems=lambda values: self._compared(values[len(here) :]),
+            lambda values: self._put(here, missing, others, values, versions),
+            remote,
+            problems=lambda values: self._compared(others, values[len(here) :]),
         )
 
     def _under_other_names(self, stored: Stored) -> dict[_Part, _Part]:
@@ -243,11 +258,11 @@ class TensorsItem:
             if part.piece.key not in stored.paths and id(part.holder) in there
         }
 
-    def _expect_value(self, stored: Stored, path: Path, problems: list[str]) -> bool:
+    def _expect_value(self, stored: Stored, path: Path, comparison: Comparison) -> bool:
         piece = Piece(path, ())
         if is_extra_state(str(path[-1])) and piece.key in stored.paths:
             return True
-        return expect(stored, piece, None, problems)
+        return expect(stored, piece, None, comparison)
 
     def _stored_versions(self, stored: Stored) -> Versions | None:
         path = versions_path(self.name)
@@ -258,16 +273,22 @@ class TensorsItem:
             return assumed(self._value, self._versions, stored.folder)
         return None
 
-    def _compared(self, values: Sequence[Any]) -> list[str]:
+    def _compared(self, paths: Sequence[Path], values: Sequence[Any]) -> dict[str, str]:
         """Of tensors that are no blocks, whose shapes are known once they are read."""
-        problems = []
-        for (path, own), value in zip(self._values.items(), values, strict=True):
+        problems = {}
+        for path, value in zip(paths, values, strict=True):
+            own, key = self._values[path], key_of(path)
             if isinstance(own, torch.Tensor) and not is_extra_state(str(path[-1])) and _kind(own) != _kind(value):
-                problems.append(f"{key_of(path)} is {_kind(value)} in the checkpoint and {_kind(own)} in the program")
+                problems[key] = f"{key} is {_kind(value)} in the checkpoint and {_kind(own)} in the program"
         return problems
 
     def _put(
-        self, parts: Sequence[_Part], missing: Mapping[_Part, _Part], values: Sequence[Any], versions: Versions | None
+        self,
+        parts: Sequence[_Part],
+        missing: Mapping[_Part, _Part],
+        others: Sequence[Path],
+        values: Sequence[Any],
+        versions: Versions | None,
     ) -> None:
         of_module: dict[str, Any] = {}
         for part, value in zip(parts, values, strict=False):
@@ -278,8 +299,10 @@ class TensorsItem:
         for part, other in missing.items():
             if other.key in of_module and part.key:
                 of_module[part.key] = of_module[other.key]
-        for path, value in zip(self._values, values[len(parts) :], strict=True):
-            of_module[str(path[1])] = value
+        skipped = self._compared(others, values[len(parts) :])
+        for path, value in zip(others, values[len(parts) :], strict=True):
+            if key_of(path) not in skipped:
+                of_module[str(path[1])] = value
         if of_module:  # names have been compared already
             self._value.load_state_dict(with_versions(of_module, versions), strict=False)
 
@@ -356,10 +379,16 @@ class StatefulItem:
                 writes.values.append((path, value))
         return writes
 
-    def reads(self, stored: Stored, problems: list[str]) -> Reads:
+    def names(self) -> list[str]:
+        return [self.name]
+
+    def reads(self, stored: Stored, comparison: Comparison) -> Reads:
+        if not comparison.takes(self.name):
+            return Reads()
         paths = list(stored.under(self.name).values())
         if not paths:
-            problems.append(f"{self.name} is missing in the checkpoint")
+            comparison.missing(self.name)
+            return Reads()
         about: Path = (OWN, STRUCTURE, self.name)
         there = [about] if key_of(about) in stored.paths else []
         wants: list[Want] = [(Piece(path, ()), None) for path in (*paths, *there)]

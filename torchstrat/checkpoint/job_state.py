@@ -35,6 +35,7 @@ from torchstrat.variable.variable import Variable
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Stored
+    from torchstrat.checkpoint.selection import Comparison, Selection
     from torchstrat.collectives.communicator import Communicator
     from torchstrat.parameter_server.variables.server_checkpoint import ServerCheckpoint
     from torchstrat.strategy import Strategy
@@ -74,9 +75,18 @@ def writes_of(states: Sequence[JobState]) -> Writes:
     return writes
 
 
-def reads(stored: Stored, objects: Mapping[str, Any], servers: ServerCheckpoint | None, rank: int) -> Reads:
+def reads(
+    stored: Stored,
+    objects: Mapping[str, Any],
+    servers: ServerCheckpoint | None,
+    rank: int,
+    selection: Selection,
+    comparison: Comparison,
+) -> Reads:
     """What the process of this ``rank`` wants of it; to be put in place after everything else."""
-    paths = [path for path in stored.under(NAME).values() if is_of_job(path)]
+    paths = [path for path in stored.under(NAME).values() if is_of_job(path) and selection.takes(NAME)]
+    if not paths and NAME in (selection.only or ()):
+        comparison.missing(NAME)
     wants: list[Want] = [(Piece(path, ()), None) for path in paths]
 
     def put(values: Sequence[Any]) -> None:

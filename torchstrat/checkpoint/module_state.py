@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from torchstrat import _torch_private
 from torchstrat.checkpoint.pieces import OWN, VERSIONS, Path
+from torchstrat.checkpoint.selection import is_under
 
 Versions = Mapping[str, Mapping[str, Any]]
 
@@ -67,12 +68,14 @@ def assumed(module: nn.Module, versions: Versions | None, folder: object) -> Ver
     return versions
 
 
-def not_converted(name: str, module: nn.Module, versions: Versions | None) -> list[str]:
-    """What a module would convert, of variables that it does not see because parameter servers read them."""
+def not_converted(name: str, module: nn.Module, versions: Versions | None, keys: Iterable[str]) -> list[str]:
+    """What a module would convert, of variables that it does not see because parameter servers read them: some of those
+    that its ``state_dict()`` has under ``keys``."""
     problems = []
     for inside, one, number in converters(module):
         found = (versions or {}).get(inside, {}).get("version")
-        if found != number and next(one.parameters(), None) is not None:
+        is_read = any(is_under(key, inside) for key in keys)
+        if found != number and is_read and next(one.parameters(), None) is not None:
             problems.append(
                 f"{name}{inside and '.'}{inside} is of version {found} in the checkpoint and {number} in the program: "
                 f"{type(one).__name__} converts what it loads, and parameter servers read for themselves. Restore the "

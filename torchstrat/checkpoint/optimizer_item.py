@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from torchstrat import _torch_private
 from torchstrat.checkpoint.items import Reads, RemoteSlot, RemoteState, Servers, TensorsItem, Want, Writes
-from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows, is_block
+from torchstrat.checkpoint.pieces import Path, Piece, goes_by_rows, is_block, key_of
 from torchstrat.optimizer_tiers import is_listed, kind_of
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.files import Stored
+    from torchstrat.checkpoint.selection import Comparison
 
 
 OTHER_STATE = "other_state"
@@ -36,7 +37,7 @@ class OptimizerItem:
         self._servers = servers
         self._number = None if servers is None else servers.number_of(optimizer)
         self._parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        self._pieces = _named(name, self._parameters, tensors)
+        self._pieces, self._keys = _named(name, self._parameters, tensors)
 
     # -- on servers -------------------------------------------------------------------------------------------------
 
@@ -117,70 +118,133 @@ class OptimizerItem:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def reads(self, stored: Stored, problems: list[str]) -> Reads:
+    def names(self) -> list[str]:
+        return [f"{self.name}.param_groups", *(piece.key for piece in self._pieces)]
+
+    def reads(self, stored: Stored, comparison: Comparison) -> Reads:
+        there = stored.under(self.name)
+        if not there and comparison.takes(self.name):
+            comparison.missing(self.name)
+            return Reads()
         state_paths: list[Path] = []
         other_paths: list[Path] = []
-        for key, path in stored.under(self.name).items():
+        for key, path in there.items():
+            if not comparison.takes(self._unit(path)):
+                continue
             if len(path) == 4 and path[1] == "state":
                 state_paths.append(path)
             elif len(path) == 2 or (len(path) == 4 and path[1] == "param_groups"):
                 other_paths.append(path)
             else:
-                problems.append(f"{key} is in the checkpoint and not in the program")
-        self._compare_groups(stored, other_paths, problems)
-        by_name: dict[str, list[Path]] = {str(piece.path[-1]): [] for piece in self._pieces}
-        for path in state_paths:
+                comparison.unexpected(key)
+        if comparison.takes(f"{self.name}.param_groups") and not self._fits_groups(stored, other_paths, comparison):
+            other_paths = [path for path in other_paths if path[1] != "param_groups"]
+        by_name = self._by_name(stored, state_paths, comparison)
+        wants: list[Want] = [(Piece(path, ()), None) for path in other_paths]
+        if self._number is not None:
+            pairs = [(state, by_name.get(str(state.piece.path[-1]))) for state in self.remote_states()]
+            states = [(state, tuple(paths)) for state, paths in pairs if paths is not None]
+            return Reads(wants, lambda values: self._put_options(other_paths, values), states=states)
+        places: list[tuple[int, str]] = []
+        replaced: set[int] = set()
+        for number, (parameter, piece) in enumerate(zip(self._parameters, self._pieces, strict=True)):
+            paths = by_name.get(str(piece.path[-1]))
+            if paths is not None:
+                replaced.add(number)
+                for path in paths:
+                    places.append((number, str(path[-1])))
+                    rows = int(parameter.shape[0]) if parameter.dim() else None
+                    wants.append(want_of_entry(stored, path, piece, rows))
+        if not wants and not replaced:
+            return Reads()
+        return Reads(wants, lambda values: self._put(other_paths, places, values, replaced))
+
+    def _unit(self, path: Path) -> str:
+        """The name of what a value is a part of, that can be restored by itself."""
+        if path[1] == "state" and len(path) == 4:
+            return Piece(path[:3], ()).key
+        if path[1] == "param_groups":
+            return f"{self.name}.param_groups"
+        return f"{self.name}.state" if path[1] == OTHER_STATE else self.name
+
+    def _by_name(self, stored: Stored, paths: Sequence[Path], comparison: Comparison) -> dict[str, list[Path]]:
+        """The entries of the checkpoint, by the parameters whose state they are to replace: of none where it has none.
+
+        The state of other parameters stays: of those that are not asked for, or that it knows nothing of.
+        """
+        units = {str(piece.path[-1]): piece for piece in self._pieces if comparison.takes(piece.key)}
+        by_name: dict[str, list[Path]] = {name: [] for name in units}
+        for path in paths:
             if str(path[2]) in by_name:
                 by_name[str(path[2])].append(path)
             else:
-                problems.append(f"{Piece(path, ()).key} is in the checkpoint and not in the program")
+                comparison.unexpected(Piece(path, ()).key)
+        stepped = self._stepped(stored) if units else set()
+        is_told = comparison.is_strict and comparison.takes(f"{self.name}.param_groups")  # that these differ
+        for name, piece in units.items():
+            if not by_name[name] and name not in stepped:
+                del by_name[name]
+                if not is_told:
+                    comparison.missing(piece.key)
         for piece in self._pieces:
-            self._compare_state(stored, piece, by_name[str(piece.path[-1])], problems)
-        wants: list[Want] = [(Piece(path, ()), None) for path in other_paths]
-        if self._number is not None:
-            states = [(state, tuple(by_name[str(state.piece.path[-1])])) for state in self.remote_states()]
-            return Reads(wants, lambda values: self._put_options(other_paths, values), states=states)
-        places: list[tuple[int, str]] = []
-        for number, (parameter, piece) in enumerate(zip(self._parameters, self._pieces, strict=True)):
-            for path in by_name[str(piece.path[-1])]:
-                places.append((number, str(path[-1])))
-                wants.append(want_of_entry(stored, path, piece, int(parameter.shape[0]) if parameter.dim() else None))
-        return Reads(wants, lambda values: self._put(other_paths, places, values))
+            name = str(piece.path[-1])
+            if name in by_name and not self._fits_state(stored, piece, by_name[name], comparison):
+                del by_name[name]
+        return by_name
 
-    def _compare_groups(self, stored: Stored, paths: Sequence[Path], problems: list[str]) -> None:
-        groups = self._optimizer.param_groups
+    def _stepped(self, stored: Stored) -> set[str]:
+        """The parameters that the optimizer had, by their names."""
+        from torchstrat.checkpoint.files import read
+
+        groups = [path for path in stored.under(self.name).values() if path[1] == "param_groups" and len(path) == 4]
+        wanted: list[Want] = [(Piece(path, ()), None) for path in groups if path[3] == "params"]
+        return {str(name) for names in read(stored, wanted) for name in names}
+
+    def _fits_groups(self, stored: Stored, paths: Sequence[Path], comparison: Comparison) -> bool:
+        groups, fits = self._optimizer.param_groups, True
         found = {path[2] for path in paths if path[1] == "param_groups" and len(path) == 4}
         if found != set(range(len(groups))):
-            problems.append(
-                f"{self.name} has {len(found)} parameter groups in the checkpoint and {len(groups)} in the program"
+            comparison.differs(
+                f"{self.name}.param_groups",
+                f"{self.name} has {len(found)} parameter groups in the checkpoint and {len(groups)} in the program",
             )
-            return
+            return False
         from torchstrat.checkpoint.files import read
 
         wanted: list[Want] = [
             (Piece((self.name, "param_groups", number, "params"), ()), None) for number in range(len(groups))
         ]
         for number, ((piece, _), names) in enumerate(zip(wanted, read(stored, wanted), strict=True)):
-            if list(names) != self._names(number):
-                problems.append(
-                    f"{piece.key} is {_shown(names)} in the checkpoint and {_shown(self._names(number))} in the program"
-                )
+            own = self._names(number)
+            if list(names) != own:
+                fits = False
+                problem = f"{piece.key} is {_shown(names)} in the checkpoint and {_shown(own)} in the program"
+                comparison.differs(f"{self.name}.param_groups", problem)
+        return fits
 
-    def _compare_state(self, stored: Stored, piece: Piece, paths: Sequence[Path], problems: list[str]) -> None:
+    def _fits_state(self, stored: Stored, piece: Piece, paths: Sequence[Path], comparison: Comparison) -> bool:
         may_be_a_mean = not kind_of(self._optimizer).may_cut_rows  # over all rows, as one of Adafactor's is
+        fits, own = True, self._keys[piece.path]
         for path in paths:
-            key = Piece(path, ()).key
-            shape = stored.shape(key)
+            key, shape = key_of(path), stored.shape(key_of(path))
             if shape and shape[0] == 1 and may_be_a_mean:
                 continue
             if shape and len(shape) == len(piece.shape) and shape != piece.shape and shape[0] != piece.shape[0]:
+                fits = False
                 problem = f"{key} has shape {shape} in the checkpoint, and its parameter {piece.shape} in the program"
-                if problem not in problems:
-                    problems.append(problem)
+                comparison.differs(piece.key, problem)
+        if paths and fits and own in stored.paths and stored.shape(own) != piece.shape:  # of as many rows
+            fits = False
+            problem = f"{piece.key} is of shape {stored.shape(own)} in the checkpoint, {piece.shape} in the program"
+            comparison.differs(piece.key, problem)
+        return fits
 
     def _put_options(self, paths: Sequence[Path], values: Sequence[Any]) -> None:
         groups = self._optimizer.param_groups
-        if not is_listed(type(self._optimizer)):  # as load_state_dict does: its steps may have set more by now
+        is_whole = any(path[1] == "param_groups" for path in paths)
+        if is_whole and not is_listed(
+            type(self._optimizer)
+        ):  # as load_state_dict does: its steps may have set more by now
             for group in groups:
                 for name in set(group) - {"params"}:
                     del group[name]
@@ -194,12 +258,17 @@ class OptimizerItem:
                 groups[int(path[2])][str(path[3])] = value
         if more:  # only the class knows what to do with it
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), **more})
-        if self._servers is not None:
+        if self._servers is not None and paths:
             self._servers.push_options(self._optimizer)
 
-    def _put(self, paths: Sequence[Path], places: Sequence[tuple[int, str]], values: Sequence[Any]) -> None:
+    def _put(
+        self, paths: Sequence[Path], places: Sequence[tuple[int, str]], values: Sequence[Any], replaced: set[int]
+    ) -> None:
+        """``replaced``: the numbers of the parameters whose state is to be that of ``places``."""
         packed = self._optimizer.state_dict()
-        packed["state"] = {}
+        is_whole = len(replaced) == len(self._parameters)  # what has other keys than parameters goes with it
+        held = {} if is_whole else packed["state"]
+        packed["state"] = {number: state for number, state in held.items() if number not in replaced}
         for path, value in zip(paths, values, strict=False):
             if path[1] == OTHER_STATE:
                 packed["state"].update(value)
@@ -220,22 +289,27 @@ def want_of_entry(stored: Stored, path: Path, piece: Piece, rows: int | None) ->
     return Piece(path, shape or ()), None
 
 
-def _named(name: str, parameters: Sequence[torch.Tensor], tensors: Sequence[TensorsItem]) -> list[Piece]:
+def _named(
+    name: str, parameters: Sequence[torch.Tensor], tensors: Sequence[TensorsItem]
+) -> tuple[list[Piece], dict[Path, str]]:
+    """Where the state of each parameter is; and, by these paths, the names of the parameters themselves."""
     found: dict[int, tuple[str, str, Piece]] = {}
     for item in tensors:
         for part in item.parts:
             inside = ".".join(map(str, part.piece.path[1:]))
             found.setdefault(id(part.holder), (item.name, inside, part.piece))
     owners = {found[id(tensor)][0] for tensor in parameters if id(tensor) in found}
-    pieces = []
+    pieces, keys = [], {}
     for number, tensor in enumerate(parameters):
         if id(tensor) not in found:
             pieces.append(Piece((name, "state", str(number)), tuple(tensor.shape)))
+            keys[pieces[-1].path] = ""
             continue
         owner, inside, piece = found[id(tensor)]
         label = (inside or owner) if len(owners) == 1 else f"{owner}.{inside}" if inside else owner
         pieces.append(Piece((name, "state", label), piece.shape, piece.start))
-    return pieces
+        keys[pieces[-1].path] = piece.key
+    return pieces, keys
 
 
 def _shown(names: Sequence[str]) -> str:

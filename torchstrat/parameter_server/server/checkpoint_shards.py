@@ -156,7 +156,7 @@ class CheckpointShards:
             self._store.overwrite(
                 [one.key for one in read.values],
                 [(one.optimizer, one.key, one.name) for one in read.states],
-                read.optimizers,
+                read.stepped,
                 AppliedPushes(order.next_function, order.next_function, {}),
                 prepared,
             )

@@ -378,7 +378,7 @@ class VariableStore:
         self,
         values: Sequence[ShardKey],
         entries: Sequence[tuple[int, ShardKey, str]],
-        optimizers: Iterable[int],
+        stepped: Iterable[tuple[int, int]],
         applied: AppliedPushes,
         new: Prepared,
     ) -> None:
@@ -386,15 +386,17 @@ class VariableStore:
 
         Args:
             values: shards; others keep their values.
-            entries: (optimizer, shard, name) of state: after this the only state of ``optimizers``.
+            entries: (optimizer, shard, name) of state.
+            stepped: (optimizer, variable) whose state is replaced: ``entries`` have all of it.
             new: what they become: first the values, then the entries, in this order.
 
         Raises `InvalidArgumentError`, before anything changes, for shards and optimizers that are not here, and for
         other shapes or dtypes; `TorchstratError` where ``new`` cannot be read any more.
         """
-        held = set(optimizers)
-        for optimizer in held:
+        replaced: dict[int, list[int]] = {}
+        for optimizer, variable in stepped:
             self._optimizer(optimizer)
+            replaced.setdefault(variable, []).append(optimizer)
         with self._locked(self._numbers()) as shards:
             for number, key in enumerate(values):
                 if not new.fits(number, shards.tensor(key)):
@@ -416,8 +418,8 @@ class VariableStore:
             states: dict[tuple[int, ShardKey], dict[str, Any]] = {}
             for (optimizer, key, name), value in zip(entries, found[len(values) :], strict=True):
                 states.setdefault((optimizer, key), {})[name] = value
-            for optimizer in held:
-                for key in shards.held_keys():
+            for key in shards.held_keys():
+                for optimizer in replaced.get(key[0], ()):
                     shards.put_state(key, optimizer, states.get((optimizer, key)))
             self._applied.load_state(applied)
 

@@ -74,14 +74,14 @@ class StateEntry:
 class ReadOrder:
     """Read these, and hold them ready under ``token`` until they are adopted.
 
-    ``optimizers``: those whose states are replaced, also where there is nothing to read for them.
+    ``stepped``: (optimizer, variable) whose states are replaced, also where there is nothing to read for them.
     """
 
     folder: str
     token: str
     values: tuple[ShardPiece, ...] = ()
     states: tuple[StateEntry, ...] = ()
-    optimizers: tuple[int, ...] = ()
+    stepped: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -134,11 +134,11 @@ class ServerCheckpoint:
         slots = list({slot.spec.number: slot for slot in slots}.values())  # one of a variable's names is enough
         started_again = self._job.readmit_servers()
         covered = {slot.spec.number for slot in slots}
-        optimizers = {state.optimizer for state, _ in states}
+        stepped = {(state.optimizer, state.spec.number) for state, _ in states}
         lost = self._job.create_missing(covered, started_again)
         _warn_of_lost(lost, stored.folder)
         token = uuid.uuid4().hex
-        orders = self._read_orders(stored, token, slots, states, tuple(sorted(optimizers)))
+        orders = self._read_orders(stored, token, slots, states, tuple(sorted(stepped)))
         try:
             self._job.servers.ask("ps.read_checkpoint", orders)
         except BaseException:
@@ -152,7 +152,7 @@ class ServerCheckpoint:
         token: str,
         slots: Sequence[RemoteSlot],
         states: Sequence[tuple[RemoteState, tuple[Path, ...]]],
-        optimizers: tuple[int, ...],
+        stepped: tuple[tuple[int, int], ...],
     ) -> dict[int, ReadOrder]:
         values = {
             server: [ShardPiece(one.key, stored.place_of(one.piece)) for one in of_server]
@@ -169,7 +169,7 @@ class ServerCheckpoint:
                     entries[shard.server].append(entry)
         folder = str(stored.folder)
         return {
-            server: ReadOrder(folder, token, tuple(values.get(server, ())), tuple(entries[server]), optimizers)
+            server: ReadOrder(folder, token, tuple(values.get(server, ())), tuple(entries[server]), stepped)
             for server in self._job.server_peers()
         }
 
@@ -309,7 +309,7 @@ def _require_visible(folder: Folder, part: WrittenPart, job: Job) -> None:
 def _warn_of_lost(names: Sequence[str], folder: Folder) -> None:
     if names:
         warnings.warn(
-            f"{', '.join(names)}: lost with the parameter server, and not in the checkpoint at {folder}. They begin "
+            f"{', '.join(names)}: lost with the parameter server, and not restored from {folder}. They begin "
             "again, parameters with the values that the coordinator read last, others with zeros. Name them in "
             "ts.Checkpoint(…) to have them saved.",
             stacklevel=4,
