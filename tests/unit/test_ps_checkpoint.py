@@ -110,6 +110,16 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_numbers(job: Job) -> N
     assert job.train(3, 4, 5) != undisturbed, "the control: from other values there come other numbers"
 
 
+def test_the_state_of_an_optimizer_is_that_of_the_checkpoint(job: Job) -> None:
+    """Also where it was read just before, and no function has run since."""
+    weight, state = job.parts.out.weight, job.parts.optimizer.state
+    saved = copy.deepcopy(dict(state[weight]))
+    job.train(3)
+    assert not same(dict(state[weight]), saved)
+    job.restore()
+    assert same(dict(state[weight]), saved)
+
+
 def test_a_part_is_restored_and_the_rest_stays(job: Job) -> None:
     """On servers that hold the rest, and after one of them was lost."""
     saved = copy.deepcopy(job.state())

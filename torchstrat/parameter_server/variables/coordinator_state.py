@@ -48,6 +48,14 @@ class CoordinatorState:
             optimizer.state = RemoteOptimizerState(keeper, dict(dict.items(state)))
 
     @staticmethod
+    def expire(optimizer: Optimizer) -> None:
+        """The servers have another state than what was read, though no function has run since."""
+        state: Any = optimizer.state
+        if isinstance(state, RemoteOptimizerState):
+            CoordinatorState.of(optimizer)._read_at = None
+            state.note()
+
+    @staticmethod
     def detach(optimizer: Any) -> None:
         """It is an ordinary optimizer again, with the state that it holds."""
         if isinstance(getattr(optimizer, "state", None), RemoteOptimizerState):

@@ -42,6 +42,7 @@ from torchstrat.parameter_server.variables.checkpoint_orders import (
     WriteOrder,
     WriteReport,
 )
+from torchstrat.parameter_server.variables.coordinator_state import CoordinatorState
 from torchstrat.parameter_server.variables.remote_storage import RemoteStorage
 from torchstrat.variable.variable import Variable
 
@@ -272,6 +273,8 @@ class Restoring:
         """All servers take over; the coordinator's copies follow; functions may run again."""
         self._job.servers.ask_all("ps.adopt_checkpoint", AdoptOrder(self._token, self._dispatcher._next_function))
         self._job.pull_variables(self._specs)
+        for optimizer in self._job.optimizers():
+            CoordinatorState.expire(optimizer)
         self._dispatcher.servers_restored()
 
 
