@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 from torchstrat.optimizer_tiers import Kind
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
+    AppliedPushes,
     NewOptimizer,
     NewShard,
     OptimizerStep,
     Push,
     Shard,
     ShardEdit,
+    ShardKey,
+    StateOfShard,
     VariableSpec,
 )
 from torchstrat.parameter_server.server.packing import pack_optimizer
@@ -49,6 +52,23 @@ def make_store(*values: torch.Tensor, shards: int = 1) -> VariableStore:
 def whole(store: VariableStore, number: int = 0, shards: int = 1) -> torch.Tensor:
     parts = store.read([(number, shard) for shard in range(shards)])
     return parts[0] if shards == 1 else torch.cat(parts)
+
+
+class Held(NamedTuple):
+    """What a store holds. ``states``: optimizer → shard → state, of the shards that have any."""
+
+    values: dict[ShardKey, torch.Tensor]
+    states: dict[int, dict[ShardKey, StateOfShard]]
+    applied: AppliedPushes
+
+
+def held_by(store: VariableStore) -> Held:
+    """Copies of all of it. A cut that goes on is given up."""
+    cut, known = store.begin_cut("held_by"), store.catalog()
+    store.end_cut("held_by")
+    keys = [(number, shard) for number, variable in cut.variables.items() for shard in variable.values]
+    states = {one["number"]: store.optimizer_state(one["number"]) for one in known["optimizers"]}
+    return Held(dict(zip(keys, store.read(keys), strict=True)), states, cut.applied)
 
 
 def options_of(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:

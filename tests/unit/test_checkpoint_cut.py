@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import same
-from tests.support.server_stores import add_edit, add_optimizer, make_spec, make_store, new_shards, push_of
+from tests.support.server_stores import add_edit, add_optimizer, held_by, make_spec, make_store, new_shards, push_of
 from torchstrat.errors import InvalidArgumentError, TorchstratError
-from torchstrat.parameter_server.messages import Dropped, NewOptimizer, OptimizerStep, ShardEdit, Snapshot
+from torchstrat.parameter_server.messages import AppliedPushes, Dropped, NewOptimizer, OptimizerStep, ShardEdit
 from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
 from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.packing import pack_optimizer
@@ -73,8 +73,8 @@ class Server:
         elif what == "assign":
             self.push(edits=(ShardEdit((3, 0), "assign", self.values(SHAPES[3])),))
         elif what == "restore":
-            values = {(0, 0): self.values(SHAPES[0]), (1, 0): self.values(SHAPES[1])}
-            self.store.restore(Snapshot(values, {1: {}}, None))
+            new = Restored([self.values(SHAPES[0]), self.values(SHAPES[1])])
+            self.store.overwrite([(0, 0), (1, 0)], [], [1], AppliedPushes(0, 0, {}), new)
         elif what == "load state":
             self.store.load_optimizer_state(0, self.store.optimizer_state(0))
         elif what == "create":
@@ -97,6 +97,20 @@ class Server:
         self.store.push(push_of(function=next(self.functions), **parts))
 
 
+class Restored(NamedTuple):
+    """A checkpoint that is to take the place of what is there: a `Prepared`."""
+
+    values: list[torch.Tensor]
+
+    def fits(self, number: int, tensor: torch.Tensor) -> bool:
+        return tensor.shape == self.values[number].shape
+
+    def take(self, into: Sequence[torch.Tensor | None]) -> list[Any]:
+        return [there.copy_(new) for there, new in zip(into, self.values, strict=True) if there is not None]
+
+    def close(self) -> None: ...
+
+
 class Reader:
     """Reads a cut in blocks, a source at a time or several in turn, and compares it with what it should be.
 
@@ -104,7 +118,7 @@ class Reader:
     """
 
     def __init__(self, server: Server) -> None:
-        before = server.store.snapshot()
+        before = held_by(server.store)
         self.cut = server.store.begin_cut("token")
         self.applied = before.applied
         self.expected: dict[Any, Any] = {(shard,): value for shard, value in before.values.items()}
@@ -288,7 +302,7 @@ def test_readers_and_pushers_at_once() -> None:
     """Many threads change rows while a cut is read; every block is as it was."""
     store, optimizer = big_table(4000)
     store.push(push_of(steps=(row_step(optimizer, torch.arange(4000)),)))
-    expected = store.snapshot()
+    expected = held_by(store)
     cut = store.begin_cut("token")
     stop = threading.Event()
     all_have_pushed = threading.Barrier(4)

@@ -1,4 +1,4 @@
-"""What a parameter server holds: creating, reading, pushing, snapshots; and what threads may do at the same time.
+"""What a parameter server holds: creating, reading, pushing; and what threads may do at the same time.
 
 That steps have the numbers of one device is shown by programs: tests/unit/test_ps_rows.py, tests/matrix/optimizers.py.
 """
@@ -29,6 +29,7 @@ from tests.support.server_stores import (
     add_edit,
     add_optimizer,
     dense_step,
+    held_by,
     make_spec,
     make_store,
     new_shards,
@@ -172,12 +173,11 @@ class StartsWithState(PerTensor):
 def test_state_of_its_constructor_is_there_again_before_the_first_step() -> None:
     optimizer = StartsWithState([torch.nn.Parameter(ONES.clone())], lr=1.0)
     store = stepped_by(optimizer, ONES)
-    before = store.snapshot()
     for _ in range(2):
         store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
     assert torch.equal(whole(store), ONES * 0.25)
-    store.restore(before)
-    assert torch.equal(whole(store), ONES)
+    store.load_optimizer_state(0, {(0, 0): {}})
+    store.push(push_of(edits=(ShardEdit((0, 0), "assign", ONES),)))
     store.push(push_of(steps=(dense_step(optimizer, v0=ONES),)))
     assert torch.equal(whole(store), ONES * 0.5)
 
@@ -325,14 +325,13 @@ def test_an_invalid_part_leaves_everything_as_it_was(case: str) -> None:
         "edits": (add_edit(1, 1.0, torch.zeros(3)), add_edit(0, 1.0, torch.zeros(4, 2))),
         "steps": (dense_step(ADAM, v0=torch.ones(4, 2)),),
     }
-    before = store.snapshot()
+    before = held_by(store)
     mixed = {name: (*valid.get(name, ()), *parts.get(name, ())) for name in ("edits", "steps", "wants")}
     with pytest.raises(InvalidArgumentError, match=message):
         store.push(push_of(function=5, **mixed))
-    after = store.snapshot()
+    after = held_by(store)
     assert all(torch.equal(value, after.values[key]) for key, value in before.values.items())
     assert after.states == {0: {}}
-    assert after.applied is not None
     assert after.applied.masks == {}
     assert store.push(push_of(function=5, **valid)).applied  # the same push, repaired
     assert not store.push(push_of(function=5, **valid)).applied
@@ -434,13 +433,13 @@ def stopped_half_way(store: VariableStore, monkeypatch: pytest.MonkeyPatch, **pu
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("how", ["read", "read_rows", "snapshot", "push", "fence"])
+@pytest.mark.parametrize("how", ["read", "read_rows", "cut", "push", "fence"])
 def test_it_waits_for_the_end_of_a_push(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(torch.zeros(8), torch.zeros(8))
     calls: dict[str, Callable[[], Any]] = {
         "read": lambda: store.read([(0, 0)])[0],
         "read_rows": lambda: store.read_rows([RowsRequest((0, 0), torch.arange(8))])[0],
-        "snapshot": lambda: store.snapshot().values[0, 0],
+        "cut": lambda: store.rows_of(store.begin_cut("token"), (0, 0)).rows(0, 8),
         "push": lambda: store.push(push_of(wants=((0, 0),))).values[0],
         "fence": lambda: (store.fence("old"), whole(store))[1],
     }

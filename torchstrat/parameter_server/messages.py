@@ -216,16 +216,3 @@ class CutReport:
 
     with_state: frozenset[tuple[int, ShardKey]]
     applied: AppliedPushes
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One server at one moment: no push is half in it.
-
-    ``values``: a tensor per shard. ``states``: optimizer → shard → state, of the shards that have any. ``applied``:
-    None when restored into a job that counts its functions anew; the records are then cleared.
-    """
-
-    values: Mapping[ShardKey, torch.Tensor]
-    states: Mapping[int, Mapping[ShardKey, StateOfShard]]
-    applied: AppliedPushes | None

@@ -121,10 +121,6 @@ class AppliedRecords:
             self._parts.clear()
             self._changed.notify_all()
 
-    def forget_functions(self) -> None:
-        """Another job counts its functions from zero. Who is fenced stays fenced."""
-        self.load_state(AppliedPushes(0, 0, {}))
-
     def clear(self) -> None:
         """As new: the next coordinator counts its functions from zero."""
         with self._changed:

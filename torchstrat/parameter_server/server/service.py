@@ -25,7 +25,7 @@ _SWITCH_INTERVAL_SECONDS = 5e-4
 Python's 5 ms a thread that comes back from there waits that long, per call, for one that is busy in Python."""
 
 _LEAVE_MUCH_FREE = (
-    *("ps.create", "ps.release", "ps.restore", "ps.load_optimizer_state"),
+    *("ps.create", "ps.release", "ps.load_optimizer_state"),
     *("ps.read_checkpoint", "ps.end_checkpoint"),
 )
 """Orders for which a server takes, for a while, as much memory again as it holds; or that give back what it held."""
@@ -67,8 +67,6 @@ class VariableServer:
     ``ps.load_optimizer_state`` (optimizer, shard → state)                 None
     ``ps.optimizer_options``    optimizer                                  `StepsHaveSet`
     ``ps.load_optimizer_options``  (optimizer, by group)                   None
-    ``ps.snapshot``             None                                       `Snapshot`
-    ``ps.restore``              `Snapshot`                                 None
     ``ps.begin_checkpoint``     token                                      `CutReport`
     ``ps.write_checkpoint``     `WriteOrder`                               `WriteReport`
     ``ps.end_checkpoint``       token                                      None
@@ -113,8 +111,6 @@ class VariableServer:
             "ps.load_optimizer_state": lambda payload: store.load_optimizer_state(*payload),
             "ps.optimizer_options": store.optimizer_options,
             "ps.load_optimizer_options": lambda payload: store.load_optimizer_options(*payload),
-            "ps.snapshot": lambda _: store.snapshot(),
-            "ps.restore": store.restore,
             "ps.begin_checkpoint": lambda token: store.begin_cut(token).report(),
             "ps.write_checkpoint": lambda order: self._checkpoint_shards().write(order),
             "ps.end_checkpoint": self._end_checkpoint,

@@ -28,7 +28,6 @@ from torchstrat.parameter_server.messages import (
     RepeatedOps,
     RowsRequest,
     ShardKey,
-    Snapshot,
     StateOfShard,
 )
 from torchstrat.parameter_server.server.advice import MORE_SERVERS, advice_for_whole
@@ -333,46 +332,6 @@ class VariableStore:
     def shard_rows(self, key: ShardKey) -> int:
         with self._locked([key[0]]) as shards:
             return len(shards.tensor(key))
-
-    def snapshot(self) -> Snapshot:
-        """Values, state and records at one moment: every push is in it whole or not at all.
-
-        Pushes wait while the copies are made. Raises, before it copies, where they would not fit in memory.
-        """
-        with self._locked(self._numbers()) as shards:
-            check_fits(shards.total_bytes, f"a snapshot of what {self.owner} holds", MORE_SERVERS)
-            with self._structure:
-                optimizers = list(self._optimizers)
-            return Snapshot(
-                values={key: shards.tensor(key).clone() for key in shards.held_keys()},
-                states={optimizer: _states_of(optimizer, shards) for optimizer in optimizers},
-                applied=self._applied.state(),
-            )
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Put values, state and records back, in one cut.
-
-        Shards that the snapshot does not name keep their values; an optimizer that it names has, after this, the state
-        given there and no other. ``applied=None`` clears the records. Raises, before anything changes, for shards
-        and optimizers that are not here, and for other shapes or dtypes.
-        """
-        for optimizer in snapshot.states:
-            self._optimizer(optimizer)
-        with self._locked(self._numbers()) as shards:
-            for key, value in snapshot.values.items():
-                _check_value(value, shards.tensor(key), shards.name(key))
-            for key in (key for states in snapshot.states.values() for key in states):
-                shards.require(key)
-            for key, value in snapshot.values.items():
-                shards.changing(key).copy_(value)
-            for optimizer, states in snapshot.states.items():
-                for key in shards.held_keys():
-                    state = states.get(key)
-                    shards.put_state(key, optimizer, None if state is None else _copy(state))
-            if snapshot.applied is None:
-                self._applied.forget_functions()
-            else:
-                self._applied.load_state(snapshot.applied)
 
     def overwrite(
         self,
