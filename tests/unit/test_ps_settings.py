@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torchstrat as ts
-from tests.support.gates import close_gate, pass_gate
+from tests.support.gates import await_arrivals, close_gate, pass_gate
 from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -246,6 +246,44 @@ def test_a_worker_in_the_coordinators_process_leaves_the_default_dtype_alone(pro
         assert seen.get(timeout=30) is torch.get_default_dtype() is torch.float64
     finally:
         torch.set_default_dtype(before)
+
+
+# -- what functions write by hand --------------------------------------------------------------------------------------
+
+
+def test_functions_that_overwrite_each_others_values_are_warned_of_once() -> None:
+    with FakeCluster(workers=2, ps=1) as cluster:
+        program = Program(cluster)
+        model, coordinator = program.model, program.coordinator
+
+        def at_once(writes: list[Callable[[], object]]) -> None:
+            def function(write: Callable[[], object]) -> None:
+                pass_gate("write")  # with the values that were there before either
+                with torch.no_grad():
+                    write()
+
+            gate = close_gate("write")
+            for write in writes:
+                coordinator.schedule(function, args=(write,))
+            await_arrivals("write", len(writes))
+            gate.set()
+            coordinator.join(timeout=30)
+
+        weight, bias, more = (
+            lambda: model[0].weight.mul_(2),
+            lambda: model[0].bias.mul_(2),
+            lambda: model[0].bias.add_(1),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            at_once([weight, bias])
+            at_once([weight])
+            at_once([bias, bias])  # of the same
+        with pytest.warns(UserWarning, match=r"written to bias of module \d.* by hand.*on other workers.*coordinator"):
+            at_once([bias, more])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            at_once([bias, more])
 
 
 # -- gradients that functions leave on workers, for later functions to use: allowed with one worker, else refused ------

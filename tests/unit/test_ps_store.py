@@ -338,6 +338,58 @@ def test_an_invalid_part_leaves_everything_as_it_was(case: str) -> None:
     assert not torch.equal(whole(store, 1), before.values[1, 0])
 
 
+OVERWRITES: dict[str, tuple[list[Push], bool]] = {
+    "nothing has come between": ([], False),
+    "its own step, whose values it has": (
+        [push_of(function=2, wants=((0, 0),), edits=(add_edit(0, 1.0, ONES),))],
+        False,
+    ),
+    "its own write": ([push_of(function=2, edits=(ShardEdit((0, 0), "assign", ONES * 2),))], False),
+    "another's change": ([push_of(function=2, incarnation="w1", edits=(add_edit(0, 1.0, ONES),))], True),
+    "another's, and it has read since": (
+        [push_of(function=2, incarnation="w1", edits=(add_edit(0, 1.0, ONES),)), push_of(function=3, wants=((0, 0),))],
+        False,
+    ),
+    "another's, of other rows of it": (
+        [push_of(function=2, incarnation="w1", edits=(add_edit(0, torch.ones(1), ONES, torch.tensor([1])),))],
+        True,
+    ),
+    "another's write of the same": (
+        [push_of(function=2, incarnation="w1", edits=(ShardEdit((0, 0), "assign", ONES * 5),))],
+        False,
+    ),
+    "another's write that changes nothing": (
+        [push_of(function=2, incarnation="w1", edits=(ShardEdit((0, 0), "assign", ONES),))],
+        False,
+    ),
+    "another's change of another variable": (
+        [push_of(function=2, incarnation="w1", edits=(add_edit(1, 1.0, ONES),))],
+        False,
+    ),
+    "the coordinator's write": ([push_of(edits=(ShardEdit((0, 0), "assign", ONES * 2),))], True),
+}
+"""What comes between the values that worker w0 was given and its write, and whether that is lost."""
+
+
+@pytest.mark.parametrize("between", OVERWRITES)
+@pytest.mark.parametrize("how", ["read", "pushed"])
+def test_what_a_write_overwrites_is_noted(between: str, how: str) -> None:
+    store = make_store(ONES, ONES)
+    if how == "read":
+        store.read([(0, 0)], reader="w0")
+    else:
+        store.push(push_of(function=1, wants=((0, 0),)))
+    store.read([(0, 0)], reader="w1")
+    pushes, is_lost = OVERWRITES[between]
+    for push in pushes:
+        store.push(push)
+    store.push(push_of(function=4, edits=(ShardEdit((0, 0), "assign", ONES * 5),)))
+    assert torch.equal(whole(store), ONES * 5)
+    assert store.take_conflicts() == ((0,) if is_lost else ())
+    store.push(push_of(function=5, edits=(ShardEdit((0, 0), "assign", ONES * 6),)))
+    assert store.take_conflicts() == ()
+
+
 def test_edits_come_before_steps_and_answers_after_both() -> None:
     optimizer = sgd()
     store = make_store(ONES, ONES)

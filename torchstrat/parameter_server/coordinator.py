@@ -252,7 +252,7 @@ class ClusterCoordinator:
     def _join(self, timeout: timedelta | float | None) -> None:
         self._dispatcher.wait(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         self._raise_pending("the functions that were queued behind it are cancelled")
-        self._job.warn_of_conflicts()
+        self._job.warn_of_conflicts(wrote_parameters=self._dispatcher.wrote_parameters)
 
     def done(self) -> bool:
         """Whether every scheduled function has run. Raises a pending error like `join`.

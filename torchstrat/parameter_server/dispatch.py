@@ -145,6 +145,7 @@ class Report(NamedTuple):
             batch, and batches that were sent before the coordinator knew.
         leaving: the worker takes nothing more.
         left: numbers of parameters of which the worker holds gradients that no step has used.
+        wrote_parameters: functions have written to parameters by hand there.
     """
 
     finished: tuple[int, ...] = ()
@@ -155,6 +156,7 @@ class Report(NamedTuple):
     stops: int = 0
     leaving: bool = False
     left: tuple[int, ...] = ()
+    wrote_parameters: bool = False
 
 
 Recalled = tuple[tuple[int, tuple[int, ...]], ...]

@@ -91,6 +91,7 @@ class Dispatcher:
         self._results: News | None = None  # whose events are being handled
         self._workers: dict[str, KnownWorker] = {}
         self._is_shared = False  # there are several, or were
+        self.wrote_parameters = False  # whether functions have, by hand, as far as workers' reports are here
         self._has_released = False  # something that not all workers have been told of
         self._timed = 0  # functions without an outcome that have a limit of time
         self._limits = TimeLimits()
@@ -428,10 +429,9 @@ class Dispatcher:
 
     def _handle_news(self, news: News) -> None:
         known = self._workers.get(news.incarnation)
-        if known is not None:
-            known.stops = max(known.stops, news.stops)
-            if news.left is not None:
-                known.left = news.left
+        if known is not None and news.report is not None:
+            known.stops, known.left = max(known.stops, news.report.stops), news.report.left
+            self.wrote_parameters |= news.report.wrote_parameters
         self._results = news
         for event in news.events:
             self._handle(event)
@@ -509,8 +509,10 @@ class Dispatcher:
                 self._calls.put(True)
 
     def _complete(self, functions: tuple[int, ...]) -> None:
-        assert self._results is not None
-        finished, results = self._results.finished, self._results.results
+        news = self._results
+        assert news is not None
+        assert news.report is not None
+        finished, results = news.report.finished, news.results
         if functions != finished:  # some were out of date
             by_function = dict(zip(finished, results, strict=True))
             results = [by_function[function] for function in functions]

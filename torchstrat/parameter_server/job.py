@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -301,19 +300,11 @@ class Job:
             CoordinatorState.detach(optimizer)
         self.membership.close(finished=finished)
 
-    def warn_of_conflicts(self) -> None:
-        """Once for each buffer of which workers have replaced each other's values."""
-        if not self.variables.may_conflict:
-            return
-        numbers = {number for found in self.servers.ask_all("ps.take_conflicts").values() for number in found}
-        for name, module, buffer in self.variables.first_conflicts(numbers):
-            warnings.warn(
-                f"workers have changed {name} at the same time, and the last value stays: what the others added is not "
-                f"in it. If it counts or adds up, call strategy.extended.set_aggregation(module, {buffer!r}, 'sum') on "
-                f"the coordinator, with the {type(module).__name__}; 'only_first_replica' says that the last one is "
-                "meant. Integral buffers are summed by themselves.",
-                stacklevel=2,
-            )
+    def warn_of_conflicts(self, *, wrote_parameters: bool) -> None:
+        """See `CapturedVariables.may_conflict`."""
+        if self.variables.may_conflict(wrote_parameters=wrote_parameters):
+            found = self.servers.ask_all("ps.take_conflicts").values()
+            self.variables.warn_of_conflicts({number for numbers in found for number in numbers})
 
     def held_bytes(self) -> dict[int, int]:
         """How many bytes of variables each server was given, without the optimizers' state."""

@@ -34,14 +34,12 @@ _UNLIMITED_SECONDS = math.inf  # functions take as long as they take; a worker t
 
 @dataclass(slots=True)
 class News:
-    """Events of one report, which belong together, and the results of the functions that finished."""
+    """Events of one report, which belong together, and the results of the functions that finished, opened."""
 
     incarnation: str
-    stops: int
     events: list[Event]
-    finished: tuple[int, ...] = ()
     results: Sequence[Any] = ()
-    left: tuple[int, ...] | None = None
+    report: Report | None = None
 
 
 class WorkerCalls:
@@ -129,7 +127,7 @@ class WorkerCalls:
             events.append(Finished(*_names(peer), report.finished, report.seconds))
         if report.handed_back:
             events.append(HandedBack(*_names(peer), report.handed_back))
-        self._tell(peer, events, report.stops, report.finished, results, report.left)
+        self._take(News(peer.incarnation, events, results, report))
 
     def _unpacked(self, report: Report) -> tuple[list[Any], dict[int, BaseException]]:
         """The results, and the errors of those that cannot be opened."""
@@ -147,16 +145,8 @@ class WorkerCalls:
         error = ParameterServerUnavailable(outcome.message, Task(PARAMETER_SERVER, outcome.index))
         self._tell(peer, [Failed(*_names(peer), function, error)])
 
-    def _tell(
-        self,
-        peer: Peer,
-        events: list[Any],
-        stops: int = 0,
-        finished: tuple[int, ...] = (),
-        results: Sequence[Any] = (),
-        left: tuple[int, ...] | None = None,
-    ) -> None:
-        self._take(News(peer.incarnation, stops, events, finished, results, left))
+    def _tell(self, peer: Peer, events: list[Any]) -> None:
+        self._take(News(peer.incarnation, events))
 
 
 def _names(peer: Peer) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.messages import EditOp, ShardEdit
+from torchstrat.parameter_server.messages import EditOp, ShardEdit, ShardKey
 from torchstrat.parameter_server.server.held import HeldShards, check_rows
 from torchstrat.parameter_server.variables import shard_edits
 from torchstrat.tensor_bytes import is_same
@@ -55,12 +55,24 @@ def check_edit(edit: ShardEdit, shards: HeldShards) -> None:
 
 
 def apply_edit(edit: ShardEdit, shards: HeldShards) -> bool:
-    """Whether there was no conflict: with what another writer has assigned meanwhile."""
+    """Whether there was no conflict: with what another writer has changed meanwhile."""
+    op, value = edit.op, edit.value.to(shards.tensor(edit.key).dtype)
+    if shards.writer and op == "assign" and edit.rows is None and shards.is_parameter(edit.key):
+        return _write_parameter(edit.key, value, shards)
     shard = shards.changing(edit.key, edit.rows)
-    op, value = edit.op, edit.value.to(shard.dtype)
     is_untouched = edit.base is None or is_same(edit.base, shard)
     if op == "move":
         op, value = ("assign", value) if is_untouched or edit.base is None else ("add", value - edit.base)
         is_untouched = True
     shard_edits.apply_edit(shard, op, value, edit.rows)
     return is_untouched
+
+
+def _write_parameter(key: ShardKey, value: torch.Tensor, shards: HeldShards) -> bool:
+    """A function has written to a parameter by hand, or at least counted as if: see `apply_edit`."""
+    is_fine = is_same(value, shards.tensor(key))
+    if not is_fine:
+        is_fine = shards.is_known(key)
+        shards.changing(key).copy_(value)
+    shards.give(key, shards.writer)  # it has what it has written
+    return is_fine

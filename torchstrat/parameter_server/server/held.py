@@ -25,6 +25,8 @@ class HeldVariable:
 
     ``states``: (optimizer, shard) → state. ``row_states``: which entries of that go by rows, once rows were stepped.
     ``cut``: of a checkpoint that is being written. ``is_dropped``: it was given up while somebody waited for the lock.
+    ``changes``: how often a value of it has changed. ``seen``: that number, by incarnation of the process that was
+    given the values then.
     """
 
     spec: VariableSpec
@@ -34,6 +36,8 @@ class HeldVariable:
     row_states: dict[tuple[int, int], dict[str, RowState]] = field(default_factory=dict)
     cut: VariableCut | None = None
     is_dropped: bool = False
+    changes: int = 0
+    seen: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -46,15 +50,17 @@ class HeldVariable:
 
 
 class HeldShards:
-    """The variables a call has locked, looked up by shard. ``owner``: the server, for error messages.
+    """The variables a call has locked, looked up by shard. ``owner``: the server, for error messages; ``writer``: the
+    incarnation of the worker on whose behalf they change, else empty.
 
     What `tensor` and `state` give is for reading. Who changes a shard or a state, in place or by another, says so
     before, by the method that does it or hands it out to be changed.
     """
 
-    def __init__(self, variables: Mapping[int, HeldVariable], owner: str) -> None:
+    def __init__(self, variables: Mapping[int, HeldVariable], owner: str, writer: str = "") -> None:
         self._variables = variables
         self.owner = owner
+        self.writer = writer
 
     def require(self, key: ShardKey) -> None:
         """Raise `InvalidArgumentError` where the shard is not here."""
@@ -98,6 +104,20 @@ class HeldShards:
                 if of == optimizer:
                     yield (number, shard), state
 
+    def is_parameter(self, key: ShardKey) -> bool:
+        return self._variable(key).spec.kind == "parameter"
+
+    def is_known(self, key: ShardKey) -> bool:
+        """Whether the writer has seen the variable as it is."""
+        variable = self._variable(key)
+        return variable.seen.get(self.writer) == variable.changes
+
+    def give(self, key: ShardKey, reader: str) -> torch.Tensor:
+        """A shard for this process, which gets all shards of the variable that are here."""
+        variable = self._variable(key)
+        variable.seen[reader] = variable.changes
+        return variable.shards[key[1]]
+
     @property
     def total_bytes(self) -> int:
         """Of values and optimizer state."""
@@ -120,6 +140,7 @@ class HeldShards:
         variable = self._variable(key)
         if variable.cut is not None:
             variable.cut.before_value(key[1], rows)
+        variable.changes += 1
         return variable.shards[key[1]]
 
     def changing_state(

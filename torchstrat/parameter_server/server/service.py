@@ -97,10 +97,10 @@ class VariableServer:
 
     def handlers(self) -> Mapping[str, Handler]:
         store = self.store
-        steps: dict[str, Callable[[Any, AnswerMemory], Any]] = {
-            "ps.read": store.read,
-            "ps.read_rows": store.read_rows,
-            "ps.push": store.push,
+        steps: dict[str, Callable[[Peer, Any, AnswerMemory], Any]] = {
+            "ps.read": lambda sender, keys, memory: store.read(keys, memory, sender.incarnation),
+            "ps.read_rows": lambda _, requests, memory: store.read_rows(requests, memory),
+            "ps.push": lambda _, push, memory: store.push(push, memory),
         }
         work: dict[str, Callable[[Any], Any]] = {
             "ps.create": store.create,
@@ -134,14 +134,8 @@ class VariableServer:
         handlers |= {name: Handler(_without_sender(answer), self._orders) for name, answer in orders.items()}
         return handlers | {name: self._step(answer) for name, answer in steps.items()}
 
-    def _step(self, answer: Callable[[Any, AnswerMemory], Any]) -> Handler:
-        return Handler(
-            lambda _sender, payload, memory: answer(payload, memory),
-            self._work,
-            takes_memory=True,
-            borrows=True,
-            may_hold_up_its_caller=True,
-        )
+    def _step(self, answer: Callable[[Peer, Any, AnswerMemory], Any]) -> Handler:
+        return Handler(answer, self._work, takes_memory=True, borrows=True, may_hold_up_its_caller=True)
 
     def attach(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint

@@ -19,6 +19,7 @@ from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.applied_parts import AppliedPart, part_of
 from torchstrat.parameter_server.endpoint import FRESH, AnswerMemory
 from torchstrat.parameter_server.messages import (
+    COORDINATOR,
     AppliedPushes,
     Dropped,
     NewOptimizer,
@@ -140,6 +141,7 @@ class VariableStore:
                 self._optimizers.clear()
                 cut, self._cut = self._cut, None
                 self._dropped_later.clear()
+                self._conflicts.clear()
             if cut is not None:
                 cut.fail("the job has ended, or begun anew")
             shards.drop()
@@ -176,8 +178,9 @@ class VariableStore:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def read(self, keys: Sequence[ShardKey], memory: AnswerMemory = FRESH) -> list[torch.Tensor]:
-        """Copies of whole shards, none of them torn: each is its variable's value between two pushes."""
+    def read(self, keys: Sequence[ShardKey], memory: AnswerMemory = FRESH, reader: str = "") -> list[torch.Tensor]:
+        """Copies of whole shards, none of them torn: each is its variable's value between two pushes. ``reader``: the
+        incarnation of who asks."""
         places: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             places.setdefault(key[0], []).append(place)
@@ -186,7 +189,7 @@ class VariableStore:
         for number, of_variable in places.items():
             with self._locked([number]) as shards:
                 for place in of_variable:
-                    copies.add(place, shards.tensor(keys[place]))
+                    copies.add(place, shards.give(keys[place], reader))
         return copies.values()
 
     def _size_of(self, keys: Sequence[ShardKey]) -> int:
@@ -227,7 +230,8 @@ class VariableStore:
         An optimizer of the user's own that raises in the middle of its arithmetic leaves the variables of that step
         half-stepped; the error says so, and the push counts as not applied.
         """
-        with self._locked(self._numbers_of(push)) as shards:
+        writer = "" if push.function == COORDINATOR else push.incarnation
+        with self._locked(self._numbers_of(push), writer) as shards:
             if self._applied.begin(push.function, push.index, push.incarnation):
                 try:
                     self._apply(push, shards)
@@ -243,7 +247,7 @@ class VariableStore:
             copies = _Copies(memory, len(push.wants))
             copies.begin(sum(shards.tensor(key).nbytes for key in push.wants))
             for place, key in enumerate(push.wants):
-                copies.add(place, shards.tensor(key))
+                copies.add(place, shards.give(key, push.incarnation))
                 phases.reached(phases.WRITING_VALUES)
             return PushReply(tuple(copies.values()), applied)
 
@@ -280,6 +284,9 @@ class VariableStore:
     def fence(self, incarnation: str) -> None:
         """Refuse the pushes of a process from now on; when this returns, none of them is being applied any more."""
         self._applied.fence(incarnation)
+        with self._structure:
+            for variable in self._variables.values():
+                variable.seen.pop(incarnation, None)
 
     def forget_below(self, function: int) -> None:
         """Functions with smaller ids are finished: drop their records, refuse what they push from now on."""
@@ -439,8 +446,8 @@ class VariableStore:
             return list(self._variables)
 
     @contextlib.contextmanager
-    def _locked(self, numbers: Iterable[int]) -> Iterator[HeldShards]:
-        """The variables of these numbers that exist, locked; numbers of others are left out."""
+    def _locked(self, numbers: Iterable[int], writer: str = "") -> Iterator[HeldShards]:
+        """The variables of these numbers that exist, locked; numbers of others are left out. See `HeldShards`."""
         with self._structure:
             wanted = [self._variables[number] for number in sorted(set(numbers)) if number in self._variables]
         with contextlib.ExitStack() as locks:
@@ -451,7 +458,7 @@ class VariableStore:
                         f"{self._lock_timeout_seconds:g} s."
                     )
                 locks.callback(variable.lock.release)
-            shards = HeldShards({one.spec.number: one for one in wanted if not one.is_dropped}, self.owner)
+            shards = HeldShards({one.spec.number: one for one in wanted if not one.is_dropped}, self.owner, writer)
             try:
                 yield shards
             finally:

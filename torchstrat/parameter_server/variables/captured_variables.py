@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -20,6 +21,19 @@ from torchstrat.parameter_server.variables.placement import Placement
 from torchstrat.reduction import VariableAggregation
 from torchstrat.replicas.buffer_rules import is_statistic
 from torchstrat.variables import BufferSlot, VariableRegistry
+
+_MOST_NAMES = 3
+_WRITTEN_TOO = (
+    "a scheduled function has written to {} by hand while functions on other workers changed the same: its values "
+    "stay, and what the others had changed since it read them is lost. This is said once. Write on the coordinator, "
+    "where that waits until no function is half-way; or let the optimizer do it (weight_decay); or call "
+    "coordinator.join() before and after the function."
+)
+_CHANGED_TOO = (
+    "workers have changed {} at the same time, and the last value stays: what the others added is not in it. If it "
+    "counts or adds up, call strategy.extended.set_aggregation(module, {}, 'sum') on the coordinator, with the {}; "
+    "'only_first_replica' says that the last one is meant. Integral buffers are summed by themselves."
+)
 
 
 class _Slot(NamedTuple):
@@ -65,7 +79,8 @@ class CapturedVariables:
         self._slots: dict[tuple[int, str], int] = {}  # (id of the module, name) -> number
         self._beside: dict[int, VariableSpec] = {}
         self._to_create: list[VariableSpec] = []
-        self._conflicts: set[int] = set()
+        self._conflicts: set[int] = set()  # that were warned of
+        self._has_warned_of_writes = False
         self._whole_for: dict[int, str] = {}
 
     # -- who is who -------------------------------------------------------------------------------------------------
@@ -252,20 +267,28 @@ class CapturedVariables:
                 found[number] = aggregation
         return found
 
-    @property
-    def may_conflict(self) -> bool:
-        """Whether there are buffers of which one worker's value may replace another's."""
+    def may_conflict(self, *, wrote_parameters: bool) -> bool:
+        """Whether servers may know of one worker's value that has replaced another's, in a buffer or, where functions
+        have written to some by hand, in a parameter; but for what was warned of."""
+        if wrote_parameters and not self._has_warned_of_writes:
+            return True
         modules = ((slot.module(), slot.name) for slot in self._buffers.values())
         return any(module is not None and not is_statistic(module, name) for module, name in modules)
 
-    def first_conflicts(self, numbers: Iterable[int]) -> Iterator[tuple[str, nn.Module, str]]:
-        """Name, module and buffer of these variables, of each once."""
-        for number in sorted(set(numbers) - self._conflicts):
-            slot = self._buffers.get(number)
-            module = None if slot is None else slot.module()
-            if slot is not None and module is not None:
-                self._conflicts.add(number)
-                yield self._specs[number].name, module, slot.name
+    def warn_of_conflicts(self, numbers: Iterable[int]) -> None:
+        """Once for each buffer of these variables, and once for parameters."""
+        new = sorted(set(numbers) - self._conflicts)
+        self._conflicts.update(new)
+        specs = [self._specs[number] for number in new if number in self._specs]
+        names = [spec.name for spec in specs if spec.kind == "parameter"]
+        if names and not self._has_warned_of_writes:
+            self._has_warned_of_writes = True
+            warnings.warn(_WRITTEN_TOO.format(", ".join(names[:_MOST_NAMES])), stacklevel=3)
+        for spec in specs:
+            slot = self._buffers.get(spec.number)
+            if slot is not None and (module := slot.module()) is not None:
+                message = _CHANGED_TOO.format(spec.name, repr(slot.name), type(module).__name__)
+                warnings.warn(message, stacklevel=3)
 
     # -- whether anything has changed ---------------------------------------------------------------------------------
 

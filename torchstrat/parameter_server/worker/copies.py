@@ -59,6 +59,8 @@ class Copies:
         self._can_wait: set[int] = set()
         self._arrivals = Arrivals(self._settled, self._lock, self._bring_all)
         self.buffer_edits = BufferEdits()
+        self.wrote_parameters = False
+        """Whether a function has written to any by hand."""
 
     # -- made from a skeleton ---------------------------------------------------------------------------------------
 
@@ -386,6 +388,7 @@ class Copies:
                         f"a scheduled function gave {spec.name} {spec.shape} another shape, {tuple(current.shape)}. "
                         "Variables on parameter servers keep their shape."
                     )
+                self.wrote_parameters = True
                 yield VariableEdit(spec, "assign", current.clone())
                 if parameter.has_other_memory:
                     self._give_own_memory(spec, parameter)

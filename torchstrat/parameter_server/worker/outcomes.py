@@ -35,14 +35,15 @@ class Outcomes:
         self._results: list[Any] = []
         self._seconds = 0.0
         self._left: tuple[int, ...] = ()
+        self._wrote_parameters = False
         self._oldest = 0.0
         self._is_watched = False  # the thread wakes in time
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def left(self, numbers: tuple[int, ...]) -> None:
-        """Parameters of which unused gradients are here, after the function whose outcome comes next."""
-        self._left = numbers
+    def note(self, left: tuple[int, ...], *, wrote_parameters: bool) -> None:
+        """How things are here after the function whose outcome comes next, see `Report`."""
+        self._left, self._wrote_parameters = left, wrote_parameters
 
     def add(self, to: Peer, function: int, result: Any, seconds: float, *, is_last: bool) -> None:
         """A function of ``to`` has returned. ``is_last``: the report of the batch comes now."""
@@ -72,7 +73,14 @@ class Outcomes:
             self._thread.join()
 
     def _take(self, **others: Any) -> Report:
-        report = Report(tuple(self._finished), tuple(self._results), self._seconds, left=self._left, **others)
+        report = Report(
+            tuple(self._finished),
+            tuple(self._results),
+            self._seconds,
+            left=self._left,
+            wrote_parameters=self._wrote_parameters,
+            **others,
+        )
         self._finished.clear()
         self._results.clear()
         self._seconds = 0.0

@@ -206,7 +206,7 @@ class FunctionWorker:
             session.set_up_to(place)
             began = time.perf_counter()
             result = session.run(function, code, arguments, seed, is_repeated=batch.is_repeated)
-            outcomes.left(session.left)
+            outcomes.note(session.left, wrote_parameters=session.wrote_parameters)
             if isinstance(result, Raised | ServerGone):
                 session.stops += 1
                 return outcomes.rest(
@@ -269,6 +269,10 @@ class _Session:
     def left_of(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """As `LeftGradients.held`."""
         return self._left.held(numbers)
+
+    @property
+    def wrote_parameters(self) -> bool:
+        return self._copies.wrote_parameters
 
     def learn(self, batch: Batch) -> None:
         self._rested |= batch.rested
