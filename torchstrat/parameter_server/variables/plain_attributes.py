@@ -7,6 +7,7 @@ travels with the settings of the next function; of anything else that it sets th
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 import warnings
@@ -19,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.parameter_server.messages import SetAttribute, SetAttributes
 from torchstrat.parameter_server.travel.plain import are_atoms, is_fixed
 
@@ -27,12 +29,17 @@ ATTRIBUTES = "attributes"
 
 _SET_BY_SCHEDULERS = ("step", "_opt_called")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OF_EVERY_OPTIMIZER = frozenset((*vars(Optimizer([torch.empty(0)], {})), *_SET_BY_SCHEDULERS))
+
+
+@functools.cache
+def _of_every_optimizer() -> frozenset[str]:
+    with optimizers_without_compiler():
+        return frozenset((*vars(Optimizer([torch.empty(0)], {})), *_SET_BY_SCHEDULERS))
 
 
 def names_of(object_: nn.Module | Optimizer) -> list[str]:
     """Attributes that are not those of every module or optimizer."""
-    usual = _OF_EVERY_MODULE if isinstance(object_, nn.Module) else _OF_EVERY_OPTIMIZER
+    usual = _OF_EVERY_MODULE if isinstance(object_, nn.Module) else _of_every_optimizer()
     return [name for name in object_.__dict__ if name not in usual]
 
 
