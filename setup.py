@@ -37,6 +37,7 @@ DEV = [
     "pytest>=8.0",  # the tests; 8.0 is where assertion and importlib behaviour the suite relies on settled
     "ruff>=0.9",  # lint
     "mypy>=1.14",  # types, strict
+    "import-linter>=2.0",  # which folder may import which
     "hypothesis>=6.100",  # generated histories for the state machine that schedules functions
     "build>=1.2",  # sdist and wheel
     "setuptools>=77",  # builds them without isolation, so that their test needs no index; see pyproject.toml
