@@ -74,7 +74,9 @@ class Server:
             self.push(edits=(ShardEdit((3, 0), "assign", self.values(SHAPES[3])),))
         elif what == "restore":
             new = Restored([self.values(SHAPES[0]), self.values(SHAPES[1])])
-            self.store.overwrite([(0, 0), (1, 0)], [], [1], AppliedPushes(0, 0, {}), new)
+            self.store.overwrite(
+                [(0, 0), (1, 0)], [], [(1, number) for number in range(len(SHAPES))], AppliedPushes(0, 0, {}), new
+            )
         elif what == "load state":
             self.store.load_optimizer_state(0, self.store.optimizer_state(0))
         elif what == "create":
