@@ -50,6 +50,7 @@ with _importing.without_collection():
     from torchstrat.preemption import PreemptionHandler
     from torchstrat.progress_bar import progress
     from torchstrat.reduction import ReduceOp, VariableAggregation, VariableSynchronization
+    from torchstrat.row_growth import grow_rows
     from torchstrat.row_prefetch import prefetch_rows
     from torchstrat.run_options import RunOptions
     from torchstrat.strategies.central_storage import CentralStorageStrategy
@@ -138,6 +139,7 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "global_mean",
+    "grow_rows",
     "has_strategy",
     "in_cross_replica_context",
     "partitioners",

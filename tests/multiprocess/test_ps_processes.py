@@ -8,7 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 import torchstrat as ts
+from tests.faults.counting import PATIENCE_SECONDS, Gate
 from tests.faults.forked import Forked
+from torchstrat.launch import LocalCluster, RestartPolicy
 
 LARGEST_MIB = 70
 STEPS = 5
@@ -114,6 +117,99 @@ def _peak_mib() -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) // 1024
+
+
+# A table that grows while functions train it and their workers are killed: every function counts once.
+
+
+class Counted(nn.Module):
+    """Each function adds 1 to a few rows, and then to the bias, in two pushes."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 2)
+        self.out = nn.Linear(1, 1)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        self.optimizer = torch.optim.SGD(self.table.parameters(), lr=1.0)
+        self.second = torch.optim.SGD([self.out.bias], lr=1.0)
+
+    def count(self, ids: list[int], gate: Gate | None, worker: Callable[[], int]) -> int:
+        self.zero_grad()
+        (-self.table(torch.tensor(ids)).sum()).backward()
+        self.optimizer.step()
+        if gate is not None:
+            gate.pass_through(worker())
+        (-self.out.bias.sum()).backward()
+        self.second.step()
+        return len(self.table.weight)
+
+
+class Counting:
+    """What functions are to have come to. ``rows``: of the table, as the program knows it."""
+
+    def __init__(self, coordinator: ts.ClusterCoordinator, model: Counted, rows: int) -> None:
+        self._coordinator, self.model, self.rows = coordinator, model, rows
+        self.wanted, self.functions = torch.zeros(0), 0
+
+    def schedule(self, count: int, gate: Gate | None = None) -> list[ts.RemoteValue[int]]:
+        values = []
+        self.wanted = nn.functional.pad(self.wanted, (0, self.rows - len(self.wanted)))
+        for _ in range(count):
+            ids = [self.functions % self.rows, self.rows - 1 - self.functions % self.rows]
+            self.wanted += torch.bincount(torch.tensor(ids), minlength=self.rows)
+            self.functions += 1
+            args = (ids, gate, self._coordinator.get_current_worker_index)
+            values.append(self._coordinator.schedule(self.model.count, args=args))
+        return values
+
+    def grow(self, rows: int) -> None:
+        ts.grow_rows(self.model.table, rows)
+        self.rows = rows
+
+    def check(self) -> None:
+        self._coordinator.join(PATIENCE_SECONDS)
+        assert torch.equal(self.model.table.weight.detach(), self.wanted[:, None].expand(-1, 2))
+        assert float(self.model.out.bias.detach()) == self.functions
+
+
+@pytest.mark.deadline(400)
+@pytest.mark.usefixtures("clusters_share_a_fork_server")
+@pytest.mark.parametrize("shards", [2, None])
+def test_a_worker_is_killed_while_a_table_grows(shards: int | None, tmp_path: Path) -> None:
+    with LocalCluster(workers=2, ps=2, restart=RestartPolicy(quick_seconds=0.0)) as cluster:
+        partitioner = None if shards is None else ts.partitioners.FixedShardsPartitioner(shards)
+        strategy = ts.ParameterServerStrategy(cluster.resolver, partitioner)
+        with strategy.scope():
+            model = Counted(10)
+        counting = Counting(ts.ClusterCoordinator(strategy), model, 10)
+        for round_number in range(4):
+            gate = Gate(tmp_path, f"round {round_number}")
+            half_way = counting.schedule(1, gate)
+            queued = counting.schedule(20)
+            worker = gate.wait_until_reached()  # its first push is applied, and its second one is not
+            rows = counting.rows
+            growing = threading.Thread(target=counting.grow, args=(2 * rows,))
+            growing.start()
+            cluster.kill("worker", worker)
+            growing.join(0.5)
+            assert growing.is_alive(), "what was half-way runs again first"
+            gate.open()
+            growing.join(PATIENCE_SECONDS)
+            assert half_way[0].get(timeout=PATIENCE_SECONDS) == rows
+            assert queued[-1].get(timeout=PATIENCE_SECONDS) in (rows, 2 * rows)
+            assert counting.schedule(20)[-1].get(timeout=PATIENCE_SECONDS) == 2 * rows
+        counting.check()
+
+        checkpoint = ts.Checkpoint(model=model)
+        checkpoint.save(tmp_path / "saved")
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        counting.schedule(20)
+        counting.check()
+        assert not any(checkpoint.restore(tmp_path / "saved", only="model.table"))
+        assert torch.equal(model.table.weight.detach(), saved["table.weight"])
+        assert float(model.out.bias.detach()) == counting.functions == float(saved["out.bias"]) + 20
+        strategy.close()
 
 
 # What PyTorch keeps for a whole process is, on workers and servers, what the coordinator's program has set.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,14 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import same
 from tests.support.server_stores import add_edit, add_optimizer, held_by, make_spec, make_store, new_shards, push_of
 from torchstrat.errors import InvalidArgumentError, TorchstratError
-from torchstrat.parameter_server.messages import AppliedPushes, Dropped, NewOptimizer, OptimizerStep, ShardEdit
+from torchstrat.parameter_server.messages import (
+    AppliedPushes,
+    Dropped,
+    NewOptimizer,
+    NewRows,
+    OptimizerStep,
+    ShardEdit,
+)
 from torchstrat.parameter_server.server.checkpoint_shards import CheckpointShards
 from torchstrat.parameter_server.server.cut import FrozenRows, VariableCut
 from torchstrat.parameter_server.server.packing import pack_optimizer
@@ -153,6 +161,23 @@ class Reader:
         found = {**self.held, **{key: torch.cat(blocks) for key, blocks in self.read.items()}}
         assert found.keys() == self.expected.keys()
         return self.cut.applied == self.applied and same(found, self.expected)
+
+
+@pytest.mark.parametrize("read_first", [0, 4, ROWS])
+@pytest.mark.parametrize("kind", [0, 2, 3])
+def test_a_table_that_gets_more_rows_is_what_it_was(kind: int, read_first: int) -> None:
+    server = Server((kind, None), rows_only=True)
+    server.change("step rows", [1, 3])
+    reader = Reader(server)
+    for key in reader.sources:
+        reader.read[key].append(reader.sources[key].rows(0, min(read_first, reader.sources[key].shape[0])))
+    spec = make_spec(0, torch.zeros(SHAPES[0]))
+    grown = replace(spec, shape=(ROWS + 3, 3), shards=(replace(spec.shards[0], stop=ROWS + 3),))
+    server.store.grow(NewRows(grown, server.values((3, 3))))
+    for what, ids in (("step rows", [0, 5, ROWS + 2]), ("edit rows", [ROWS, 2, 2]), ("edit", []), ("step rows", [8])):
+        server.change(what, ids)
+    assert reader.finish()
+    assert server.store.shard_rows((0, 0)) == ROWS + 3
 
 
 CHANGES = [

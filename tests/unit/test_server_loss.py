@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import torchstrat as ts
+from tests.support.parameter_servers import on_servers
 from tests.support.server_losses import EVERY, STEPS, WAIT, Program, program
 from torchstrat import CheckpointManager
 from torchstrat.errors import (
@@ -380,3 +383,52 @@ def test_from_what_it_cannot_restore(tmp_path: Path) -> None:
     with program(tmp_path, on_server_loss="raise") as running:
         with pytest.raises(InvalidArgumentError, match="on_server_loss='raise'"):
             running.coordinator.restore_on_server_loss(running.manager, running.checkpoint)
+
+
+# -- a table that grows ------------------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 3)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def step(self, *ids: int) -> int:
+        self.optimizer.zero_grad()
+        self.table(torch.tensor(ids)).sum().backward()
+        self.optimizer.step()
+        return len(self.table.weight)
+
+
+def test_a_server_that_is_lost_while_a_table_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the server of the new rows has them, the table has grown, and the other one learns of it later."""
+    with on_servers(Table, shards=2, rows_only=True) as running:
+        table, checkpoint = running.made.table, ts.Checkpoint(model=running.made)
+        running.run(Table.step, running.made, 1, 9)
+        checkpoint.save(tmp_path / "before")
+        ask, asked = ServerGroup.ask, []
+
+        def ask_once(self: ServerGroup, method: str, payloads: Any, **options: Any) -> Any:
+            if method == "ps.grow":
+                asked.append(payloads)
+                if len(asked) == 2:
+                    running.cluster.kill_server(next(iter(payloads)))
+            return ask(self, method, payloads, **options)
+
+        monkeypatch.setattr(ServerGroup, "ask", ask_once)
+        with pytest.raises(ParameterServerUnavailable):
+            ts.grow_rows(table, 15)
+        assert table.num_embeddings == len(table.weight) == 15
+        running.cluster.start_server(next(iter(asked[1])))
+        with pytest.raises(InvalidArgumentError, match=r"\(10, 3\) in the checkpoint and torch\.float32 \(15, 3\)"):
+            checkpoint.restore(tmp_path / "before")
+        with pytest.warns(UserWarning, match="lost with the parameter server"):
+            checkpoint.restore(tmp_path / "before", strict=False)
+        ts.grow_rows(table, 15)
+        assert running.run(Table.step, running.made, 1, 14) == 15
+        checkpoint.save(tmp_path / "after")
+        saved = table.weight.detach().clone()
+        running.run(Table.step, running.made, 1, 14)
+        checkpoint.restore(tmp_path / "after")
+        assert torch.equal(table.weight.detach(), saved)

@@ -47,7 +47,7 @@ from torchstrat.parameter_server.variables.elementwise import Kinds, warn_of_row
 from torchstrat.parameter_server.variables.initial_values import recipe_of
 from torchstrat.parameter_server.variables.module_structure import ModuleStructure
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state, split_state
-from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces
+from torchstrat.parameter_server.variables.placement import Partitioner, Placement, pieces, seed_of_variable
 from torchstrat.parameter_server.variables.plain_attributes import PlainAttributes
 from torchstrat.parameter_server.variables.reading import Reading
 from torchstrat.parameter_server.variables.server_group import ServerGroup
@@ -86,10 +86,10 @@ class Job:
         sender = CoordinatorSender(self.endpoint.peer.incarnation)
         self.access = VariableAccess(self.servers, lambda: sender)
         self.placement = Placement(num_servers, partitioner)
-        self._kinds = kinds or Kinds()
+        self.kinds = kinds or Kinds()
         self.lifetimes = Lifetimes()
         self.cache = CoordinatorCache(CacheServers(self), timeout_seconds)
-        self.variables = CapturedVariables(registry, self.placement, self._kinds, self.cache, self.lifetimes.died)
+        self.variables = CapturedVariables(registry, self.placement, self.kinds, self.cache, self.lifetimes.died)
         self.catalog = Catalog(registry, self.variables.spec_of, self.lifetimes)
         self.first_function = 0
         """Function numbers below were used by an earlier coordinator of the same servers."""
@@ -375,7 +375,7 @@ class Job:
         tensor = self.variables.tensor(spec.number)
         assert tensor is not None
         if tensor.is_meta:
-            seed = hash((self.seed, spec.number)) % 2**63  # of the variable: shards draw parts of one table
+            seed = seed_of_variable(self.seed, spec)
             return NewShard(spec, number, None, recipe_of(tensor, spec.name), seed, self.variables.whole_for(spec))
         if not is_block(tensor):
             what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
@@ -414,7 +414,7 @@ class Job:
                 continue
             # Its step is made on the servers, which schedulers here do not see.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-            kind = self._kinds.of(optimizer)
+            kind = self.kinds.of(optimizer)
             specs = list(self._specs_of(optimizer).values())
             new = NewOptimizer(number, pack_optimizer(optimizer, kind), groups, self._rows_only)
             check_places(optimizer, kind, specs)
@@ -602,7 +602,7 @@ class Job:
 
     def _setting_servers(self, optimizer: Optimizer) -> set[int]:
         """Where steps of an optimizer may set hyperparameters: at most one."""
-        if self._kinds.of(optimizer).tier is not Tier.ALL or self.optimizer_number(optimizer) not in self._optimizers:
+        if self.kinds.of(optimizer).tier is not Tier.ALL or self.optimizer_number(optimizer) not in self._optimizers:
             return set()
         return {shard.server for spec in self._specs_of(optimizer).values() for shard in spec.shards}
 

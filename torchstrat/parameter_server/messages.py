@@ -77,6 +77,17 @@ class NewShard:
 
 
 @dataclass(frozen=True)
+class NewRows:
+    """A table gets more rows, behind those that it has: ``spec`` is what it is then. Those rows are ``value``, or what
+    ``recipe`` makes of them under ``seed``. The last shard has them, and only its server has to know what they are."""
+
+    spec: VariableSpec
+    value: torch.Tensor | None = None
+    recipe: tuple[InitialOp, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class RepeatedOps:
     """What was done on the coordinator to a variable of which it has no values, to be done to a shard of it.
     ``seed``: for what is drawn."""

@@ -338,6 +338,11 @@ class ParameterServerStrategy(Strategy):
         else:
             self._coordinator._on_server_loss.attempt(call, lambda: None)
 
+    def _grow_rows(self, weight: torch.Tensor, rows: int, init: Any) -> None:
+        from torchstrat.parameter_server.variables.growing import grow
+
+        self._asking_servers(lambda: grow(self._job, self._engine.registry, weight, rows, init))
+
     # -- variables --------------------------------------------------------------------------------------------------
 
     def _make_storage(self, initial: torch.Tensor, device: str, name: str) -> Storage:

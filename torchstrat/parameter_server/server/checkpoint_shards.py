@@ -22,8 +22,8 @@ from torchstrat.checkpoint.reading import Prepared, prepare
 from torchstrat.checkpoint.stored import open_checkpoint
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.parameter_server.messages import AppliedPushes, ShardKey
-from torchstrat.parameter_server.server.cut import Cut, FrozenRows
-from torchstrat.parameter_server.server.store import CutRows, VariableStore
+from torchstrat.parameter_server.server.cut import Cut, CutRows, FrozenRows
+from torchstrat.parameter_server.server.store import VariableStore
 from torchstrat.parameter_server.variables.checkpoint_orders import (
     AdoptOrder,
     ReadOrder,

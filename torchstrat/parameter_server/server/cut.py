@@ -11,7 +11,8 @@ This is copy on write as file systems and databases do it for snapshots, by rows
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class FrozenRows:
         self._rest_start = 0
         self._version = live._version
         self._is_announced = False
+        self._is_left = False
 
     # -- for those who change it -------------------------------------------------------------------------------------
 
@@ -53,7 +55,7 @@ class FrozenRows:
         ``rows``: ``(n,)`` int64, in any order, may repeat; None for all.
         """
         self._is_announced = True
-        if self._live is None or self._taken >= self.shape[0]:
+        if self._is_left or self._live is None or self._taken >= self.shape[0]:
             return 0
         if rows is None:
             needed = self._live[self._taken :].nbytes
@@ -76,6 +78,10 @@ class FrozenRows:
         self._is_saved[ids] = True
         self._saved.append((ids, saved))
         return saved.nbytes
+
+    def leave(self) -> None:
+        """Nobody changes it any more: another tensor has taken its place."""
+        self._is_left = True
 
     def unannounced_change(self) -> bool:
         """Whether the tensor has changed since the last call without `before_change`, as far as torch counts changes
@@ -158,6 +164,14 @@ class VariableCut:
                     # Training goes before: the checkpoint is given up, the push is not.
                     self.cut.fail(str(error))
 
+    def replaced(self, shard: int, entries: Mapping[tuple[int, int], Collection[str]]) -> None:
+        """Another tensor takes the place of a shard, and of these entries of its state: what is here stays as it is."""
+        left = [self.values.get(shard)]
+        left += [self.states.get(slot, {}).get(name) for slot, names in entries.items() for name in names]
+        for entry in left:
+            if isinstance(entry, FrozenRows):
+                entry.leave()
+
     def check(self) -> None:
         """After a change, the lock still held."""
         for entry in (*self.values.values(), *(one for state in self.states.values() for one in state.values())):
@@ -199,6 +213,33 @@ class Cut:
             if state
         )
         return CutReport(with_state, self.applied)
+
+
+class CutRows:
+    """Rows of a tensor in a cut, for who writes them: block by block, each once, in ascending order.
+
+    ``shape`` and ``dtype`` are those of the tensor, ``(rows, …)``. ``locked()``: behind the lock of its variable.
+    """
+
+    def __init__(
+        self, locked: Callable[[], AbstractContextManager[Any]], variable: VariableCut, entry: FrozenRows
+    ) -> None:
+        self._locked, self._variable, self._entry = locked, variable, entry
+        self.shape, self.dtype = torch.Size(entry.shape), entry.dtype
+
+    def rows(self, first: int, stop: int) -> torch.Tensor:
+        """``[first, stop)`` as they were; a tensor of its own. Raises `TorchstratError` where the cut was given up."""
+        return self._read(lambda: self._entry.take(first, stop))
+
+    def look(self) -> torch.Tensor:
+        """All rows, which can still be read after this."""
+        return self._read(self._entry.look)
+
+    def _read(self, act: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # Behind the lock: a push that failed to save something says so before it goes on to change it.
+        with self._locked():
+            self._variable.cut.require()
+            return act()
 
 
 def _frozen(value: Any, name: str) -> Any:

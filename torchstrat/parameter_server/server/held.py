@@ -14,9 +14,13 @@ from typing import Any
 import torch
 
 from torchstrat.errors import InvalidArgumentError
+from torchstrat.parameter_server.endpoint import AnswerMemory
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.cut import Cut, VariableCut
 from torchstrat.parameter_server.server.row_optimizer import RowState
+
+_TELL_EVERY_BYTES = 4 << 20
+"""Copying as much takes a millisecond; who is told of it, 0.05."""
 
 
 @dataclass(eq=False)
@@ -135,6 +139,15 @@ class HeldShards:
         assert key[1] not in variable.shards
         variable.shards[key[1]] = value
 
+    def replace(self, key: ShardKey, value: torch.Tensor, states: Mapping[tuple[int, int], StateOfShard]) -> None:
+        """Another tensor in the place of a shard, and others in that of entries of its state, by (optimizer, shard)."""
+        variable = self._variable(key)
+        if variable.cut is not None:
+            variable.cut.replaced(key[1], states)
+        variable.shards[key[1]] = value
+        for slot, entries in states.items():
+            variable.states[slot] = {**variable.states[slot], **entries}
+
     def changing(self, key: ShardKey, rows: torch.Tensor | None = None) -> torch.Tensor:
         """A shard, whose ``rows`` (``(n,)`` int64; None: all) the caller is about to change in place."""
         variable = self._variable(key)
@@ -213,3 +226,33 @@ def check_rows(ids: torch.Tensor, rows: int, name: str, *, sorted_and_unique: bo
         raise InvalidArgumentError(
             f"row ids of {name} must be in [0, {rows}); got ids from {low} to {high}. Ids are local to the shard."
         )
+
+
+class ShardCopies:
+    """The copies of ``count`` shards that an answer consists of. Whoever waits for much is told as they are made."""
+
+    def __init__(self, memory: AnswerMemory, count: int) -> None:
+        self._memory, self._count = memory, count
+        self._made: dict[int, torch.Tensor] = {}
+        self._first_missing = 0
+        self._left = self._untold = 0
+
+    def begin(self, size: int) -> None:
+        """All that is left to do is to copy ``size`` bytes."""
+        self._left = size
+        if size >= _TELL_EVERY_BYTES:
+            self._memory.written(0)
+
+    def add(self, place: int, shard: torch.Tensor) -> None:
+        """Number ``place`` of the answer is a copy of ``shard``."""
+        self._made[place] = self._memory.empty(place, tuple(shard.shape), shard.dtype).copy_(shard)
+        while self._first_missing in self._made:
+            self._first_missing += 1
+        self._left -= shard.nbytes
+        self._untold += shard.nbytes
+        if self._untold >= _TELL_EVERY_BYTES and self._left > 0:  # otherwise the answer tells
+            self._memory.written(self._first_missing)
+            self._untold = 0
+
+    def values(self) -> list[torch.Tensor]:
+        return [self._made[place] for place in range(self._count)]

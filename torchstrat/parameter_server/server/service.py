@@ -25,7 +25,7 @@ _SWITCH_INTERVAL_SECONDS = 5e-4
 Python's 5 ms a thread that comes back from there waits that long, per call, for one that is busy in Python."""
 
 _LEAVE_MUCH_FREE = (
-    *("ps.create", "ps.release", "ps.load_optimizer_state"),
+    *("ps.create", "ps.grow", "ps.release", "ps.load_optimizer_state"),
     *("ps.read_checkpoint", "ps.end_checkpoint"),
 )
 """Orders for which a server takes, for a while, as much memory again as it holds; or that give back what it held."""
@@ -61,6 +61,7 @@ class VariableServer:
     ``ps.push``                 `Push`                                     `PushReply`
     ``ps.fence``                a worker's incarnation                     None, when none of its pushes is at work
     ``ps.forget_below``         id of a function                           None
+    ``ps.grow``                 `NewRows`                                  None
     ``ps.repeat``               list of `RepeatedOps`                      None
     ``ps.applied_parts``        id of a function                           push → `AppliedPart`
     ``ps.optimizer_state``      (optimizer, keys or None for all)          shard → state
@@ -105,6 +106,7 @@ class VariableServer:
         work: dict[str, Callable[[Any], Any]] = {
             "ps.create": store.create,
             "ps.repeat": store.repeat,
+            "ps.grow": store.grow,
             "ps.add_optimizer": store.add_optimizer,
             "ps.release": store.release,
             "ps.optimizer_state": lambda payload: store.optimizer_state(*payload),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from torchstrat.parameter_server.messages import (
     AppliedPushes,
     Dropped,
     NewOptimizer,
+    NewRows,
     NewShard,
     Push,
     PushReply,
@@ -34,9 +35,10 @@ from torchstrat.parameter_server.messages import (
 from torchstrat.parameter_server.server.advice import MORE_SERVERS, advice_for_whole
 from torchstrat.parameter_server.server.applied import AppliedRecords
 from torchstrat.parameter_server.server.catalog import describe_variable, make_catalog
-from torchstrat.parameter_server.server.cut import Cut, FrozenRows, VariableCut
+from torchstrat.parameter_server.server.cut import Cut, CutRows, FrozenRows
 from torchstrat.parameter_server.server.edits import apply_edit, check_edit
-from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
+from torchstrat.parameter_server.server.growing import add_rows
+from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, ShardCopies, check_rows
 from torchstrat.parameter_server.server.live_optimizer import StepsHaveSet
 from torchstrat.parameter_server.server.row_optimizer import RowState
 from torchstrat.parameter_server.server.steps import HeldOptimizer
@@ -45,9 +47,6 @@ from torchstrat.parameter_server.worker import phases
 
 if TYPE_CHECKING:
     from torchstrat.checkpoint.reading import Prepared
-
-_TELL_EVERY_BYTES = 4 << 20
-"""Copying as much takes a millisecond; who is told of it, 0.05."""
 
 _ANOTHER_PROGRAM = (
     "Another program than before needs servers without variables: end the earlier job, or restart the servers."
@@ -98,6 +97,21 @@ class VariableStore:
                     variable = self._variables.setdefault(shard.spec.number, HeldVariable(shard.spec))
                 with self._locked([variable.spec.number]) as held:
                     held.add((variable.spec.number, shard.shard), value)
+
+    def grow(self, new: NewRows) -> None:
+        """Let a table have more rows, whose optimizer state is that of rows which no step has touched. Again is fine.
+
+        Raises, before anything changes, where there is no room for them, or the state of new rows cannot be told.
+        """
+        number = new.spec.number
+        with self._creating, self._locked([number]) as shards:
+            variable = self._variables.get(number)
+            if variable is None or variable.spec == new.spec:  # one that was started again makes it whole
+                return
+            last = (number, len(new.spec.shards) - 1)
+            if last[1] in variable.shards:
+                add_rows(new, last, variable, shards, self._optimizer)
+            variable.spec = new.spec
 
     def repeat(self, orders: Sequence[RepeatedOps]) -> None:
         """Do to shards what was done on the coordinator to the variable without its values."""
@@ -184,7 +198,7 @@ class VariableStore:
         places: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             places.setdefault(key[0], []).append(place)
-        copies = _Copies(memory, len(keys))
+        copies = ShardCopies(memory, len(keys))
         copies.begin(self._size_of(keys))
         for number, of_variable in places.items():
             with self._locked([number]) as shards:
@@ -244,7 +258,7 @@ class VariableStore:
             else:
                 applied = False
             phases.reached(phases.APPLIED)
-            copies = _Copies(memory, len(push.wants))
+            copies = ShardCopies(memory, len(push.wants))
             copies.begin(sum(shards.tensor(key).nbytes for key in push.wants))
             for place, key in enumerate(push.wants):
                 copies.add(place, shards.give(key, push.incarnation))
@@ -422,7 +436,7 @@ class VariableStore:
         variable = cut.variables[key[0]]
         entry = variable.values[key[1]] if optimizer is None else variable.states[optimizer, key[1]][name]
         assert isinstance(entry, FrozenRows)
-        return CutRows(self, key[0], variable, entry)
+        return CutRows(lambda: self._locked([key[0]]), variable, entry)
 
     def end_cut(self, token: str | None = None) -> None:
         """It was written, or will not be: pushes copy nothing for it any more. Does nothing for another cut than
@@ -529,58 +543,3 @@ def _copy(state: StateOfShard) -> StateOfShard:
 
 def _states_of(optimizer: int, shards: HeldShards) -> dict[ShardKey, StateOfShard]:
     return {key: _copy(state) for key, state in shards.states_of(optimizer)}
-
-
-class _Copies:
-    """The copies of ``count`` shards that an answer consists of. Whoever waits for much is told as they are made."""
-
-    def __init__(self, memory: AnswerMemory, count: int) -> None:
-        self._memory, self._count = memory, count
-        self._made: dict[int, torch.Tensor] = {}
-        self._first_missing = 0
-        self._left = self._untold = 0
-
-    def begin(self, size: int) -> None:
-        """All that is left to do is to copy ``size`` bytes."""
-        self._left = size
-        if size >= _TELL_EVERY_BYTES:
-            self._memory.written(0)
-
-    def add(self, place: int, shard: torch.Tensor) -> None:
-        """Number ``place`` of the answer is a copy of ``shard``."""
-        self._made[place] = self._memory.empty(place, tuple(shard.shape), shard.dtype).copy_(shard)
-        while self._first_missing in self._made:
-            self._first_missing += 1
-        self._left -= shard.nbytes
-        self._untold += shard.nbytes
-        if self._untold >= _TELL_EVERY_BYTES and self._left > 0:  # otherwise the answer tells
-            self._memory.written(self._first_missing)
-            self._untold = 0
-
-    def values(self) -> list[torch.Tensor]:
-        return [self._made[place] for place in range(self._count)]
-
-
-class CutRows:
-    """Rows of a tensor in a cut, for who writes them: block by block, each once, in ascending order.
-
-    ``shape`` and ``dtype`` are those of the tensor, ``(rows, …)``.
-    """
-
-    def __init__(self, store: VariableStore, number: int, variable: VariableCut, entry: FrozenRows) -> None:
-        self._store, self._number, self._variable, self._entry = store, number, variable, entry
-        self.shape, self.dtype = torch.Size(entry.shape), entry.dtype
-
-    def rows(self, first: int, stop: int) -> torch.Tensor:
-        """``[first, stop)`` as they were; a tensor of its own. Raises `TorchstratError` where the cut was given up."""
-        return self._read(lambda: self._entry.take(first, stop))
-
-    def look(self) -> torch.Tensor:
-        """All rows, which can still be read after this."""
-        return self._read(self._entry.look)
-
-    def _read(self, act: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # Behind the lock: a push that failed to save something says so before it goes on to change it.
-        with self._store._locked([self._number]):
-            self._variable.cut.require()
-            return act()

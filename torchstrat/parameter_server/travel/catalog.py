@@ -264,6 +264,17 @@ class Catalog:
         self._increments.append(made)
         self._pending, self._pending_specs, self._whole = [], {}, None
 
+    def describe_anew(self, tensor: torch.Tensor) -> None:
+        """Another spec holds for a variable: every world learns it before it runs another function, also of those that
+        were packed before. In the moment after `increments`, with nothing captured since."""
+        with self._lock:
+            spec = self.spec_of(tensor)
+            assert spec is not None
+            token = token_of_spec(spec)
+            self._referenced[token] = tensor
+            self._pending_specs[token] = spec
+            self._advance()
+
     @property
     def is_up_to_date(self) -> bool:
         """Whether all that is captured is part of some increment, as far as the registry knows."""

@@ -118,8 +118,12 @@ class World:
     def tensor_of(self, spec: VariableSpec) -> torch.Tensor:
         """What stands for a variable here, made when it is first asked for."""
         token = token_of_spec(spec)
+        known = self._specs.get(token)
         if token not in self._objects:
             self.register(token, self.make_tensor(spec))
+            self._specs[token] = spec
+        elif known is not None and spec.shape > known.shape:  # it has more rows now, and is the same object still
+            self.make_tensor(spec)
             self._specs[token] = spec
         tensor: torch.Tensor = self._objects[token]
         return tensor

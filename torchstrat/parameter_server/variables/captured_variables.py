@@ -82,6 +82,7 @@ class CapturedVariables:
         self._conflicts: set[int] = set()  # that were warned of
         self._has_warned_of_writes = False
         self._whole_for: dict[int, str] = {}
+        self._growths = 0
 
     # -- who is who -------------------------------------------------------------------------------------------------
 
@@ -125,6 +126,12 @@ class CapturedVariables:
                 if spec is not None:
                     found[spec.number] = spec
         return list(found.values())
+
+    def grow(self, spec: VariableSpec) -> None:
+        """The servers have more rows of a variable, and ``spec`` is what it is now."""
+        self._specs[spec.number] = spec
+        self._growths += 1
+        self._cache.grow(spec)
 
     # -- new ones ---------------------------------------------------------------------------------------------------
 
@@ -293,10 +300,11 @@ class CapturedVariables:
     # -- whether anything has changed ---------------------------------------------------------------------------------
 
     @property
-    def population(self) -> tuple[int, int, int, int]:
-        """Other numbers whenever there are other variables, or some that the servers do not know yet, or other rules
-        for buffers."""
-        return len(self._specs), len(self._numbers), len(self._to_create), self._registry.buffer_rules.changes
+    def population(self) -> tuple[int, ...]:
+        """Other numbers whenever there are other variables, or larger ones, or some that the servers do not know yet,
+        or other rules for buffers."""
+        rules = self._registry.buffer_rules.changes
+        return len(self._specs), len(self._numbers), len(self._to_create), rules, self._growths
 
     def states(self) -> list[Any]:
         """Of each variable: how often it was written, and whether it takes gradients; None for one that was dropped."""

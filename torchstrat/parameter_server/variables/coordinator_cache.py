@@ -19,7 +19,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,7 +40,8 @@ from torchstrat.parameter_server.variables.cached_tensors import (
     let_alone,
     let_ask,
 )
-from torchstrat.parameter_server.variables.initial_values import repeated_on_servers
+from torchstrat.parameter_server.variables.grown_memory import give_memory, grow_gradient
+from torchstrat.parameter_server.variables.initial_values import carry_initialisers, repeated_on_servers
 from torchstrat.parameter_server.variables.rows_of_calls import given_rows, read_rows
 from torchstrat.tensor_bytes import is_same
 
@@ -122,6 +123,12 @@ class CoordinatorCache:
     def paused(self, who: str) -> AbstractContextManager[None]:
         """A block in which no function is half-way, for ``who``."""
         return self.functions.paused(self._timeout_seconds, who)
+
+    @contextlib.contextmanager
+    def alone(self, who: str) -> Iterator[None]:
+        """The same, and no other thread reads or writes copies."""
+        with self._lock, self.paused(who):
+            yield
 
     def is_current(self, copy: CachedVariable) -> bool:
         """Whether it has the servers' value, which nothing changes but the program."""
@@ -237,7 +244,7 @@ class CoordinatorCache:
 
     def _write_now(self, copies: Sequence[CachedVariable], call: TensorCall) -> Any:
         names = ", ".join(copy.spec.name for copy in copies)
-        with self._lock, self.paused(f"writing {names} on the coordinator"):
+        with self.alone(f"writing {names} on the coordinator"):
             self._pull(copies)
             is_done = False
             try:
@@ -371,6 +378,21 @@ class CoordinatorCache:
             copy.keep_before()
         self._handed_out[copy.spec.number] = copy
 
+    def is_shared(self, number: int) -> bool:
+        """Whether anything else than its tensor shows the memory of a variable."""
+        return not self._copies[number].is_meta and self._copies[number].is_shared()
+
+    def grow(self, spec: VariableSpec) -> None:
+        """The servers have more rows of a variable. Its tensor gets memory for them."""
+        self._handed_out.pop(spec.number, None)
+        self._copies[spec.number].grow(spec)
+
+    def bring_new_rows(self, spec: VariableSpec, first: int) -> None:
+        """Those that a variable has got, so that what is here is something that was read. The others may have changed:
+        who reads them brings them."""
+        if not self._copies[spec.number].is_meta:
+            self._bring_rows_now(self._copies[spec.number], torch.arange(first, spec.shape[0]))
+
     def has_traceless_changes(self) -> bool:
         """Whether memory was changed by others, who leave no trace in its tensor's version."""
         found = False
@@ -471,6 +493,21 @@ class CachedVariable:
                 "on the coordinator. Variables on parameter servers keep their shape and dtype: make such changes "
                 "within the first `with strategy.scope():`."
             )
+
+    def grow(self, spec: VariableSpec) -> None:
+        tensor = self._tensor()
+        assert tensor is not None
+        with untouched_by_surroundings(), DisableTorchFunctionSubclass():
+            memory = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
+            if not self.is_meta:
+                memory[len(tensor) :] = 0
+                memory[: len(tensor)] = tensor.detach()
+            carry_initialisers(tensor, memory)
+            give_memory(tensor, memory)
+            grow_gradient(tensor, spec.shape)
+        self.spec, self.read_at, self.before = spec, None, None
+        self.readings += 1
+        self.note()
 
     # -- Holder -----------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ _COPIES = frozenset({"clone", "_to_copy"})
 
 _ATTRIBUTE = "_torchstrat_initialisers"
 _MOST_ROWS_AT_ONCE = 64
+_MOST_FOLLOWED = 32
 _ELEMENTS_PER_BLOCK = 1 << 16
 
 
@@ -136,7 +137,7 @@ class RecordInitialisers(TorchDispatchMode):
         result = args[0] if draws else func(*args, **kwargs)
         if func._schema.is_mutable:
             _note_written(func, args, kwargs)
-        elif isinstance(result, torch.Tensor) and result.is_meta:
+        elif isinstance(result, torch.Tensor) and (result.is_meta or _is_copy_of_followed(func, args)):
             _note_made(func, args, kwargs, result)
         return result
 
@@ -149,7 +150,7 @@ def recipe_of(tensor: torch.Tensor, name: str = "a tensor") -> tuple[InitialOp, 
     """
     if not tensor.is_meta:
         raise InvalidArgumentError(f"{name} is on {tensor.device}, not on meta: it has a value, and needs no recipe.")
-    recorded: _Recorded | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+    recorded = _recorded(tensor)
     if recorded is not None and recorded.obstacle is not None:
         raise UnsupportedError(
             f"{name}, made on meta, was written by {recorded.obstacle}, which cannot be repeated on a shard of it. "
@@ -163,6 +164,35 @@ def recipe_of(tensor: torch.Tensor, name: str = "a tensor") -> tuple[InitialOp, 
             "loses its values."
         )
     return tuple(op for noted in recorded.ops for op in _as_ops(noted, tensor, name))
+
+
+def recipe_of_more(tensor: torch.Tensor, name: str) -> tuple[InitialOp, ...]:
+    """How further rows of a table are to be initialised: as its own were, in the scope that has made it.
+
+    Raises `InvalidArgumentError` where that is not known, or no meaning for rows of their own.
+    """
+    recorded = _recorded(tensor)
+    if recorded is None or recorded.obstacle is not None or not recorded.ops:
+        how = f"by {recorded.obstacle}" if recorded is not None and recorded.obstacle else "outside of the scope"
+        raise InvalidArgumentError(
+            f"{name} got its first values {how}, and how new rows are to be initialised cannot be told from that. Say "
+            "it: ts.grow_rows(table, rows, init=lambda rows: torch.nn.init.normal_(rows, std=0.01))."
+        )
+    return tuple(op for noted in recorded.ops for op in _as_ops(noted, tensor, name))
+
+
+def recipe_by(init: Callable[[torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor, first: int) -> Any:
+    """The recipe of what ``init`` does to ``shape`` rows on ``meta``, which are those from ``first`` on."""
+    with RecordInitialisers():  # type: ignore[no-untyped-call]
+        rows = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+        init(rows)
+    recipe = recipe_of(rows, "init=")
+    return tuple(op if op.row is None else replace(op, row=op.row + first) for op in recipe)
+
+
+def carry_initialisers(tensor: torch.Tensor, to: torch.Tensor) -> None:
+    """``to`` takes the place of ``tensor``, with more rows."""
+    _set(to, _recorded(tensor))
 
 
 @contextmanager
@@ -261,7 +291,7 @@ def _note_made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     elif name in _FACTORIES_OF_VALUE:
         value = kwargs.get("fill_value", args[-1])
         _set(result, _Recorded([("fill_", (value,), {}, None)]))
-    elif args and isinstance(args[0], torch.Tensor) and args[0].is_meta and not _shares_storage(args[0], result):
+    elif args and isinstance(args[0], torch.Tensor) and not _shares_storage(args[0], result):
         source = _recorded(args[0])
         if source is None or args[0].shape != result.shape or not _is_whole(args[0]):
             return
@@ -279,7 +309,7 @@ def _note_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             continue
         target = given.get(argument.name)
         for tensor in target if isinstance(target, (list, tuple)) else [target]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            if isinstance(tensor, torch.Tensor) and (tensor.is_meta or _is_followed(tensor, name)):
                 own = {key: value for key, value in kwargs.items() if key != "generator"}
                 constant = _constant(args[1]) if name == "copy_" else None
                 if constant is not None:  # ``table[row] = 0``
@@ -287,6 +317,24 @@ def _note_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
                 else:
                     in_place = bool(args) and tensor is args[0]
                     _note(tensor, name if in_place else f"{name}(out=)", args[1:], own)
+
+
+def _is_followed(tensor: torch.Tensor, name: str) -> bool:
+    """Of tensors with values those that may be tables, from where they are filled: more rows may be asked for later."""
+    if not _may_be_followed(tensor):
+        return False
+    return (name in _DRAWS and tensor.dim() == 2 and _is_whole(tensor)) or _recorded(tensor) is not None
+
+
+def _may_be_followed(tensor: Any) -> bool:
+    """One that stands for a variable already has another class: what is done to it now is no initialiser."""
+    is_plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+    return is_plain and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def _is_copy_of_followed(func: Any, args: tuple[Any, ...]) -> bool:
+    is_copy = func._schema.name.rpartition("::")[2] in _COPIES and _may_be_followed(args[0])
+    return is_copy and _recorded(args[0]) is not None
 
 
 def _constant(source: torch.Tensor) -> Any:
@@ -306,6 +354,8 @@ def _note(tensor: torch.Tensor, name: str, args: tuple[Any, ...], kwargs: dict[s
         _set(tensor, recorded)
     if name not in _DRAWS | _ADJUSTS or not _are_numbers(args, kwargs):
         recorded.obstacle = name
+    elif not tensor.is_meta and len(recorded.ops) >= _MOST_FOLLOWED:
+        recorded.obstacle = f"more than {_MOST_FOLLOWED} operators"
     elif is_whole:
         recorded.ops.append((name, args, kwargs, None))
     elif tensor.is_contiguous():

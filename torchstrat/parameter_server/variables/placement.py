@@ -74,6 +74,11 @@ class Placement:
         return next(self._turns) % self.num_servers
 
 
+def seed_of_variable(seed: int, spec: VariableSpec) -> int:
+    """For what servers draw of it: one for all shards, which draw parts of one table. ``seed``: the job's."""
+    return hash((seed, spec.number)) % 2**63
+
+
 def pieces(spec: VariableSpec, whole: torch.Tensor) -> list[Any]:
     """``whole``, which has the variable's rows, cut into its shards (views)."""
     if not spec.shape:

@@ -17,6 +17,7 @@ from torchstrat import _torch_private
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.errors import CommunicationError, InvalidArgumentError, UnsupportedError
 from torchstrat.parameter_server.messages import VariableSpec
+from torchstrat.parameter_server.variables.grown_memory import grow_gradient
 from torchstrat.parameter_server.variables.values_to_come import ValuesToCome
 from torchstrat.parameter_server.variables.variable_access import VariableAccess, VariableEdit
 from torchstrat.parameter_server.worker.arrivals import Arrivals, hears_of_compilations, worth_waiting_for
@@ -65,8 +66,11 @@ class Copies:
     # -- made from a skeleton ---------------------------------------------------------------------------------------
 
     def make(self, spec: VariableSpec) -> torch.Tensor:
-        """The tensor that stands for ``spec`` here; its values come later. A table takes no memory."""
+        """The tensor that stands for ``spec`` here; its values come later. A table takes no memory. One that is here
+        gets the rows that are new in ``spec``."""
         if spec.number in self._tensors:
+            if spec != self._specs[spec.number]:
+                self._grow(spec)
             return self._tensors[spec.number]
         tensor: torch.Tensor
         if spec.by_rows:
@@ -83,6 +87,22 @@ class Copies:
         if not spec.by_rows:
             self._suspend(spec.number)
         return tensor
+
+    def _grow(self, spec: VariableSpec) -> None:
+        """No function runs, and values come when they are needed."""
+        with self._lock, _torch_private.untouched_by_surroundings():
+            if spec.number in self._arrivals:  # servers may be writing to its memory
+                self._arrivals.settle()
+            self._specs[spec.number] = spec
+            self._staging.pop(spec.number, None)
+            self._fresh.discard(spec.number)
+            if spec.by_rows:
+                self._held.discard(spec.number)
+                self._table(spec.number).grow(spec)
+            else:
+                self._parameter(spec.number).replace(_unknown(self._memory_for(spec)))
+                self._suspend(spec.number)
+            grow_gradient(self._tensors[spec.number], spec.shape)
 
     def _memory_for(self, spec: VariableSpec) -> torch.Tensor:
         """Where the values of a dense variable are here. Servers may write to parameters on the CPU themselves."""

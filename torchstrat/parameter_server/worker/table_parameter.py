@@ -158,6 +158,15 @@ class TableParameter(WatchedParameter):
         self.whole = value
         self.settle()
 
+    def grow(self, spec: VariableSpec) -> None:
+        """From now on it has the shape of ``spec``, for whoever holds it."""
+        holder = self._holder()
+        assert holder is not None  # who calls this
+        with DisableTorchFunctionSubclass():
+            DATA.__set__(self, TableParameter(spec, self.device, self.lookups, holder))
+        self.spec, self.whole, self.is_current = spec, None, False
+        self.settle()
+
     @property
     def data(self) -> torch.Tensor:
         with DisableTorchFunctionSubclass():
