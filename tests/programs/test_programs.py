@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,12 +15,6 @@ from tests.programs.running import Runner, complaint, missing, plain
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # of libraries, when they are imported
 
 PROGRAMS = table.load()
-_WRITES = "what the coordinator writes to variables through .data is gone after the next pull"
-KNOWN: Mapping[tuple[str, str], str] = {
-    ("denoising_with_moving_average", "servers in memory"): _WRITES,
-    ("denoising_with_moving_average", "servers in processes"): _WRITES,
-}
-"""Program, place → why it is known to be wrong there."""
 _shared: list[Runner] = []
 
 
@@ -45,7 +39,4 @@ def test_numbers_of_plain_pytorch(name: str, place: str, runner: Runner) -> None
         pytest.skip(f"{library} is not installed")
     runner.start()
     said = complaint(program, place, runner, _plain(name))
-    if why := KNOWN.get((name, place)):
-        assert said, f"{why}: no longer shows here"
-        pytest.xfail(why)
     assert not said, said
