@@ -17,16 +17,31 @@ DIVERGENCE_TIMEOUT = timedelta(seconds=3)
 every_row = pytest.mark.parametrize("row", contract.TORCHRUN)
 
 
-def _marks(case: contract.Case, is_its_turn: bool) -> list[pytest.MarkDecorator]:
+ROWS = tuple(contract.TORCHRUN)
+assert ROWS == ("mirrored", "multi_worker_mirrored", "central_storage", "central_storage on sockets")
+
+
+def _rows_of(number: int, case: contract.Case) -> tuple[str, ...]:
+    """Where a case runs always: what goes through all lines once under either strategy, over memory that processes
+    share in one of them and over sockets in the other; any other under one of the launches."""
     if case.needs_compiler:  # "compiled" compiles as well, without inductor; and replicas of one process with it
-        return [pytest.mark.soak, *COMPILER]
-    # Always: under each launch what goes through all lines, and the others under one of them.
-    return [] if is_its_turn or case.name in EVERY_LINE else [pytest.mark.soak]
+        return ()
+    if case.name in EVERY_LINE:
+        return ROWS[number % 2], ROWS[3 - number % 2]
+    return (ROWS[number % 4],)
 
 
 CELLS = [
-    pytest.param(case.name, row, id=f"{case.name}-{row}", marks=_marks(case, number % 4 == turn))
-    for turn, row in enumerate(contract.TORCHRUN)
+    pytest.param(
+        case.name,
+        row,
+        id=f"{case.name}-{row}",
+        marks=[
+            *([] if row in _rows_of(number, case) else [pytest.mark.soak]),
+            *(COMPILER if case.needs_compiler else ()),
+        ],
+    )
+    for row in ROWS
     for number, case in enumerate(contract.CASES.values())
 ]
 SOCKETS = ("multi_worker_mirrored", "central_storage on sockets")
