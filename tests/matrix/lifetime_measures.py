@@ -151,7 +151,8 @@ def require_flat(
         first: how often it is done before, if not ``turns`` times.
         patience_seconds: for what is on its way out.
         rounds: of so many turns, of which one has to be flat: what is opened once, when threads first meet in some way,
-            makes one grow, and what leaks all of them.
+            or a pool finds none of its own idle, makes one grow, and what leaks all of them. Before the last, what is
+            on its way out is given less time.
         megabytes: by how much one of them may grow; a turn that left its item would make it grow by twice that.
     """
     first = turns if first is None else first
@@ -162,9 +163,11 @@ def require_flat(
     for start in range(first, first + rounds * turns, turns):
         for number in range(start, start + turns):
             turn(number)
-        until = time.monotonic() + patience_seconds
+        is_last = start + turns == first + rounds * turns
+        until, pause = time.monotonic() + (patience_seconds if is_last else patience_seconds / 20), 0.02
         while (wrong := _grown(before, look(), megabytes, turns - 1)) and time.monotonic() < until:
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause *= 2  # a look collects garbage in each process
         if not wrong:
             return
         before = look()
