@@ -85,9 +85,9 @@ class Servers(Area):
     def a_tensor_for_args(self) -> None:
         self.cluster().coordinator.schedule(lambda x: x, args=torch.ones(1))
 
-    @raises(WrongTypeError, "needs some", "without arguments or with one, an InputContext", "partial")
+    @raises(WrongTypeError, "needs some", "without arguments", "partial")
     def a_dataset_function_with_arguments(self) -> None:
-        self.cluster().coordinator.create_per_worker_dataset(lambda context, path: loader())
+        self.cluster().coordinator.create_per_worker_dataset(lambda context: loader())
 
     @raises(InvalidArgumentError, r"got list", "or a dataset", "DataLoader")
     def a_list_for_a_per_worker_dataset(self) -> None:

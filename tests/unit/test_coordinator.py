@@ -96,7 +96,7 @@ BAD_CALLS: list[tuple[Callable[[ts.ClusterCoordinator], Any], type[Exception], s
     (lambda one: one.schedule(lambda: OUTSIDE.assign_add(1.0)), NotSendableError, "OUTSIDE"),
     *((lambda one, data=data: one.create_per_worker_dataset(data), InvalidArgumentError, DATASET) for data in FOR_DATA),
     (lambda one: one.create_per_worker_resource(lambda *, size: size), WrongTypeError, "create_per_worker_resource"),
-    (lambda one: one.create_per_worker_dataset(lambda context, path: batches()), WrongTypeError, DATASET),
+    (lambda one: one.create_per_worker_dataset(lambda context: batches()), WrongTypeError, DATASET),
     (lambda one: one.create_per_worker_resource(3), WrongTypeError, "create_per_worker_resource"),
     (lambda one: one.experimental_get_current_worker_index(), ContextError, "scheduled"),
     (lambda one: copy.copy(one.strategy), ContextError, "."),
@@ -356,43 +356,6 @@ def test_distributed_datasets(coordinator: ts.ClusterCoordinator) -> None:
     assert first_of(coordinator, of_function).tolist() == [[1, 0, 1]]
     assert first_of(coordinator, lambda: strategy.distribute_datasets_from_function(dataset_fn)).tolist() == [[1, 0, 1]]
     assert first_of(coordinator, strategy.distribute_dataset(batches())).tolist() == [0, 1]
-
-
-def parts_read(program: ts.ClusterCoordinator, iterator: Any, count: int) -> dict[int, list[int]]:
-    """What each of so many workers reads first, by its index."""
-    found: dict[int, list[int]] = {}
-    gate = close_gate("every worker reads")
-
-    def read() -> tuple[int, list[int]]:
-        pass_gate("every worker reads")
-        return program.get_current_worker_index(), next(iterator).tolist()
-
-    values = [program.schedule(read) for _ in range(count)]
-    await_arrivals("every worker reads", count)
-    gate.set()
-    for value in values:
-        worker, numbers = value.get(timeout=60)
-        found[worker] = numbers
-    return found
-
-
-def test_a_dataset_function_that_takes_a_context_is_told_of_the_workers() -> None:
-    """As many as the cluster's description has. One that joins later reads the part of another one."""
-    with FakeCluster(workers=3, ps=1) as cluster:
-        coordinator = ts.ClusterCoordinator(cluster.strategy())
-
-        def dataset_fn(context: ts.InputContext) -> Any:
-            numbers = [context.num_input_pipelines, context.input_pipeline_id, context.get_per_replica_batch_size(7)]
-            rows = torch.arange(9)[context.input_pipeline_id :: context.num_input_pipelines]
-            return iter([torch.cat([torch.tensor(numbers), rows])])
-
-        dataset = coordinator.create_per_worker_dataset(dataset_fn)
-        wanted = {worker: [3, worker, 7, worker, worker + 3, worker + 6] for worker in range(3)}
-        assert parts_read(coordinator, iter(dataset), 3) == wanted
-        assert dataset.element_spec.shape == (None,)
-        cluster.start_worker(4)
-        later = iter(coordinator.create_per_worker_dataset(dataset_fn))
-        assert parts_read(coordinator, later, 4) == {**wanted, 4: wanted[1]}
 
 
 def test_iterators_on_the_coordinator(coordinator: ts.ClusterCoordinator) -> None:

@@ -30,10 +30,8 @@ from torchstrat.parameter_server.per_worker import (
     PerWorkerDataset,
     PerWorkerValues,
     ResourceTable,
-    WithContext,
     refuse_remote_values,
     require_builder,
-    takes_context,
 )
 from torchstrat.parameter_server.releasing import release
 from torchstrat.parameter_server.remote_value import PlainT, RemoteValue
@@ -387,22 +385,11 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """A dataset of which every worker makes its own copy, when it first needs it, by calling ``dataset_fn()``.
 
-        ``dataset_fn`` returns a `DataLoader`, a `Dataset` of batches, what
+        ``dataset_fn`` takes no arguments and returns a `DataLoader`, a `Dataset` of batches, what
         ``strategy.distribute_datasets_from_function`` gives, or another iterable object, but for lists, tuples,
         dictionaries and strings, whose entries may be rows as well as batches: an error here, or of the first function
         that needs what ``dataset_fn`` returned. A dataset object is sent as it is. The workers do not share the rows
-        among themselves: shuffle differently on each, or let each read a part.
-
-        A function that takes an argument gets an `InputContext`, with the number of workers in the cluster's
-        description (``num_input_pipelines``) and the worker's own (``input_pipeline_id``)::
-
-            def dataset_fn(context):
-                rows = ts.data.ArrayDataset(x, y).shard(context.num_input_pipelines, context.input_pipeline_id)
-                return rows.shuffle(10_000).batch(64)
-
-        Workers that join later are not in that number: each reads the part of one that is (its index modulo the
-        number), and the part of a worker that is lost waits until it is back. `create_leased_dataset` shares rows
-        exactly, whoever comes and goes.
+        among themselves: shuffle differently on each, or shard by `get_current_worker_index`.
 
         ``iter(result)`` starts a new pass on all workers; ``next`` on that works inside scheduled functions only.
         """
@@ -410,15 +397,11 @@ class ClusterCoordinator:
             dataset_fn = dataset_fn._per_worker_source
         elif not _is_function(dataset_fn):
             dataset_fn = _Constant(_require_dataset(dataset_fn))
-        build = make_here = dataset_fn
-        if takes_context(dataset_fn):
-            build = WithContext(dataset_fn, self.strategy._spec.num_tasks(WORKER))
-            make_here = functools.partial(build.of, 0)
-            self.strategy._capture(dataset_fn, ())
-        require_builder(build, "create_per_worker_dataset")
-        what = f"the per-worker dataset {_name_of(dataset_fn)}"
-        spec = ResourceSpec(self._resources.next_number(), what, self._pack_builder(build, "dataset_fn"))
-        made: PerWorkerDataset = self._resources.add(PerWorkerDataset(self, spec, make_here))
+        require_builder(dataset_fn, "create_per_worker_dataset")
+        name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
+        number = self._resources.next_number()
+        spec = ResourceSpec(number, f"the per-worker dataset {name}", self._pack_builder(dataset_fn, "dataset_fn"))
+        made: PerWorkerDataset = self._resources.add(PerWorkerDataset(self, spec, dataset_fn))
         return made
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:

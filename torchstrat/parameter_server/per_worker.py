@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchstrat import nest
 from torchstrat.data import spec
-from torchstrat.data.options import InputContext
 from torchstrat.errors import InvalidArgumentError, UnsupportedError, WrongTypeError
 from torchstrat.parameter_server.worker.resources import ResourceSpec
-from torchstrat.parameter_server.worker.run import current_worker_index
 from torchstrat.values import misfit
 
 if TYPE_CHECKING:
@@ -126,41 +124,12 @@ def numbers_of(tokens: Iterable[tuple[Any, ...]]) -> list[int]:
     return [token[1] for token in tokens if token[0] == "per_worker"]
 
 
-_OR_CONTEXT = {"create_per_worker_dataset": " or with one, an InputContext"}
-
-
-class WithContext:
-    """A dataset function that takes an `InputContext`, as each worker calls it.
-
-    ``workers``: how many the cluster's description has. One that joins later has an index beyond them, and makes the
-    part of another one again: its index modulo that number.
-    """
-
-    def __init__(self, dataset_fn: Callable[[InputContext], Any], workers: int) -> None:
-        self._dataset_fn = dataset_fn
-        self._workers = max(workers, 1)
-
-    def __call__(self) -> Any:
-        return self.of(current_worker_index())
-
-    def of(self, worker: int) -> Any:
-        """The dataset of one worker."""
-        # Workers train each by itself: the batch of one is no part of anybody else's.
-        return self._dataset_fn(InputContext(self._workers, worker % self._workers, num_replicas_in_sync=1))
-
-
-def takes_context(dataset_fn: Any) -> bool:
-    """Whether it has to be called with one argument. Classes are called as they are: theirs are their own business."""
-    is_function = not isinstance(dataset_fn, type)
-    return is_function and misfit(dataset_fn) is not None and misfit(dataset_fn, None) is None
-
-
 def require_builder(fn: Any, call: str) -> None:
     """That ``fn``, which ``call`` got, can be called without arguments."""
     if misfit(fn) is not None:
         raise WrongTypeError(
-            f"{call} has every worker call the function without arguments{_OR_CONTEXT.get(call, '')}; {fn!r:.80} needs "
-            "some. Bind them with functools.partial, or read them from its closure."
+            f"{call} has every worker call the function without arguments; {fn!r:.80} needs some. "
+            "Bind them with functools.partial, or read them from its closure."
         )
 
 

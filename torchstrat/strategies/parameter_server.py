@@ -456,8 +456,7 @@ class ParameterServerStrategy(Strategy):
     ) -> Any:
         """A dataset for `ClusterCoordinator.create_per_worker_dataset`; on the coordinator it cannot be iterated.
 
-        ``dataset_fn`` sees one input pipeline, as in TensorFlow: every worker reads all of it. To let each read a part,
-        give a function that takes an `InputContext` to `ClusterCoordinator.create_per_worker_dataset` itself.
+        ``dataset_fn`` sees one input pipeline; `ClusterCoordinator.get_current_worker_index` tells workers apart.
         """
         if self._is_worker:
             return super().distribute_datasets_from_function(dataset_fn, options)
