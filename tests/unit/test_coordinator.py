@@ -342,6 +342,39 @@ def test_a_dataset_function_may_use_variables_and_make_none(coordinator: ts.Clus
     assert isinstance(caught.value, ValueError)
 
 
+def test_each_worker_can_read_a_part() -> None:
+    with FakeCluster(workers=3, ps=1) as cluster:
+        program = ts.ClusterCoordinator(cluster.strategy())
+        assert program.num_workers() == 3
+
+        def dataset_fn() -> Any:
+            workers, index = program.num_workers(), program.get_current_worker_index()
+            rows = ts.data.ArrayDataset(torch.arange(9)).shard(workers, index % workers)
+            return rows.map(lambda row: torch.stack([torch.tensor(workers), torch.tensor(index), row])).batch(3)
+
+        def read(count: int) -> dict[int, list[int]]:
+            iterator = iter(program.create_per_worker_dataset(dataset_fn))
+            gate = close_gate("every worker reads")
+
+            def first() -> torch.Tensor:
+                pass_gate("every worker reads")
+                batch: torch.Tensor = next(iterator)
+                return batch
+
+            values = [program.schedule(first) for _ in range(count)]
+            await_arrivals("every worker reads", count)
+            gate.set()
+            found = [value.get(timeout=60) for value in values]
+            assert all(set(batch[:, 0].tolist()) == {3} for batch in found)
+            return {int(batch[0, 1]): batch[:, 2].tolist() for batch in found}
+
+        parts = {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5, 8]}
+        assert read(3) == parts
+        cluster.start_worker(4)  # it is in no description, and the number stays
+        assert read(4) == {**parts, 4: parts[1]}
+        assert program.num_workers() == 3
+
+
 def test_distributed_datasets(coordinator: ts.ClusterCoordinator) -> None:
     strategy = coordinator.strategy
 

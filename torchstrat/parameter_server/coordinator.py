@@ -389,7 +389,13 @@ class ClusterCoordinator:
         ``strategy.distribute_datasets_from_function`` gives, or another iterable object, but for lists, tuples,
         dictionaries and strings, whose entries may be rows as well as batches: an error here, or of the first function
         that needs what ``dataset_fn`` returned. A dataset object is sent as it is. The workers do not share the rows
-        among themselves: shuffle differently on each, or shard by `get_current_worker_index`.
+        among themselves: shuffle differently on each, or let each read a part::
+
+            def dataset_fn():
+                part = coordinator.get_current_worker_index() % coordinator.num_workers()
+                return ts.data.ArrayDataset(x, y).shard(coordinator.num_workers(), part).batch(64)
+
+        `create_leased_dataset` shares rows exactly, whichever workers come and go.
 
         ``iter(result)`` starts a new pass on all workers; ``next`` on that works inside scheduled functions only.
         """
@@ -494,6 +500,15 @@ class ClusterCoordinator:
         return current_worker_index()
 
     experimental_get_current_worker_index = get_current_worker_index
+
+    def num_workers(self) -> int:
+        """How many workers the cluster's description has; also within scheduled functions and functions that make a
+        dataset, so that each worker can read a part of the rows.
+
+        Workers that join later (`add_worker`) are not in it, and one that is lost still is: the number stays, as parts
+        have to. Which worker reads what is then not exact; `create_leased_dataset` shares rows exactly.
+        """
+        return self._job.num_workers
 
     # -- workers ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,15 @@ from torchstrat.checkpoint.pieces import is_block
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import CommunicationError, ParameterServerUnavailable, PeerUnavailableError, UnsupportedError
 from torchstrat.optimizer_tiers import Tier, is_listed
-from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options, Report, ServerGone
+from torchstrat.parameter_server.dispatch import (
+    AGGREGATIONS,
+    DEFAULT_DTYPE,
+    NUM_WORKERS,
+    Modes,
+    Options,
+    Report,
+    ServerGone,
+)
 from torchstrat.parameter_server.endpoint import Handler
 from torchstrat.parameter_server.lifetimes import Lifetimes
 from torchstrat.parameter_server.membership import Membership
@@ -73,6 +81,7 @@ class Job:
         membership: Membership,
         registry: VariableRegistry,
         num_servers: int,
+        num_workers: int,
         partitioner: Partitioner | None,
         *,
         rows_only: bool | None = True,
@@ -81,7 +90,7 @@ class Job:
     ) -> None:
         self.membership = membership
         self.endpoint = membership.endpoint
-        self.num_servers = num_servers
+        self.num_servers, self.num_workers = num_servers, num_workers
         self.servers = ServerGroup(self.endpoint, timeout_seconds=timeout_seconds)
         sender = CoordinatorSender(self.endpoint.peer.incarnation)
         self.access = VariableAccess(self.servers, lambda: sender)
@@ -508,6 +517,7 @@ class Job:
         modes |= self._attributes.changed([*modules, *optimizers])
         modes[DEFAULT_DTYPE] = torch.get_default_dtype()
         modes[AGGREGATIONS] = self.variables.aggregations()
+        modes[NUM_WORKERS] = self.num_workers
         return modes | {token_of_spec(spec): tensor.requires_grad for spec, tensor in self.variables.parameters()}
 
     def read(self) -> Reading:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torchstrat import nest
 from torchstrat._torch_private import optimizers_without_compiler
 from torchstrat.cluster_resolver import ClusterResolver
-from torchstrat.cluster_spec import PARAMETER_SERVER, ROLES, ClusterSpec
+from torchstrat.cluster_spec import PARAMETER_SERVER, ROLES, WORKER, ClusterSpec
 from torchstrat.data.options import InputContext, InputOptions
 from torchstrat.devices import resolve_compute_devices
 from torchstrat.errors import ContextError, InvalidArgumentError, UnsupportedError, WrongTypeError
@@ -200,6 +200,7 @@ class ParameterServerStrategy(Strategy):
             membership,
             self._engine.registry,
             self._spec.num_tasks(PARAMETER_SERVER),
+            self._spec.num_tasks(WORKER),
             self._partitioner,
             rows_only=self._rows_only,
             kinds=self._kinds,
@@ -456,7 +457,8 @@ class ParameterServerStrategy(Strategy):
     ) -> Any:
         """A dataset for `ClusterCoordinator.create_per_worker_dataset`; on the coordinator it cannot be iterated.
 
-        ``dataset_fn`` sees one input pipeline; `ClusterCoordinator.get_current_worker_index` tells workers apart.
+        ``dataset_fn`` sees one input pipeline; `ClusterCoordinator.get_current_worker_index` and
+        `ClusterCoordinator.num_workers` let each worker read a part.
         """
         if self._is_worker:
             return super().distribute_datasets_from_function(dataset_fn, options)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import DisableTorchFunctionSubclass
 from torchstrat.optimizer_tiers import is_listed
-from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, Modes, Options
+from torchstrat.parameter_server.dispatch import AGGREGATIONS, DEFAULT_DTYPE, NUM_WORKERS, Modes, Options
 from torchstrat.parameter_server.messages import SetAttributes
 from torchstrat.parameter_server.travel.closures import unpack
 from torchstrat.parameter_server.travel.plain import are_equal, is_fixed
@@ -79,6 +79,9 @@ class Settings:
         self._copies.buffer_edits.aggregations = modes.get(AGGREGATIONS, {})
         for token, flag in modes.items():
             if token == AGGREGATIONS:
+                continue
+            if token == NUM_WORKERS:
+                self._world.resolve(("coordinator",)).workers = flag
                 continue
             if token[0] == MEMBERS:
                 self._set_members(token[1], flag)
