@@ -76,7 +76,7 @@ def test_a_thread_that_hangs_does_not_hold_a_process_that_was_told_to_end() -> N
         assert task.wait(60) == 0
 
 
-# A table larger than the coordinator may be: 512 MiB on two servers, made on ``device="meta"``.
+# A table larger than the coordinator may be: 256 MiB on two servers, made on ``device="meta"``.
 
 
 @is_on_linux
@@ -95,10 +95,10 @@ def _train_large_table(_: object, environment: Mapping[str, str]) -> int:
         ts.cluster_resolver.TFConfigClusterResolver(), ts.partitioners.FixedShardsPartitioner(4)
     )
     with strategy.scope():
-        table = nn.Embedding(2_097_152, 64, device="meta")  # 512 MiB
+        table = nn.Embedding(1_048_576, 64, device="meta")  # 256 MiB
         optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     coordinator = ts.ClusterCoordinator(strategy)
-    ids = torch.tensor([0, 5, 2_097_151])
+    ids = torch.tensor([0, 5, 1_048_575])
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.programs import PYTHON, run
 from torchstrat.errors import InvalidArgumentError, TorchstratError
 from torchstrat.testing import Workers, WorkersError, spawn
 
@@ -26,9 +26,9 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def identity() -> dict[str, str]:
+def identity() -> tuple[int, dict[str, str]]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "GREETING")
-    return {name: os.environ.get(name, "unset") for name in names}
+    return os.getppid(), {name: os.environ.get(name, "unset") for name in names}
 
 
 def double(value: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,8 @@ def test_each_process_knows_its_place_and_this_one_keeps_its_environment() -> No
         "GREETING": "hello",
     }
     found = spawn(identity, num_processes=2, env={"GREETING": "hello"})
-    assert found == [{"RANK": place, "LOCAL_RANK": place, **common} for place in ("0", "1")]
+    new = os.getpid()  # with an environment each is a new interpreter, and no fork of another process
+    assert found == [(new, {"RANK": place, "LOCAL_RANK": place, **common}) for place in ("0", "1")]
     assert dict(os.environ) == before
 
 
@@ -204,10 +205,9 @@ def test_forks_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert spawn(how_it_was_started, num_processes=1)[0][2] == "good day"
 
 
-@pytest.mark.parametrize("chosen", [{"start_method": "spawn"}, {"env": {"GREETING": "hello"}}])
-def test_new_interpreters(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GREETING", "hello")
-    assert spawn(how_it_was_started, num_processes=1, **chosen)[0][0] == os.getpid()
+    assert spawn(how_it_was_started, num_processes=1, start_method="spawn")[0][0] == os.getpid()
 
 
 CELLS = """
@@ -232,17 +232,15 @@ print([type(one) is Answer for one in first + second], [one.rank for one in firs
 """
 
 
-@pytest.mark.parametrize("way", ["-c", "a script"])
-def test_functions_and_classes_of_a_program(way: str, tmp_path: Path) -> None:
-    """A notebook's ``__main__`` has no file, as that of ``python -c``; a script is imported by the others."""
-    words = ["-c", CELLS]
-    if way == "a script":
-        guarded = CELLS.replace("\nwith ", "\nif __name__ == '__main__':\n  with ").replace("\nprint", "\n  print")
-        (tmp_path / "program.py").write_text(guarded)
-        words = [str(tmp_path / "program.py")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    ranks = [0, 1, 10, 11] if way == "-c" else [0, 1, 0, 1]  # by name: a script's are what its file says
-    assert program.stdout == f"{[True] * 4} {ranks}\n", program.stderr
+def test_functions_and_classes_of_a_notebook() -> None:
+    """Its ``__main__`` has no file, as that of ``python -c``."""
+    program = run(*PYTHON, "-c", CELLS)
+    assert program.stdout == f"{[True] * 4} [0, 1, 10, 11]\n", program.stderr
+
+
+def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
+    """The others import it."""
+    guarded = CELLS.replace("\nwith ", "\nif __name__ == '__main__':\n  with ").replace("\nprint", "\n  print")
+    (tmp_path / "program.py").write_text(guarded)
+    program = run(*PYTHON, tmp_path / "program.py")
+    assert program.stdout == f"{[True] * 4} [0, 1, 0, 1]\n", program.stderr  # by name: they are what its file says
