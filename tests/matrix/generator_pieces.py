@@ -43,6 +43,7 @@ APART: tuple[tuple[str, str, str], ...] = (
     ("by hand", "accumulates", "torch.autograd.grad accumulates nothing, so such hooks are not called"),
     ("by hand", "own update", "the documents say so: what the first replica did with its own gradients counts"),
     ("by hand", "over", "it assigns gradients, and accumulates none"),
+    ("summed by hand", "adds", "each replica adds the whole decay to its own gradient before they are summed"),
     ("shared memory", "in place", "PyTorch itself does to such gradients twice what it does in place"),
     ("shared memory", "accumulates twice", "PyTorch itself adds to such gradients twice"),
     ("flat", "frees", "a freed gradient is no view of the buffer any more"),
@@ -287,7 +288,7 @@ EDITS: Mapping[str, Piece] = {
     ),
     "decay": _piece(
         "for p in model.parameters():\n    if p.grad is not None:\n        p.grad = p.grad + 0.01 * p.detach()",
-        "dense only, edits, frees, replaces",
+        "dense only, edits, frees, replaces, adds",
     ),
     "centre": _piece(
         "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.sub_(p.grad.mean())",
