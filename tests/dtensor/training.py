@@ -14,7 +14,7 @@ from torch.nn import functional
 import torchstrat as ts
 from torchstrat.experiments.models import ConvNet, Mlp, RowTransformer
 
-STEPS = 10
+STEPS = 6
 """Of whole batches; after them comes one of a single row, in which other replicas than the first have nothing to do."""
 ROWS = 8
 """Of the global batch."""

@@ -246,10 +246,8 @@ CONTROLS = {
 
 @pytest.mark.parametrize("broken", CONTROLS)
 def test_a_broken_rule_is_noticed(broken: str, two_processes: Workers) -> None:
-    name = CONTROLS[broken]
-    for rule in (None, broken):
-        of_ranks = two_processes.run(proving.prove, [name], 2, 4, 12, rule)
-        assert all(bool(proofs[0].failures) == (rule is not None) for proofs in of_ranks), (rule, of_ranks)
+    of_ranks = two_processes.run(proving.prove, [CONTROLS[broken]], 2, 4, 12, broken)
+    assert all(proofs[0].failures for proofs in of_ranks), of_ranks  # unbroken it has none: `test_operators`
 
 
 # == every training case with two replicas of two processes each ===================================================
@@ -284,7 +282,11 @@ ALWAYS = (
 )
 REFUSED = ("lookahead",)  # as is every unknown one over parameters that are cut: tests.dtensor.jobs has the error
 NAMES = [name for name, case in contract.CASES.items() if not case.needs_compiler and name not in REFUSED]
-PARTS = [[*dict.fromkeys((*ALWAYS, *NAMES[::16]))], *(NAMES[start::16] for start in range(1, 16))]
+PARTS = [
+    [*dict.fromkeys((*ALWAYS, *NAMES[::32]))],
+    *(NAMES[start::16] for start in range(1, 15)),
+    [*NAMES[15::16], *NAMES[16::32]],
+]
 """The first one always, the others in soak."""
 
 
