@@ -119,7 +119,7 @@ def _saved(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_has_what_functions_have_trained(read: Callable[[Job], torch.Tensor], job: Job) -> None:
     job.train()
