@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -260,3 +261,54 @@ def test_the_default_dtype_of_the_program_is_that_of_workers_and_servers() -> No
         strategy.close()
     assert [dtype for _, dtype in seen] == [torch.float64] * STEPS
     assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in wanted], rel=1e-12)
+
+
+# What functions leave under ``no_sync`` is stepped with on whichever worker, as in a plain loop: tables too.
+
+
+def made(lr: float = 0.25) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 1))
+    return model, torch.optim.Adagrad(model.parameters(), lr=lr)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).square().mean()
+
+
+@pytest.mark.usefixtures("clusters_share_a_fork_server")
+def test_gradients_are_accumulated_over_functions_of_two_workers() -> None:
+    plain, its_optimizer = made()
+    batches = torch.randint(0, 12, (24, 5), generator=torch.Generator().manual_seed(1))
+    with ts.testing.LocalCluster(workers=2, ps=2) as cluster:
+        strategy = ts.ParameterServerStrategy(cluster.resolver, ts.partitioners.FixedShardsPartitioner(2))
+        with strategy.scope():
+            model, optimizer = made()
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def leave(ids: torch.Tensor) -> int:
+            with ts.get_strategy().no_sync():
+                loss_of(model, ids).backward()
+            time.sleep(0.01)
+            return coordinator.get_current_worker_index()
+
+        def steps(ids: torch.Tensor) -> None:
+            loss_of(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        workers = set()
+        for number, ids in enumerate(batches):
+            loss_of(plain, ids).backward()
+            if number % 6 == 5:
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+                coordinator.join()
+                coordinator.schedule(steps, args=(ids,)).get()
+            else:  # several at once, in any order
+                workers.add(coordinator.schedule(leave, args=(ids,)))
+        assert {value.get() for value in workers} == {0, 1}
+        coordinator.join()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+        strategy.close()

@@ -39,6 +39,23 @@ def test_numbers_of_one_device(name, shards):
     contract.check(case, on_servers(case, shards), reference(case, 1))
 
 
+LEAVING = [
+    *("accumulation_no_sync", "accumulation_uneven", "accumulation_idle", "accumulation_idle_at_first"),
+    *("accumulated_sums_idle", "no_sync_within_the_step", "no_sync_up_to_the_next_run"),
+]
+"""Without the one that clips, for clipping sees the gradients of its own function."""
+
+
+@pytest.mark.parametrize("shards", [None, 5])
+@pytest.mark.parametrize("name", LEAVING)
+def test_with_two_workers_what_is_accumulated_under_no_sync_has_the_numbers_of_one_device(name, shards):
+    case = CASES[name]
+    partitioner = None if shards is None else ts.partitioners.FixedShardsPartitioner(shards)
+    with FakeCluster(workers=2, ps=2) as cluster:
+        strategy = cluster.strategy(partitioner, rows_only=False, gradient_reduce_op=case.gradient_reduce_op)
+        contract.check(case, run_case_on_servers(case, strategy, workers=2), reference(case, 1))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name):
     with pytest.raises(REFUSED[name], match=r"function|server|scope"):

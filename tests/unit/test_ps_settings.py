@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,6 +290,11 @@ def test_functions_that_overwrite_each_others_values_are_warned_of_once() -> Non
 # -- gradients that functions leave on workers, for later functions to use: allowed with one worker, else refused ------
 
 
+def _leave(backward: Callable[[], Any]) -> None:
+    with ts.get_strategy().no_sync():
+        backward()
+
+
 class Gradients:
     """A model with one weight, zero at first; its gradient is 1 for each backward pass, and the rate is 1.
 
@@ -312,6 +318,12 @@ class Gradients:
         stepped = (lambda: optimizer) if is_seen else (lambda: box.kept[0].optimizer)
         self.parts: dict[str, Callable[[], Any]] = {
             "backward": lambda: of()(x).sum().backward(),
+            "leave": lambda: _leave(lambda: of()(x).sum().backward()),
+            "leave nested": lambda: _leave(lambda: _leave(lambda: of()(x).sum().backward())),
+            "leave scaled": lambda: _leave(lambda: torch.amp.GradScaler("cpu").scale(of()(x).sum()).backward()),
+            "leave and raise": lambda: _leave(lambda: (of()(x).sum().backward(), {}["no"])),
+            "clear module": lambda: of().zero_grad(),
+            "remove": lambda: setattr(of().weight, "grad", None),
             "create_graph": lambda: (of()(x) + 0 * of()(x) ** 2).sum().backward(create_graph=True),
             "step": lambda: stepped().step(),
             "clear": lambda: stepped().zero_grad(),
@@ -451,3 +463,139 @@ def test_steps_are_looked_at_as_long_as_the_strategy_is_open() -> None:
         assert len(_global_optimizer_pre_hooks) > before
     assert len(_global_optimizer_pre_hooks) == before
     program.model.optimizer.step()
+
+
+# -- gradients that functions leave to the servers ---------------------------------------------------------------------
+
+
+def plain_weight(functions: list[str]) -> float:
+    """What a loop on one device comes to."""
+    weight, gradient = 0.0, 0.0
+    for part in ", ".join(functions).split(", "):
+        if part in ("leave", "leave nested", "backward"):
+            gradient += 1
+        elif part == "step":
+            weight -= gradient
+        elif part in ("clear", "clear module", "remove", "set to zero"):
+            gradient = 0.0
+    return weight
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        ["leave", "leave", "backward, step, clear"] * 2,
+        ["leave", "backward, step, clear", "step, clear"],
+        ["leave, leave nested", "leave", "step, clear"],  # of no gradient of its own
+        ["leave, backward", "step, clear"],
+        ["leave, step, clear", "backward, step, clear"],
+        ["leave, step, clear, leave", "leave", "step, clear"],
+        ["leave", "clear, backward, step, clear"],
+        ["leave", "clear module, backward, step, clear"],
+        ["leave", "set to zero, backward, step, clear"],
+        ["leave", "backward, remove, backward, step, clear"],
+        ["leave", "clear", "step, clear"],
+        ["leave", "leave, clear", "leave", "step, clear"],
+        ["leave", "clear, leave", "step, clear"],
+        ["leave", "step, clear, leave", "backward, step, clear", "step, clear"],
+        ["leave", "clear, backward, step, clear, leave", "step, clear"],
+        ["leave", "step, clear, backward, step, clear"],
+        ["leave, clip, step", "clear, backward, step, clear"],
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_what_is_left_under_no_sync_is_stepped_with_wherever_functions_run(
+    functions: list[str], workers: int, is_seen: bool
+) -> None:
+    with program_of(workers, is_seen) as (program, _):
+        for number, names in enumerate(functions):
+            program.run(number % workers, names)
+        assert program.weight() == plain_weight(functions)
+
+
+@pytest.mark.parametrize(
+    ("functions", "says"),
+    [
+        (["backward", "leave"], r"backward\(\) under no_sync .*an earlier function left on a worker"),
+        (["leave", "backward, step, step"], r"a second SGD.step\(\) .*zero_grad"),
+        (["leave scaled"], "GradScaler .*under no_sync"),
+    ],
+)
+def test_what_no_sync_cannot_leave_is_refused(functions: list[str], says: str) -> None:
+    *before, last = functions
+    with program_of(2) as (program, _):
+        for names in before:
+            program.run(0, names)
+        with pytest.raises(UnsupportedError, match=says):
+            program.run(0, last)
+        program.run(0, "clear")
+        program.run(1, "clear")
+        program.run(0, "leave")
+        weight = program.weight()
+        program.run(1, "step, clear")
+        assert program.weight() == weight - 1
+
+
+def test_what_a_function_that_raises_has_computed_stays_on_its_worker() -> None:
+    with program_of(2) as (program, _):
+        program.run(0, "leave")
+        with pytest.raises(KeyError):
+            program.run(1, "leave and raise")
+        with pytest.raises(UnsupportedError, match="an earlier function left on a worker"):
+            program.run(0, "step")
+        program.run(1, "clear")
+        program.run(0, "leave")
+        program.run(0, "step, clear")
+        assert program.weight() == -1
+
+
+def test_a_checkpoint_holds_nothing_of_what_was_left_and_empties_it(tmp_path: Path) -> None:
+    with program_of(2) as (program, _):
+        checkpoint = ts.Checkpoint(model=program.model, optimizer=program.model.optimizer)
+        program.run(0, "leave")
+        checkpoint.save(tmp_path / "first")
+        program.run(1, "step, clear")  # saving changes nothing
+        assert program.weight() == -1
+        program.run(0, "leave")
+        checkpoint.restore(tmp_path / "first")
+        program.run(1, "step, clear")
+        assert program.weight() == 0
+
+
+@pytest.mark.parametrize("rows_only", [True, False])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+def test_rows_of_tables_that_are_left(cls: type[torch.optim.Optimizer], rows_only: bool) -> None:
+    """Each row in each step, so that rows_only changes nothing."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 2), nn.Linear(2, 1))
+        return model, cls(model.parameters(), lr=0.1)
+
+    plain, its_optimizer = make()
+    with FakeCluster(workers=2, ps=2) as cluster:
+        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2), rows_only=rows_only)
+        with strategy.scope():
+            model, optimizer = make()
+        coordinator = ts.ClusterCoordinator(strategy)
+
+        def leave(ids: torch.Tensor) -> None:
+            _leave(lambda: model(ids).square().sum().backward())
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            for rows in ([0, 1, 1], [1, 2, 3], [4, 5, 0]):
+                ids = torch.tensor(rows)
+                coordinator.schedule(leave, args=(ids,))
+                plain(ids).square().sum().backward()
+            coordinator.join()
+            coordinator.schedule(step)
+            coordinator.join()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value)

@@ -14,6 +14,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from torchstrat.optimizer_tiers import Kind, Tier
 from torchstrat.parameter_server.applied_parts import EarlierRuns, part_of
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
+    Accumulation,
     AppliedPushes,
     InitialOp,
     NewShard,
@@ -61,8 +63,9 @@ from torchstrat.parameter_server.messages import (
 )
 from torchstrat.parameter_server.server.applied import AppliedRecords
 from torchstrat.parameter_server.server.fast_steps import fast_step_of
+from torchstrat.parameter_server.server.service import VariableServer
 from torchstrat.parameter_server.server.store import VariableStore
-from torchstrat.parameter_server.tasks import Task
+from torchstrat.parameter_server.tasks import Peer, Task
 from torchstrat.parameter_server.variables.initial_values import RecordInitialisers, recipe_of, replay
 from torchstrat.testing.fake_cluster import FakeCluster
 
@@ -906,6 +909,128 @@ def test_an_imported_trunc_normal_is_recorded_too() -> None:
     assert float(replayed(recorded(lambda t: trunc_normal_(t, std=0.02), 10, 3)).abs().max()) < 0.2
 
 
+# -- gradients that functions leave for the next step ------------------------------------------------------------------
+
+
+class Halves(PerTensor):
+    """Of nobody's knowledge: stepped as in a plain program."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+        p.sub_(grad.to_dense() if grad.is_sparse else grad, alpha=group["lr"] / self.state[p]["steps"])
+
+
+TAKERS: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Kind | None]] = {
+    "SGD": (partial(torch.optim.SGD, lr=0.5), None),
+    "SGD with momentum": (partial(torch.optim.SGD, lr=0.5, momentum=0.5), None),
+    "Adagrad": (partial(torch.optim.Adagrad, lr=0.5), None),
+    "Adam": (partial(torch.optim.Adam, lr=0.5), None),
+    "Adafactor": (partial(torch.optim.Adafactor, lr=0.5), None),
+    "one of its own": (partial(Halves, lr=0.5), Kind(Tier.ALL)),
+}
+WHOLE, FEW, OTHERS = torch.arange(8.0).reshape(4, 2), torch.tensor([0, 2]), torch.tensor([1, 2, 3])
+
+
+def gradient_of(ids: torch.Tensor | None) -> dict[str, Any]:
+    """Of variable 0, with whole numbers, which add up the same in any order."""
+    if ids is None:
+        return {"dense": (((0, 0), WHOLE + 1),)}
+    return {"rows": (((0, 0), ids, WHOLE[ids] + 1),)}
+
+
+@pytest.mark.parametrize("rows_only", [True, False])
+@pytest.mark.parametrize("own", ["none", "dense", "rows"])
+@pytest.mark.parametrize("left", ["dense", "rows", "both"])
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_step_takes_what_functions_have_left(taker: str, left: str, own: str, rows_only: bool) -> None:
+    """Twice: the second one finds nothing, or what was left since."""
+    make, kind = TAKERS[taker]
+    optimizer = make([nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))])
+    stores = []
+    for _ in range(2):
+        stores.append(make_store(torch.ones(4, 2), torch.ones(4, 2)))
+        add_optimizer(stores[-1], optimizer, [[0, 1]], kind, rows_only=rows_only)
+    taking, summed = stores
+    options = options_of(optimizer)
+    kinds = {"none": [], "dense": [None], "rows": [FEW, OTHERS], "both": [FEW, None]}
+    for function in (0, 10, 20):
+        parts = [gradient_of(ids) for ids in kinds[left]] if function != 10 else []
+        for number, part in enumerate(parts, function):
+            push = push_of(function=number, accumulation=Accumulation(**part))
+            assert taking.push(push).applied
+            assert not taking.push(push).applied  # its function runs again
+        value = whole(taking)
+        own_part = gradient_of(kinds[own][0]) if kinds[own] else {}
+        step = push_of(function=function + 5, steps=(OptimizerStep(0, options, **own_part),))
+        assert taking.push(step).applied
+        assert not taking.push(step).applied
+        total = [*parts, *([own_part] if own_part else [])]
+        if any("dense" in part for part in total):
+            dense = torch.zeros(4, 2)
+            for part in total:
+                [(_, *gradient)] = [*part.get("dense", ()), *part.get("rows", ())]
+                dense = dense + gradient[0] if len(gradient) == 1 else dense.index_add(0, gradient[0], gradient[1])
+            expected: dict[str, Any] = {"dense": (((0, 0), dense),)}
+        elif total:
+            ids = torch.cat([part["rows"][0][1] for part in total])
+            values = torch.cat([part["rows"][0][2] for part in total])
+            unique, places = torch.unique(ids, return_inverse=True)
+            rows = torch.zeros(len(unique), 2).index_add_(0, places, values)
+            expected = {"rows": (((0, 0), unique, rows),)}
+        else:
+            expected = {}
+        summed.push(push_of(function=function, steps=(OptimizerStep(0, options, **expected),)))
+        assert torch.equal(whole(taking), whole(summed))
+        assert torch.equal(whole(taking, 1), whole(summed, 1))
+        assert torch.equal(whole(taking), value) == (not total)
+
+
+def left_to(store: VariableStore) -> VariableStore:
+    store.push(push_of(function=1, accumulation=Accumulation(((((0, 0), ONES)),))))
+    return store
+
+
+def test_whoever_sets_gradients_to_nothing_discards_what_was_left_before_its_own() -> None:
+    optimizer = sgd()
+    nothing = OptimizerStep(0, options_of(optimizer))
+    store = left_to(stepped_by(optimizer, ONES, ONES))
+    store.push(push_of(function=2, accumulation=Accumulation(discards=(0, 7)), steps=(nothing,)))
+    assert torch.equal(whole(store), ONES)
+    left_to(store).push(push_of(function=3, accumulation=Accumulation((((0, 0), ONES * 4),), discards=(0,))))
+    store.push(push_of(function=4, accumulation=Accumulation(discards=(1,)), steps=(nothing,)))
+    assert torch.equal(whole(store), ONES * -3)
+
+
+def test_a_step_that_cannot_be_made_leaves_what_was_left() -> None:
+    optimizer = sgd()
+    store = left_to(stepped_by(optimizer, ONES))
+    for wrong in (
+        {"steps": (dense_step(optimizer, v0=torch.ones(3)),)},
+        {"accumulation": Accumulation((((0, 0), torch.ones(3)),))},
+        {"accumulation": Accumulation((((0, 0), torch.ones(2, dtype=torch.float64)),))},
+        {"accumulation": Accumulation((), (((0, 0), torch.tensor([1, 0]), torch.ones(2)),), (0,))},
+        {"accumulation": Accumulation((((5, 0), ONES),))},
+    ):
+        with pytest.raises(InvalidArgumentError):
+            store.push(push_of(function=2, **wrong))
+    store.push(push_of(function=2, steps=(OptimizerStep(0, options_of(optimizer)),)))
+    assert torch.equal(whole(store), ONES * 0)
+
+
+def test_gradients_end_with_their_program() -> None:
+    optimizer, peers = sgd(), [Peer(Task("chief", 0), incarnation, "memory:", 1) for incarnation in "ab"]
+    server = VariableServer()
+    server.store.create(new_shards(make_spec(0, ONES), ONES))
+    add_optimizer(server.store, optimizer, [[0]])
+    server.coordinator_arrived(peers[0])
+    for function, peer, weight in ((3, peers[0], 0.0), (5, peers[1], 0.0)):
+        server.store.push(push_of(function=function, accumulation=Accumulation((((0, 0), ONES),))))
+        server.coordinator_arrived(peer)
+        server.store.push(push_of(function=function + 1, steps=(OptimizerStep(0, options_of(optimizer)),)))
+        assert torch.equal(whole(server.store), ONES * weight)
+    server.close()
+
+
 # -- functions that run again ------------------------------------------------------------------------------------------
 
 
@@ -916,6 +1041,10 @@ def rows_step(*ids: int, optimizer: int = 0) -> dict[str, Any]:
 
 def add_to(number: int, *rows: int) -> dict[str, Any]:
     return {"edits": (ShardEdit((number, 0), "add", torch.ones(1), torch.tensor(rows) if rows else None),)}
+
+
+def leaves(*numbers: int) -> dict[str, Any]:
+    return {"accumulation": Accumulation(tuple(((number, 0), ONES) for number in numbers), discards=(7,))}
 
 
 @pytest.mark.parametrize(
@@ -929,6 +1058,9 @@ def add_to(number: int, *rows: int) -> dict[str, Any]:
         ({0: rows_step(1, 2)}, (0,), {}, False),
         ({0: rows_step(1, 2)}, (0,), {0: rows_step(1, 2, optimizer=1)}, True),
         ({0: add_to(1)}, (0,), {1: add_to(2)}, True),
+        ({0: leaves(1), 1: leaves(2)}, (0,), {0: leaves(1), 1: leaves(3)}, False),
+        ({0: leaves(1), 1: leaves(2)}, (0,), {0: leaves(2), 1: leaves(2)}, True),
+        ({0: leaves(1)}, (0,), {0: add_to(1)}, True),
         ({0: add_to(1)}, (0,), {0: add_to(1), 1: add_to(2)}, True),
         ({0: add_to(1)}, (0,), {0: add_to(2)}, True),
         ({0: add_to(1)}, (0,), {0: add_to(1, 5)}, True),
@@ -940,14 +1072,21 @@ def test_what_a_repeated_run_may_change(
     before: dict[int, Any], applied: tuple[int, ...], now: dict[int, Any], is_refused: bool
 ) -> None:
     servers = tuple(before)
-    parts = {
-        server: {0: part_of(servers, before[server].get("steps", ()), before[server].get("edits", ()))}
-        for server in applied
-    }
+    parts = {server: {0: part_of(servers, **before[server])} for server in applied}
     earlier = EarlierRuns(3, parts)
     earlier.check(1, {0: add_to(9)})  # of another push nothing was applied
     with pytest.raises(RepeatedFunctionError, match="function 3 runs again") if is_refused else nullcontext():
         earlier.check(0, now)
+
+
+def test_steps_that_only_take_what_is_there_may_be_left_out_or_come_later() -> None:
+    """Whether functions have left gradients is not known alike when a function runs again."""
+    taking = part_of((0,), steps=(OptimizerStep(0, ({},)),))
+    EarlierRuns(3, {0: {0: part_of((0,), **rows_step(1))}, 1: {0: taking}}).check(0, {0: rows_step(2)})
+    for applied, now in (((0, 1), {1: rows_step(1)}), ((1,), {1: rows_step(1)}), ((1,), {1: add_to(1)})):
+        parts = {server: {0: part_of((0,), **rows_step(1)) if server == 0 else taking} for server in applied}
+        with pytest.raises(RepeatedFunctionError):
+            EarlierRuns(3, parts).check(0, now)
 
 
 def test_what_was_applied_is_remembered_until_its_function_is_forgotten() -> None:

@@ -14,19 +14,22 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from torchstrat.errors import RepeatedFunctionError
-from torchstrat.parameter_server.messages import EditOp, OptimizerStep, ShardEdit, ShardKey
+from torchstrat.parameter_server.messages import Accumulation, EditOp, OptimizerStep, ShardEdit, ShardKey
 
 # Which of these two it is depends on who else works, and may be the other when the function runs again.
 _OPERATIONS = {name: number for number, name in enumerate(get_args(EditOp))} | {"move": 0, "assign": 0}
 _MOST_NAMES = 3
 _PRIME = 1_000_003
+_LEFT = -2
+"""In the place of an optimizer's number: gradients that are left for later steps."""
 
 
 class AppliedPart(NamedTuple):
     """The part of a push that one server has applied.
 
-    ``servers``: all that got parts. ``what``: equal for changes of the same kind to the same shards. ``rows``: equal
-    for the same rows of tables. ``some``: numbers of the first variables of it; ``names``, where somebody asks.
+    ``servers``: all that got parts that change something by themselves. ``what``: equal for changes of the same kind to
+    the same shards. ``rows``: equal for the same rows of tables. ``some``: numbers of the first variables of it;
+    ``names``, where somebody asks.
     """
 
     servers: tuple[int, ...]
@@ -36,16 +39,25 @@ class AppliedPart(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-def part_of(servers: tuple[int, ...], steps: Sequence[OptimizerStep], edits: Sequence[ShardEdit]) -> AppliedPart:
-    """Every push pays for this: microseconds, where to apply it takes hundreds."""
+def part_of(
+    servers: tuple[int, ...],
+    steps: Sequence[OptimizerStep] = (),
+    edits: Sequence[ShardEdit] = (),
+    accumulation: Accumulation | None = None,
+) -> AppliedPart:
+    """Every push pays for this: microseconds, where to apply it takes hundreds. Which gradients a push sets to nothing
+    is no part of it: that is left out as long as nobody is known to have left any."""
     made: list[Any] = []
     keys: list[ShardKey] = []
     rows = 0
-    for step in steps:
-        dense, of_tables = [key for key, _ in step.dense], [key for key, _, _ in step.rows]
-        made += (step.optimizer, *dense, -1, *of_tables)
+    sent: list[tuple[int, OptimizerStep | Accumulation]] = [(step.optimizer, step) for step in steps]
+    if accumulation is not None and (accumulation.dense or accumulation.rows):
+        sent.append((_LEFT, accumulation))
+    for number, gradients in sent:
+        dense, of_tables = [key for key, _ in gradients.dense], [key for key, _, _ in gradients.rows]
+        made += (number, *dense, -1, *of_tables)
         keys += dense or of_tables
-        for _, ids, _ in step.rows:
+        for _, ids, _ in gradients.rows:
             rows = rows * _PRIME + _digest(ids)
     for edit in edits:
         made += (_OPERATIONS[edit.op], edit.key, edit.rows is not None)
@@ -71,19 +83,19 @@ class EarlierRuns:
     def check(self, index: int, parts: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise `RepeatedFunctionError` where push ``index`` is to make other changes than the one that servers have.
 
-        ``parts``: by server. One that changes nothing is fine: then what the earlier run has changed counts. Other rows
-        are, where all of the earlier push was applied: another worker reads other data, and what it sends is dropped.
+        ``parts``: by server, those that change something by themselves. One that changes nothing is fine: then what the
+        earlier run has changed counts. Other rows are, where all of the earlier push was applied: another worker reads
+        other data, and what it sends is dropped.
         """
         earlier = {server: pushes[index] for server, pushes in self._applied.items() if index in pushes}
         if not earlier or not parts:
             return
         then = next(iter(earlier.values())).servers
-        is_whole = earlier.keys() == set(then)
+        is_whole = earlier.keys() >= set(then)
         differs = set(then) != parts.keys()
         for server, part in earlier.items():
-            if not differs:
-                steps, edits = parts[server].get("steps", ()), parts[server].get("edits", ())
-                now = part_of(then, steps, edits)
+            if not differs and server in parts:
+                now = part_of(then, **parts[server])
                 differs = now.what != part.what or (not is_whole and now.rows != part.rows)
         if differs:
             names = ", ".join(dict.fromkeys(name for part in earlier.values() for name in part.names))

@@ -84,6 +84,7 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
         servers: who the servers are; None: as in the last batch.
         is_shared: the job has other workers.
         left_elsewhere: numbers of parameters of which others hold gradients that no step has used.
+        accumulates: functions of the job have left gradients to servers.
         gone: tokens of what the coordinator's program has dropped. What the worker has of these goes when it has taken
             in everything else of the batch, and kept codes that name them before; no function will name them again.
         is_repeated: the one function of the batch may have run before, on a worker that was lost.
@@ -100,6 +101,7 @@ class Batch(NamedTuple):  # a dataclass takes ten times as long to pickle
     servers: Mapping[int, Peer] | None = None
     is_shared: bool = False
     left_elsewhere: tuple[int, ...] = ()
+    accumulates: bool = False
     gone: tuple[Any, ...] = ()
     is_repeated: bool = False
 
@@ -148,6 +150,7 @@ class Report(NamedTuple):
         leaving: the worker takes nothing more.
         left: numbers of parameters of which the worker holds gradients that no step has used.
         wrote_parameters: functions have written to parameters by hand there.
+        accumulates: functions of the job have left gradients to servers, as far as is known there.
     """
 
     finished: tuple[int, ...] = ()
@@ -159,6 +162,7 @@ class Report(NamedTuple):
     leaving: bool = False
     left: tuple[int, ...] = ()
     wrote_parameters: bool = False
+    accumulates: bool = False
 
 
 Recalled = tuple[tuple[int, tuple[int, ...]], ...]

@@ -22,8 +22,6 @@ from typing import Any
 
 from torchstrat.cluster_spec import PARAMETER_SERVER
 from torchstrat.errors import (
-    CancelledByServerLossError,
-    CancelledError,
     CommunicationTimeoutError,
     ContextError,
     FunctionSetAsideError,
@@ -91,6 +89,7 @@ class Dispatcher:
         self._results: News | None = None  # whose events are being handled
         self._workers: dict[str, KnownWorker] = {}
         self._is_shared = False  # there are several, or were
+        self._accumulates = False  # functions have left gradients to servers
         self.wrote_parameters = False  # whether functions have, by hand, as far as workers' reports are here
         self._has_released = False  # something that not all workers have been told of
         self._timed = 0  # functions without an outcome that have a limit of time
@@ -432,6 +431,7 @@ class Dispatcher:
         if known is not None and news.report is not None:
             known.stops, known.left = max(known.stops, news.report.stops), news.report.left
             self.wrote_parameters |= news.report.wrote_parameters
+            self._accumulates |= news.report.accumulates
         self._results = news
         for event in news.events:
             self._handle(event)
@@ -481,7 +481,7 @@ class Dispatcher:
             return
         for function, work in self._works.items():
             if self._scheduler.worker_of(function) is None:
-                work.value._set_error(_cancelled(Cancel(function, error)))
+                work.value._set_error(Cancel(function, error).error())
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
@@ -499,7 +499,7 @@ class Dispatcher:
                     action.error.name = value._name
                 value._set_error(action.error)
             elif isinstance(action, Cancel):
-                self._end(action.function)._set_error(_cancelled(action))
+                self._end(action.function)._set_error(action.error())
             elif isinstance(action, Release):
                 self._workers.pop(action.incarnation, None)
             elif isinstance(action, Forget):
@@ -558,6 +558,7 @@ class Dispatcher:
             servers=self._job.server_peers(),
             is_shared=self._is_shared,
             left_elsewhere=self._left_elsewhere(known),
+            accumulates=self._accumulates,
             is_repeated=is_repeated,
         )
         if known.telling is not None:
@@ -594,16 +595,3 @@ class Dispatcher:
         known = self._workers.get(action.incarnation)
         if known is not None:
             self._outbox.append(partial(self._worker_calls.send_recall, known, known.recalled(action.functions)))
-
-
-def _cancelled(action: Cancel) -> BaseException:
-    if isinstance(action.because, ParameterServerUnavailable):
-        error: BaseException = CancelledByServerLossError(
-            f"function {action.function} was cancelled: {action.because}", action.because.task
-        )
-    else:
-        error = CancelledError(
-            f"function {action.function} was cancelled before it ran, because of an earlier error: {action.because}"
-        )
-    error.__cause__ = action.because
-    return error

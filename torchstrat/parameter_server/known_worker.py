@@ -68,6 +68,7 @@ class KnownWorker:
         servers: Mapping[int, Peer],
         is_shared: bool,
         left_elsewhere: tuple[int, ...],
+        accumulates: bool,
         is_repeated: bool,
     ) -> Batch:
         """The next message: ``functions`` of ``works``, with what this worker does not have yet.
@@ -107,6 +108,7 @@ class KnownWorker:
             self._new_servers(servers),
             is_shared,
             left_elsewhere,
+            accumulates,
             gone,
             is_repeated,
         )

@@ -138,6 +138,17 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True)
+class Accumulation:
+    """Gradients that a function leaves for the next step of any, to be added to what others have left: ``dense`` and
+    ``rows`` as in `OptimizerStep`. ``discards``: variables of which the function has set the gradients to nothing; what
+    others had left of these goes first, before the push's own steps."""
+
+    dense: tuple[tuple[ShardKey, torch.Tensor], ...] = ()
+    rows: tuple[tuple[ShardKey, torch.Tensor, torch.Tensor], ...] = ()
+    discards: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ShardEdit:
     """A change of a shard that no optimizer makes. ``value`` broadcasts to the shard, except for scatter edits.
 
@@ -155,12 +166,13 @@ class ShardEdit:
 
 @dataclass(frozen=True)
 class Push:
-    """Everything that one worker's step changes on one server; applied whole, exactly once.
+    """Everything that one worker's step changes on one server; applied whole, exactly once. Steps take what functions
+    have accumulated of their optimizers' variables.
 
     (``function``, ``index``) names it: ``index`` counts the pushes of one run of the function. A server that has
     applied it already applies nothing and answers the same. ``wants``: the shards whose values the answer brings, read
     after the change. ``incarnation``: the worker's, so that pushes of a process that was given up can be refused.
-    ``servers``: all that get a part of it that changes something.
+    ``servers``: all that get a part of it that changes something by itself.
     """
 
     function: int
@@ -168,6 +180,7 @@ class Push:
     incarnation: str
     steps: tuple[OptimizerStep, ...] = ()
     edits: tuple[ShardEdit, ...] = ()
+    accumulation: Accumulation | None = None
     wants: tuple[ShardKey, ...] = ()
     servers: tuple[int, ...] = ()
 

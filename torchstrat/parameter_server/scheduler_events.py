@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torchstrat.errors import CancelledByServerLossError, CancelledError, ParameterServerUnavailable
+
 MAX_ATTEMPTS = 5
 """How often a function is run whose worker is lost each time, if nothing else is said."""
 
@@ -185,6 +187,18 @@ class Cancel:
 
     function: int
     because: BaseException
+
+    def error(self) -> BaseException:
+        if isinstance(self.because, ParameterServerUnavailable):
+            error: BaseException = CancelledByServerLossError(
+                f"function {self.function} was cancelled: {self.because}", self.because.task
+            )
+        else:
+            error = CancelledError(
+                f"function {self.function} was cancelled before it ran, because of an earlier error: {self.because}"
+            )
+        error.__cause__ = self.because
+        return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
@@ -89,6 +89,7 @@ class ParameterServerStrategy(Strategy):
     _per_replica_input = "refused"
     _variable_placement = VariablePlacement.ONE
     _servers: ServerGroup | None
+    _leaving: Callable[[], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -142,13 +143,17 @@ class ParameterServerStrategy(Strategy):
         self._beside: list[VariableSpec] = []
         self._keeps_whole = False
         self._hooked_counts: tuple[int, int, int] | None = None
-        self._is_worker, self._servers = False, None
+        self._is_worker, self._servers, self._leaving = False, None, nullcontext
         self._set_up_engine("cpu:0", op, cluster_resolver)
 
     @classmethod
-    def _on_worker(cls, device: str, servers: ServerGroup) -> ParameterServerStrategy:
-        """What stands for the strategy in a scheduled function. ``servers``: as this worker calls them."""
+    def _on_worker(
+        cls, device: str, servers: ServerGroup, leaving: Callable[[], AbstractContextManager[None]]
+    ) -> ParameterServerStrategy:
+        """What stands for the strategy in a scheduled function. ``servers``: as this worker calls them; ``leaving``: a
+        block whose gradients are left to them."""
         strategy = object.__new__(cls)
+        strategy._leaving = leaving
         strategy._is_worker, strategy._servers = True, servers
         strategy._connected = strategy._coordinator = None
         strategy._scopes, strategy._beside, strategy._keeps_whole = [], [], False
@@ -434,6 +439,22 @@ class ParameterServerStrategy(Strategy):
                 "Schedule a function that calls it: coordinator.schedule(fn)."
             )
         return super().run(fn, args, kwargs, options)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In a scheduled function: leave the gradients that this block computes to the next step of any function.
+
+        What the function neither steps with nor sets to nothing goes to the servers with its end, which add it up. The
+        next ``optimizer.step()`` of a parameter, in whichever function and on whichever worker, takes it: exactly once,
+        also where workers die. So does one of a parameter that has no gradient of its own then. ``zero_grad()`` in a
+        function before its step discards what others have left; after it, it does not. In functions ``.grad`` shows the
+        function's own part alone, and so does clipping see that alone. Gradients that a `GradScaler` has scaled are
+        refused. Checkpoints do not hold what was left, and one that is restored empties it.
+
+        On the coordinator it has no effect on functions that are scheduled in the block.
+        """
+        with super().no_sync(), self._leaving():
+            yield
 
     def _check_replicas(self, when: str) -> None:
         if not when:  # TORCHSTRAT_CHECK is for whichever strategy is used, and has nothing to find here

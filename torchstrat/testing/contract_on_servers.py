@@ -6,7 +6,9 @@ looks at the model or writes to it: what its own tensors hold is what was last p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,13 +53,15 @@ PYTHON_STATE: Mapping[str, str] = {
 """Cases that look at Python state, which is a copy per worker, or at the program's random state."""
 
 
-def run_case_on_servers(case: Case, strategy: Any) -> Snapshot:
-    """Train under a `ParameterServerStrategy` with one worker, and read everything the case watches."""
+def run_case_on_servers(case: Case, strategy: Any, *, workers: int = 1) -> Snapshot:
+    """Train under a `ParameterServerStrategy`, and read everything the case watches. ``workers``: with several, each
+    runs a function in turn, and those that only accumulate do so under ``no_sync``."""
     import torchstrat as ts
 
     with case.conditions():
         with strategy.scope():
             training = case.build()
+            begun = ts.Variable(torch.tensor(0), name="begun")
         coordinator = ts.ClusterCoordinator(strategy)
         losses: list[torch.Tensor] = []
         for index, batch in enumerate(case.batches()):
@@ -65,10 +69,20 @@ def run_case_on_servers(case: Case, strategy: Any) -> Snapshot:
             training.before(index)
             step = step_for(training, index)
 
-            def function(batch: Batch, step: Any = step) -> Any:
-                return strategy.run(step, args=(batch,))
+            leaves = workers > 1 and training.no_sync and index in training.accumulate_on
 
-            result = coordinator.schedule(function, args=(batch,)).get(timeout=FETCH_SECONDS)
+            def function(batch: Batch, index: int = index, step: Any = step, leaves: bool = leaves) -> Any:
+                if workers > 1:
+                    begun.assign_add(1)
+                    while int(begun.read_value()) < (index + 1) * workers:  # so each worker has one
+                        time.sleep(0.001)
+                    if coordinator.get_current_worker_index() != index % workers:
+                        return None
+                with strategy.no_sync() if leaves else nullcontext():
+                    return strategy.run(step, args=(batch,))
+
+            values = [coordinator.schedule(function, args=(batch,)) for _ in range(workers)]
+            [result] = [found for value in values if (found := value.get(timeout=FETCH_SECONDS)) is not None]
             loss = strategy.reduce("mean", result, axis=0)
             strategy.extended.pull()
             training.after(index, loss)

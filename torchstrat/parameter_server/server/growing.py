@@ -43,6 +43,9 @@ def add_rows(
         for slot, names in by_rows.items()
     }
     shards.replace(key, torch.cat([table, added]), states)
+    ids, gradient = shards.gradients.get(key, (None, None))
+    if ids is None and gradient is not None:  # left under no_sync, of the whole table
+        shards.put_gradient(key, (None, torch.cat([gradient, torch.zeros_like(added)])))
 
 
 def _goes_by_rows(value: object, table: torch.Tensor) -> bool:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from torchstrat.errors import InvalidArgumentError
-from torchstrat.parameter_server.endpoint import AnswerMemory
 from torchstrat.parameter_server.messages import ShardKey, StateOfShard, VariableSpec
 from torchstrat.parameter_server.server.cut import Cut, VariableCut
 from torchstrat.parameter_server.server.row_optimizer import RowState
 
-_TELL_EVERY_BYTES = 4 << 20
-"""Copying as much takes a millisecond; who is told of it, 0.05."""
+Gradient = tuple[torch.Tensor | None, torch.Tensor]
+"""Of a shard: (ids ``(n,)`` int64, sorted and unique; rows ``(n, …)``), or (None, of the whole shard)."""
 
 
 @dataclass(eq=False)
@@ -28,7 +27,8 @@ class HeldVariable:
     """``lock`` guards everything below it. ``shards``: number of the shard → its rows, on the CPU.
 
     ``states``: (optimizer, shard) → state. ``row_states``: which entries of that go by rows, once rows were stepped.
-    ``cut``: of a checkpoint that is being written. ``is_dropped``: it was given up while somebody waited for the lock.
+    ``gradients``: by shard, what functions have left of them for the next step. ``cut``: of a checkpoint that is being
+    written. ``is_dropped``: it was given up while somebody waited for the lock.
     ``changes``: how often a value of it has changed. ``seen``: that number, by incarnation of the process that was
     given the values then.
     """
@@ -38,6 +38,7 @@ class HeldVariable:
     shards: dict[int, torch.Tensor] = field(default_factory=dict)
     states: dict[tuple[int, int], StateOfShard] = field(default_factory=dict)
     row_states: dict[tuple[int, int], dict[str, RowState]] = field(default_factory=dict)
+    gradients: dict[int, Gradient] = field(default_factory=dict)
     cut: VariableCut | None = None
     is_dropped: bool = False
     changes: int = 0
@@ -123,6 +124,12 @@ class HeldShards:
         return variable.shards[key[1]]
 
     @property
+    def gradients(self) -> dict[ShardKey, Gradient]:
+        """What functions have left for steps."""
+        variables = self._variables.items()
+        return {(n, shard): gradient for n, variable in variables for shard, gradient in variable.gradients.items()}
+
+    @property
     def total_bytes(self) -> int:
         """Of values and optimizer state."""
         return sum(variable.total_bytes for variable in self._variables.values())
@@ -173,6 +180,15 @@ class HeldShards:
             variable.states.pop(slot, None)
         else:
             variable.states[slot] = state
+
+    def put_gradient(self, key: ShardKey, gradient: Gradient) -> None:
+        self._variable(key).gradients[key[1]] = gradient
+
+    def drop_gradients(self, numbers: Iterable[int]) -> None:
+        """What functions have left of these variables for steps, as far as they are here."""
+        for number in numbers:
+            if number in self._variables:
+                self._variables[number].gradients.clear()
 
     def learn_rows(self, key: ShardKey, optimizer: int, learned: Mapping[str, RowState]) -> None:
         self._variable(key).row_states.setdefault((optimizer, key[1]), {}).update(learned)
@@ -226,33 +242,3 @@ def check_rows(ids: torch.Tensor, rows: int, name: str, *, sorted_and_unique: bo
         raise InvalidArgumentError(
             f"row ids of {name} must be in [0, {rows}); got ids from {low} to {high}. Ids are local to the shard."
         )
-
-
-class ShardCopies:
-    """The copies of ``count`` shards that an answer consists of. Whoever waits for much is told as they are made."""
-
-    def __init__(self, memory: AnswerMemory, count: int) -> None:
-        self._memory, self._count = memory, count
-        self._made: dict[int, torch.Tensor] = {}
-        self._first_missing = 0
-        self._left = self._untold = 0
-
-    def begin(self, size: int) -> None:
-        """All that is left to do is to copy ``size`` bytes."""
-        self._left = size
-        if size >= _TELL_EVERY_BYTES:
-            self._memory.written(0)
-
-    def add(self, place: int, shard: torch.Tensor) -> None:
-        """Number ``place`` of the answer is a copy of ``shard``."""
-        self._made[place] = self._memory.empty(place, tuple(shard.shape), shard.dtype).copy_(shard)
-        while self._first_missing in self._made:
-            self._first_missing += 1
-        self._left -= shard.nbytes
-        self._untold += shard.nbytes
-        if self._untold >= _TELL_EVERY_BYTES and self._left > 0:  # otherwise the answer tells
-            self._memory.written(self._first_missing)
-            self._untold = 0
-
-    def values(self) -> list[torch.Tensor]:
-        return [self._made[place] for place in range(self._count)]

@@ -95,6 +95,7 @@ class VariableServer:
         self._endpoint: Endpoint | None = None
         self._switching: contextlib.ExitStack = contextlib.ExitStack()
         self._has_left_overs = threading.Event()
+        self._coordinator: Peer | None = None
 
     def handlers(self) -> Mapping[str, Handler]:
         store = self.store
@@ -154,7 +155,11 @@ class VariableServer:
         }
 
     def coordinator_arrived(self, coordinator: Peer) -> None:
-        """Nothing to do: it asks for the catalog, and creates what it misses."""
+        """It asks for the catalog, and creates what it misses. Gradients that another program's functions have left for
+        its steps are nothing to this one."""
+        if self._coordinator not in (None, coordinator):
+            self.store.drop_gradients()
+        self._coordinator = coordinator
 
     def coordinator_left(self, *, finished: bool) -> None:
         """After a job that has finished the server is as new; one that was lost finds everything as it was."""

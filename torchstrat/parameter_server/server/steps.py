@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torchstrat.errors import InvalidArgumentError, TorchstratError, Unsupported
 from torchstrat.host_memory import check_fits
 from torchstrat.optimizer_tiers import Gradients, Tier, is_listed
 from torchstrat.parameter_server.messages import NewOptimizer, OptimizerStep, ShardKey, StateOfShard
+from torchstrat.parameter_server.server.accumulators import check_gradient
 from torchstrat.parameter_server.server.advice import MORE_SERVERS
 from torchstrat.parameter_server.server.catalog import describe_optimizer
 from torchstrat.parameter_server.server.fast_steps import fast_step_of
@@ -59,6 +60,11 @@ class HeldOptimizer:
         if self._live is not None and earlier._live is not None:
             earlier._live.grow(self._live)
             self._live = earlier._live
+
+    @property
+    def variables(self) -> Set[int]:
+        """Those that it steps, here or elsewhere."""
+        return self._place_of.keys()
 
     @property
     def description(self) -> dict[str, Any]:
@@ -117,13 +123,13 @@ class HeldOptimizer:
                     f"{name} steps on sparse gradients alone, and that of {shards.name(key)} is dense. Use it for "
                     "embedding tables, and a second optimizer (Adam) for the rest."
                 )
-            _check_gradient(gradient, shards, key, tuple(shards.tensor(key).shape))
+            check_gradient(gradient, shards, key, tuple(shards.tensor(key).shape))
         for key, ids, gradient in step.rows:
             shard = shards.tensor(key)
             if shard.dim() == 0:
                 raise InvalidArgumentError(f"{shards.name(key)} is a scalar and has no rows to step.")
             check_rows(ids, shard.shape[0], shards.name(key), sorted_and_unique=True)
-            _check_gradient(gradient, shards, key, (ids.shape[0], *shard.shape[1:]))
+            check_gradient(gradient, shards, key, (ids.shape[0], *shard.shape[1:]))
             if self._goes_by_rows:
                 self._learn_rows(key, step, shards)
         if self._live is not None:
@@ -280,16 +286,3 @@ def _without_gradient(state: StateOfShard, parameter: torch.Tensor) -> StateOfSh
             if is_plain and value.untyped_storage().data_ptr() == lent:
                 state[name] = value.clone()
     return state
-
-
-def _check_gradient(gradient: Any, shards: HeldShards, key: ShardKey, shape: tuple[int, ...]) -> None:
-    dtype = shards.tensor(key).dtype
-    if not isinstance(gradient, torch.Tensor) or gradient.layout != torch.strided or gradient.device.type != "cpu":
-        raise InvalidArgumentError(f"the gradient of {shards.name(key)} must be a dense tensor on the CPU.")
-    if tuple(gradient.shape) != shape or gradient.dtype != dtype:
-        raise InvalidArgumentError(
-            f"the gradient of {shards.name(key)} must be {dtype} of shape {shape}; got {gradient.dtype} of shape "
-            f"{tuple(gradient.shape)}."
-        )
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise InvalidArgumentError(f"{shards.name(key)} is {dtype}, which no optimizer steps.")

@@ -17,7 +17,7 @@ import torch
 from torchstrat.errors import CommunicationTimeoutError, InvalidArgumentError, TorchstratError
 from torchstrat.host_memory import check_fits
 from torchstrat.parameter_server.applied_parts import AppliedPart, part_of
-from torchstrat.parameter_server.endpoint import FRESH, AnswerMemory
+from torchstrat.parameter_server.endpoint import FRESH, AnswerCopies, AnswerMemory
 from torchstrat.parameter_server.messages import (
     COORDINATOR,
     AppliedPushes,
@@ -32,13 +32,14 @@ from torchstrat.parameter_server.messages import (
     ShardKey,
     StateOfShard,
 )
+from torchstrat.parameter_server.server.accumulators import accumulate, check_accumulation, with_accumulated
 from torchstrat.parameter_server.server.advice import MORE_SERVERS, advice_for_whole
 from torchstrat.parameter_server.server.applied import AppliedRecords
 from torchstrat.parameter_server.server.catalog import describe_variable, make_catalog
 from torchstrat.parameter_server.server.cut import Cut, CutRows, FrozenRows
 from torchstrat.parameter_server.server.edits import apply_edit, check_edit
 from torchstrat.parameter_server.server.growing import add_rows
-from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, ShardCopies, check_rows
+from torchstrat.parameter_server.server.held import HeldShards, HeldVariable, check_rows
 from torchstrat.parameter_server.server.live_optimizer import StepsHaveSet
 from torchstrat.parameter_server.server.row_optimizer import RowState
 from torchstrat.parameter_server.server.steps import HeldOptimizer
@@ -71,6 +72,9 @@ class VariableStore:
         self._dropped_later: list[Dropped] = []
         self._applied = AppliedRecords(owner)
         self._conflicts: set[int] = set()
+        self._accumulating: set[int] = (
+            set()
+        )  # variables of which there are, or were, gradients that functions have left
 
     @property
     def owner(self) -> str:
@@ -156,6 +160,7 @@ class VariableStore:
                 cut, self._cut = self._cut, None
                 self._dropped_later.clear()
                 self._conflicts.clear()
+                self._accumulating.clear()
             if cut is not None:
                 cut.fail("the job has ended, or begun anew")
             shards.drop()
@@ -198,7 +203,7 @@ class VariableStore:
         places: dict[int, list[int]] = {}
         for place, key in enumerate(keys):
             places.setdefault(key[0], []).append(place)
-        copies = ShardCopies(memory, len(keys))
+        copies = AnswerCopies(memory, len(keys))
         copies.begin(self._size_of(keys))
         for number, of_variable in places.items():
             with self._locked([number]) as shards:
@@ -235,7 +240,8 @@ class VariableStore:
     # -- pushes -----------------------------------------------------------------------------------------------------
 
     def push(self, push: Push, memory: AnswerMemory = FRESH) -> PushReply:
-        """Apply it whole, exactly once: edits first, in order, then the optimizers' steps, in order.
+        """Apply it whole, exactly once: edits first, in order, then the optimizers' steps, in order, which take what
+        functions have left for them; then what it leaves for later ones.
 
         An invalid push (an unknown shard, a wrong shape or dtype, ids out of range) raises and changes nothing. The
         reply's values are of one moment, right after the change. Raises `FencedError` for a process that was given up
@@ -249,7 +255,9 @@ class VariableStore:
             if self._applied.begin(push.function, push.index, push.incarnation):
                 try:
                     self._apply(push, shards)
-                    part = part_of(push.servers, push.steps, push.edits) if push.servers else None
+                    part = None
+                    if push.servers or push.steps:
+                        part = part_of(push.servers, push.steps, push.edits, push.accumulation)
                 except BaseException:
                     self._applied.abandon(push.function, push.index, push.incarnation)
                     raise
@@ -258,7 +266,7 @@ class VariableStore:
             else:
                 applied = False
             phases.reached(phases.APPLIED)
-            copies = ShardCopies(memory, len(push.wants))
+            copies = AnswerCopies(memory, len(push.wants))
             copies.begin(sum(shards.tensor(key).nbytes for key in push.wants))
             for place, key in enumerate(push.wants):
                 copies.add(place, shards.give(key, push.incarnation))
@@ -271,13 +279,33 @@ class VariableStore:
             shards.require(key)
         for edit in push.edits:
             check_edit(edit, shards)
-        for optimizer, step in zip(optimizers, push.steps, strict=True):
+        left, steps = push.accumulation, push.steps
+        if left is not None:
+            check_accumulation(left, shards)
+        gone: set[int] = set() if left is None else set(left.discards)
+        for optimizer, step in zip(optimizers, steps, strict=True):
             optimizer.check(step, shards)
+        if self._accumulating:
+            steps = ()
+            for optimizer, step in zip(optimizers, push.steps, strict=True):
+                steps += (with_accumulated(step, optimizer.variables - gone, shards),)
+                optimizer.check(steps[-1], shards)
+                gone |= optimizer.variables
         for edit in push.edits:
             if not apply_edit(edit, shards):
                 self._conflicts.add(edit.key[0])
-        for optimizer, step in zip(optimizers, push.steps, strict=True):
+        for optimizer, step in zip(optimizers, steps, strict=True):
             optimizer.make(step, shards)
+        if gone:
+            shards.drop_gradients(gone)
+        if left is not None:
+            accumulate(left, shards)
+            self._accumulating.update(number for number, _ in shards.gradients)
+
+    def drop_gradients(self) -> None:
+        """What functions have left for steps."""
+        with self._locked(self._numbers()) as shards:
+            shards.drop_gradients(number for number, _ in shards.gradients)
 
     def take_conflicts(self) -> tuple[int, ...]:
         """Variables of which one writer's value has replaced another's, which it had not seen; each time asked for
@@ -363,6 +391,7 @@ class VariableStore:
         new: Prepared,
     ) -> None:
         """Put other values, state and records in the place of those that are here, in one cut, and in their memory.
+        Gradients that functions have left of the variables go.
 
         Args:
             values: shards; others keep their values.
@@ -383,6 +412,7 @@ class VariableStore:
                     raise InvalidArgumentError(f"the value that was read for {shards.name(key)} does not fit it.")
             for _, key, _ in entries:
                 shards.require(key)
+            shards.drop_gradients([number for number, _ in values])
             into: list[torch.Tensor | None] = [shards.changing(key) for key in values]
             for number, (optimizer, key, name) in enumerate(entries, len(values)):
                 entry = (shards.changing_state(key, optimizer) or {}).get(name)
@@ -494,6 +524,10 @@ class VariableStore:
             optimizer = self._optimizers.get(step.optimizer)
             if optimizer is not None:
                 numbers |= optimizer.reaches
+                if self._accumulating:
+                    numbers |= self._accumulating & optimizer.variables
+        if (left := push.accumulation) is not None:
+            numbers |= {key[0] for key, _ in left.dense} | {key[0] for key, _, _ in left.rows} | {*left.discards}
         return numbers
 
     def _is_new(self, new: NewShard) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -123,20 +124,19 @@ class VariableAccess:
         self.push(edits=[VariableEdit(spec, op, value, rows)])
 
     def push(self, edits: Iterable[VariableEdit]) -> None:
-        by_server: dict[int, list[ShardEdit]] = defaultdict(list)
-        for edit in edits:
-            for server, of_shard in shard_edits(edit):
-                by_server[server].append(of_shard)
-        self.send_push({server: {"edits": tuple(of_server)} for server, of_server in by_server.items()})
+        self.send_push(edits_by_server(edits))
 
     def send_push(
         self,
         parts: Mapping[int, Mapping[str, Any]],
         specs: Sequence[VariableSpec] = (),
         into: Sequence[torch.Tensor] | None = None,
+        *,
+        others: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> ValuesToCome:
         """One push in parts, one for each server, under one name. It is applied when this returns.
 
+        ``others``: what it does on servers where it changes only what functions have left for steps.
         ``specs``: variables whose values it is to bring; ``into``: where to, see `start_reading`; None: such a push is
         rare, and brings nothing.
         """
@@ -144,7 +144,7 @@ class VariableAccess:
         places = None if into is None else places_by_server(specs, into)
         values = ValuesToCome(self.servers, "ps.push", wanted, places, _values_of)
         # One that steps nothing is asked for values all the same.
-        if servers := parts.keys() | wanted.keys():
+        if servers := parts.keys() | wanted.keys() | others.keys():
             sender, changed = self._sender(), tuple(parts)
             function, index, incarnation = sender.next_push()
             sender.check(index, parts, self.servers)
@@ -155,7 +155,7 @@ class VariableAccess:
                     incarnation,
                     wants=tuple(wanted.get(server, ())),
                     servers=changed if server in parts else (),
-                    **parts.get(server, {}),
+                    **(parts.get(server) or others.get(server, {})),
                 )
                 for server in servers
             }
@@ -208,6 +208,15 @@ def split_rows(spec: VariableSpec, ids: torch.Tensor) -> list[tuple[int, Shard, 
         for number, shard in enumerate(spec.shards)
         if ends[number] < ends[number + 1]
     ]
+
+
+def edits_by_server(edits: Iterable[VariableEdit]) -> dict[int, dict[str, Any]]:
+    """The parts of a push that makes these."""
+    parts: dict[int, dict[str, Any]] = defaultdict(dict)
+    for edit in edits:
+        for server, of_shard in shard_edits(edit):
+            parts[server]["edits"] = (*parts[server].get("edits", ()), of_shard)
+    return parts
 
 
 def shard_edits(edit: VariableEdit) -> list[tuple[int, ShardEdit]]:

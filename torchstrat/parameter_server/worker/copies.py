@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -124,6 +124,10 @@ class Copies:
                     slots = self._slots.setdefault(number, [])
                     if not any(known() is module and n == name for known, n in slots):
                         slots.append((weakref.ref(module), name))
+
+    @property
+    def specs(self) -> Mapping[int, VariableSpec]:
+        return self._specs
 
     def tensor_of(self, number: int) -> torch.Tensor:
         return self._tensors[number]

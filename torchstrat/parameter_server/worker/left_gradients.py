@@ -2,12 +2,17 @@
 
 On one device, and with one worker, gradients may be accumulated over functions. Of several workers each has those of
 the functions that it happened to run, and a step would use these and miss the others: such a step is refused.
+
+What a function computes under ``strategy.no_sync()``, and neither steps with nor sets to nothing, leaves the worker
+with its end: the servers add it up, and the next step of any function takes it. A function that sets a gradient to
+nothing before it steps discards what others have left, as it would on one device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +26,7 @@ from torchstrat.parameter_server.worker.watched_parameter import GRAD, WatchedPa
 
 
 class LeftGradients:
-    """Those of one worker. All of it costs something only where the job has several.
+    """Those of one worker. All of it costs something only where the job has several, or has used ``no_sync``.
 
     Args:
         parameters: gives, of some numbers or of all, those that are parameters here.
@@ -30,10 +35,17 @@ class LeftGradients:
     def __init__(self, parameters: Callable[[Iterable[int] | None], Iterable[tuple[int, WatchedParameter]]]) -> None:
         self._parameters = parameters
         self._unused: set[int] = set()
-        self._versions: dict[int, int] = {}  # of gradients, by parameter, that a step has used
         self._is_shared = False
         self._elsewhere: frozenset[int] = frozenset()
         self._marked: list[tuple[int, WatchedParameter]] = []  # for what is left elsewhere
+        self.accumulates = False
+        """Whether functions of the job are known to have left gradients to the servers."""
+        self._blocks = 0  # of `no_sync`, in one another
+        self._of_blocks: set[int] = set()  # parameters whose gradients these have changed
+        self._stepped: set[int] = set()  # parameters that this function has stepped, and
+        self._uncleared: set[int] = set()  # not set the gradients of to nothing since
+        self.has_scaled = False
+        """Whether this function has scaled a loss."""
 
     @property
     def unused(self) -> tuple[int, ...]:
@@ -45,16 +57,24 @@ class LeftGradients:
         gradients = ((number, GRAD.__get__(parameter)) for number, parameter in self._parameters(numbers))
         return tuple(number for number, gradient in gradients if gradient is not None and not _is_zero(gradient))
 
-    def share(self, is_shared: bool, elsewhere: Collection[int]) -> None:
-        """What the coordinator knows: whether there are other workers, and whose unused gradients these hold."""
+    def share(self, is_shared: bool, elsewhere: Collection[int], *, accumulates: bool) -> None:
+        """What the coordinator knows: whether there are other workers, whose unused gradients these hold, and whether
+        functions have left any to the servers."""
         self._elsewhere = frozenset(elsewhere)
-        if is_shared and not self._is_shared:
+        self.accumulates |= accumulates
+        if (is_shared or self.accumulates) and not self._is_shared:
             self._is_shared = True
             self.end(None)
 
     def begin(self) -> None:
         """A function begins. What it reaches is not known before it has looked at gradients."""
-        self._versions.clear()
+        self._of_blocks.clear()
+        self._stepped.clear()
+        self._uncleared.clear()
+        self.has_scaled = False
+        if self.accumulates:
+            for _, parameter in self._parameters(None):
+                parameter.is_cleared = False
         for number, parameter in self._marked:
             if number not in self._unused:
                 parameter.has_left_gradient = False
@@ -62,10 +82,10 @@ class LeftGradients:
         for _, parameter in self._marked:
             parameter.has_left_gradient = True
 
-    def pushed(self, number: int, gradient: torch.Tensor) -> None:
+    def pushed(self, gradient: torch.Tensor) -> None:
         """A step has used it."""
-        if self._is_shared:
-            self._versions[number] = gradient._version
+        if self._is_shared or self._blocks or self._of_blocks:
+            setattr(gradient, _USED_AT, gradient._version)
 
     def end(self, reached: Iterable[int] | None) -> None:
         """The function has ended: what it leaves is no later one's to step with. None: of all variables."""
@@ -73,7 +93,7 @@ class LeftGradients:
             return
         for number, parameter in self._parameters(None if reached is None else self._unused.union(reached)):
             gradient: torch.Tensor | None = GRAD.__get__(parameter)
-            is_used = gradient is not None and self._versions.get(number) == gradient._version
+            is_used = gradient is not None and _is_used(gradient)
             if gradient is None or (not is_used and _is_zero(gradient)):  # zeros are there to be added to
                 parameter.has_left_gradient = False
                 self._unused.discard(number)
@@ -84,20 +104,104 @@ class LeftGradients:
             else:
                 self._unused.add(number)
 
+    # -- under no_sync -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """The gradients that are computed in it are for whichever function steps next."""
+        before = {} if self._blocks else dict(self._states())
+        self._blocks += 1
+        try:
+            yield
+        finally:
+            self._blocks -= 1
+            if not self._blocks:
+                changed = (number for number, now in self._states() if not _is_same(before.get(number), now))
+                self._of_blocks.update(changed)
+
+    def _states(self) -> Iterator[tuple[int, _State]]:
+        with _torch_private.DisableTorchFunctionSubclass():
+            for number, parameter in self._parameters(None):
+                gradient: torch.Tensor | None = GRAD.__get__(parameter)
+                if gradient is not None:
+                    yield number, (gradient, gradient._version)
+
+    def take(self, name_of: Callable[[torch.Tensor], str]) -> list[tuple[WatchedParameter, torch.Tensor]]:
+        """What the function, which has ended, leaves to the servers: it is not here any more."""
+        found: list[tuple[WatchedParameter, torch.Tensor]] = []
+        for _, parameter in self._parameters(self._of_blocks):
+            gradient = parameter.grad
+            if gradient is None or _is_used(gradient) or _is_zero(gradient):
+                continue
+            if parameter.has_left_gradient:
+                raise UnsupportedError(_refusal("backward() under no_sync", name_of(parameter)))
+            if self.has_scaled:
+                raise UnsupportedError(
+                    f"a scheduled function has scaled its loss by a GradScaler and left the gradient of "
+                    f"{name_of(parameter)} under no_sync for a later step, which would add it to gradients of another "
+                    "scale, or of none. Leave unscaled gradients, or step in the same function."
+                )
+            found.append((parameter, gradient))
+        for parameter, _ in found:
+            is_cleared = parameter.is_cleared
+            parameter.grad = None
+            parameter.is_cleared = is_cleared
+        if found and not self.accumulates:
+            self.share(True, self._elsewhere, accumulates=True)
+        return found
+
+    def take_cleared(self, optimizer: Optimizer | None, number_of: Callable[[torch.Tensor], int | None]) -> list[int]:
+        """Of which parameters what others have left is to go, before ``optimizer`` steps, or at the function's end."""
+        if not self.accumulates:
+            return []
+        cleared = {number for number, parameter in self._parameters(None) if parameter.is_cleared}
+        for _, parameter in self._parameters(cleared):
+            parameter.is_cleared = False
+        # What was left since the function's own step is for the next one.
+        discarded = sorted(cleared - self._stepped)
+        self._uncleared -= cleared
+        if optimizer is not None:
+            found = (number_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            numbers = {number for number in found if number is not None}
+            self._stepped |= numbers
+            self._uncleared |= numbers
+        return discarded
+
     def forget(self, numbers: Iterable[int]) -> None:
         """These parameters are gone, and their gradients with them."""
         numbers = set(numbers)
         self._unused -= numbers
         self._marked = [(number, parameter) for number, parameter in self._marked if number not in numbers]
-        for number in numbers:
-            self._versions.pop(number, None)
 
-    def check(self, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
+    def check(
+        self,
+        optimizer: Optimizer,
+        name_of: Callable[[torch.Tensor], str],
+        number_of: Callable[[torch.Tensor], int | None],
+    ) -> None:
         """Raise `UnsupportedError` where a step would use gradients that an earlier function left, or miss them."""
+        step = f"{type(optimizer).__name__}.step()"
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if getattr(parameter, "has_left_gradient", False):
-                    raise UnsupportedError(_refusal(f"{type(optimizer).__name__}.step()", name_of(parameter)))
+                    raise UnsupportedError(_refusal(step, name_of(parameter)))
+                if self._uncleared and number_of(parameter) in self._uncleared and not parameter.is_cleared:
+                    raise UnsupportedError(
+                        f"a second {step} in a scheduled function would use the gradient of {name_of(parameter)} once "
+                        "more. In a job that leaves gradients to later functions by no_sync a part of it may have been "
+                        "on the servers, which the first step has used up. Call zero_grad() and compute it again."
+                    )
+
+
+_USED_AT = "_torchstrat_used_at"
+"""Attribute of a gradient: its version when a step used it."""
+
+_State = tuple[torch.Tensor, int]
+"""A gradient and its version."""
+
+
+def _is_same(then: _State | None, now: _State) -> bool:
+    return then is not None and then[0] is now[0] and then[1] == now[1]
 
 
 class LeftGradient(torch.Tensor):
@@ -125,6 +229,11 @@ class LeftGradient(torch.Tensor):
             return func(*args, **kwargs)
 
 
+def _is_used(gradient: torch.Tensor) -> bool:
+    """Whether a step has used it as it is."""
+    return getattr(gradient, _USED_AT, None) == gradient._version
+
+
 def _mark(parameter: WatchedParameter, gradient: torch.Tensor) -> None:
     parameter.has_left_gradient = True
     if type(gradient) in (torch.Tensor, RowGradient):
@@ -141,9 +250,9 @@ def _is_zero(gradient: torch.Tensor) -> bool:
 def _refusal(what: str, of: str) -> str:
     return (
         f"{what} in a scheduled function would use the gradient of {of} that an earlier function left on a worker. "
-        "This job has several workers, and each has the gradients of the functions that it ran: the others' would be "
-        "missing. Compute all gradients of a step in the function that makes the step, begin functions with "
-        "optimizer.zero_grad(), or use one worker, where gradients may be accumulated over functions."
+        "This job has several workers, or uses no_sync, and each worker has the gradients of the functions that it "
+        "ran: the others' would be missing. Compute gradients for a later function within `with strategy.no_sync():`, "
+        "or all gradients of a step in the function that makes the step; begin functions with optimizer.zero_grad()."
     )
 
 

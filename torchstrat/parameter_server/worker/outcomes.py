@@ -35,15 +35,15 @@ class Outcomes:
         self._results: list[Any] = []
         self._seconds = 0.0
         self._left: tuple[int, ...] = ()
-        self._wrote_parameters = False
+        self._wrote_parameters = self._accumulates = False
         self._oldest = 0.0
         self._is_watched = False  # the thread wakes in time
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def note(self, left: tuple[int, ...], *, wrote_parameters: bool) -> None:
+    def note(self, left: tuple[int, ...], *, wrote_parameters: bool, accumulates: bool) -> None:
         """How things are here after the function whose outcome comes next, see `Report`."""
-        self._left, self._wrote_parameters = left, wrote_parameters
+        self._left, self._wrote_parameters, self._accumulates = left, wrote_parameters, accumulates
 
     def add(self, to: Peer, function: int, result: Any, seconds: float, *, is_last: bool) -> None:
         """A function of ``to`` has returned. ``is_last``: the report of the batch comes now."""
@@ -79,6 +79,7 @@ class Outcomes:
             self._seconds,
             left=self._left,
             wrote_parameters=self._wrote_parameters,
+            accumulates=self._accumulates,
             **others,
         )
         self._finished.clear()

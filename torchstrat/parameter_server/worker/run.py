@@ -156,11 +156,12 @@ class Executor:
             with self.steps, self._made:
                 result = _call(fn, args, kwargs)
                 self._made.check()
+            taken = self._left.take(self.steps.name_of)
         finally:
             self._left.end(self._copies.reached)
         self.steps.check_states()
-        if self._copies.reached:
-            self._access.push(self._copies.take_edits())
+        if self._copies.reached or self._left.accumulates:
+            self.steps.finish(taken)
         return result
 
     def release(self, numbers: Collection[int]) -> None:

@@ -206,7 +206,7 @@ class FunctionWorker:
             session.set_up_to(place)
             began = time.perf_counter()
             result = session.run(function, code, arguments, seed, is_repeated=batch.is_repeated)
-            outcomes.note(session.left, wrote_parameters=session.wrote_parameters)
+            outcomes.note(session.left, wrote_parameters=session.wrote_parameters, accumulates=session.accumulates)
             if isinstance(result, Raised | ServerGone):
                 session.stops += 1
                 return outcomes.rest(
@@ -238,7 +238,7 @@ class _Session:
         self._device = devices[0] if devices else "cpu:0"
         self._copies = Copies(self._access, torch_device(self._device))
         self._left = LeftGradients(self._copies.parameters)
-        self._strategy = ParameterServerStrategy._on_worker(self._device, self._servers)
+        self._strategy = ParameterServerStrategy._on_worker(self._device, self._servers, self._left.block)
         self._world = World(self._copies.make, self._make_missing, torch_device(self._device))
         self._world.register(("strategy",), self._strategy)
         self._world.register(("access",), self._access)
@@ -274,11 +274,15 @@ class _Session:
     def wrote_parameters(self) -> bool:
         return self._copies.wrote_parameters
 
+    @property
+    def accumulates(self) -> bool:
+        return self._left.accumulates
+
     def learn(self, batch: Batch) -> None:
         self._rested |= batch.rested
         if batch.gone:
             self._kept_codes.drop(lambda code: not code.packed.tokens.isdisjoint(batch.gone))
-        self._left.share(batch.is_shared, batch.left_elsewhere)
+        self._left.share(batch.is_shared, batch.left_elsewhere, accumulates=batch.accumulates)
         self._copies.buffer_edits.is_shared = batch.is_shared
         for digest, packed in batch.codes:
             if packed is not None:

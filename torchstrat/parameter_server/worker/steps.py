@@ -7,10 +7,12 @@ they do anywhere; the optimizer itself steps a stand-in without parameters.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,15 +24,22 @@ from torchstrat._torch_private import DisableTorchFunction, before_step, number_
 from torchstrat.errors import InvalidArgumentError, UnsupportedError
 from torchstrat.optimizer_tiers import is_listed
 from torchstrat.parameter_server import warm_up
-from torchstrat.parameter_server.messages import OptimizerStep, SetAttributes, ShardKey, StateOfShard, VariableSpec
+from torchstrat.parameter_server.messages import (
+    Accumulation,
+    OptimizerStep,
+    SetAttributes,
+    ShardKey,
+    StateOfShard,
+    VariableSpec,
+)
 from torchstrat.parameter_server.variables.optimizer_state import RemoteOptimizerState, read_state
 from torchstrat.parameter_server.variables.placement import pieces
-from torchstrat.parameter_server.variables.variable_access import VariableAccess, shard_edits
+from torchstrat.parameter_server.variables.variable_access import VariableAccess, edits_by_server
 from torchstrat.parameter_server.worker.copies import Copies
 from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.made_parameters import notice_parameters
 from torchstrat.parameter_server.worker.row_gradients import rows_of
-from torchstrat.parameter_server.worker.watched_parameter import be_told_no_more, be_told_of_arrays
+from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, be_told_no_more, be_told_of_arrays
 from torchstrat.replicas.last_hooks import LastHooks
 from torchstrat.replicas.optimizer_step import closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
@@ -38,6 +47,7 @@ from torchstrat.stand_ins import be_idle, make_stand_in
 
 class _Here(threading.local):
     before: Callable[[Optimizer, Any, Any], Any] | None = None
+    left: LeftGradients | None = None
 
 
 _here = _Here()
@@ -60,6 +70,8 @@ class StepHook:
                 number_hooks_apart()
                 be_told_of_arrays()
                 cls._handles = (register_optimizer_step_pre_hook(_before_step), notice_parameters())
+                for owner, told in _TELL.items():
+                    setattr(owner, told.__name__, told)
 
     @classmethod
     def detach(cls) -> None:
@@ -68,12 +80,56 @@ class StepHook:
             if cls._workers == 0:
                 for handle in cls._handles:
                     handle.remove()
+                for owner, told in _TELL.items():
+                    setattr(owner, told.__name__, told.__wrapped__)
                 be_told_no_more()
                 warm_up.wait()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None if _here.before is None else _here.before(optimizer, args, kwargs)
+
+
+def _telling(owner: type, name: str, tell: Callable[[Any, LeftGradients], None]) -> Any:
+    """A method that tells of its calls in functions."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _here.left is not None:
+            tell(self, _here.left)
+        return method(self, *args, **kwargs)
+
+    return told
+
+
+def _clears(parameters: Iterable[torch.Tensor]) -> None:
+    """`zero_grad` passes over parameters that have no gradient here."""
+    for parameter in parameters:
+        if isinstance(parameter, WatchedParameter):
+            parameter.is_cleared = True
+
+
+def _optimizer_clears(optimizer: Optimizer, left: LeftGradients) -> None:
+    if left.accumulates:
+        _clears(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _module_clears(module: torch.nn.Module, left: LeftGradients) -> None:
+    if left.accumulates:
+        _clears(module.parameters())
+
+
+def _scales(scaler: torch.amp.GradScaler, left: LeftGradients) -> None:
+    left.has_scaled |= scaler.is_enabled()
+
+
+_TELL: dict[type, Any] = {
+    Optimizer: _telling(Optimizer, "zero_grad", _optimizer_clears),
+    torch.nn.Module: _telling(torch.nn.Module, "zero_grad", _module_clears),
+    torch.amp.GradScaler: _telling(torch.amp.GradScaler, "scale", _scales),
+}
+"""What PyTorch has no hooks for."""
 
 
 class RemoteSteps:
@@ -110,11 +166,11 @@ class RemoteSteps:
         if self._uncompiled is None:
             self._uncompiled = warm_up.uncompiled(self.before)
         self.stepped = False
-        _here.before = self._uncompiled
+        _here.before, _here.left = self._uncompiled, self._left
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _here.before = None
+        _here.before = _here.left = None
         self._last_hooks.clear()
 
     def watch(self, captured: Iterable[Any]) -> None:
@@ -193,7 +249,7 @@ class RemoteSteps:
         if not any(optimizer is one for one in self._watched):
             self._reach(optimizer)
         self.check_states()
-        self._left.check(optimizer, self._name_of)
+        self._left.check(optimizer, self.name_of, self._number_of_variable)
         with DisableTorchFunction():  # here are hundreds of operators, and nobody has to look at them
             self._push(number, optimizer)
         self._forget_states()
@@ -209,9 +265,13 @@ class RemoteSteps:
                 if spec is not None:
                     self._copies.reach(spec.number)
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
+    def name_of(self, tensor: torch.Tensor) -> str:
         spec = self._copies.spec_of(tensor)
         return "a parameter" if spec is None else spec.name
+
+    def _number_of_variable(self, tensor: torch.Tensor) -> int | None:
+        spec = self._copies.spec_of(tensor)
+        return None if spec is None else spec.number
 
     def _check_foreign(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -227,20 +287,59 @@ class RemoteSteps:
     # -- the push ---------------------------------------------------------------------------------------------------
 
     def _push(self, number: int, optimizer: Optimizer) -> None:
-        step = _Gradients(optimizer, self._copies.spec_of, self._left.pushed)
-        parts: dict[int, dict[str, Any]] = defaultdict(dict)
+        step = _Gradients(optimizer, self._copies.spec_of, self._left.pushed, self._left.accumulates)
+        cleared = self._left.take_cleared(None if step.found_inf else optimizer, self._number_of_variable)
+        parts, others = edits_by_server(self._copies.take_edits()), self._discards(cleared)
         if not step.found_inf:
             options = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
             attributes = self._attributes_of(number)
-            for server in step.servers():
-                parts[server]["steps"] = (
-                    OptimizerStep(number, options, tuple(step.dense[server]), tuple(step.rows[server]), attributes),
-                )
-        for edit in self._copies.take_edits():
-            for server, of_shard in shard_edits(edit):
-                parts[server]["edits"] = (*parts[server].get("edits", ()), of_shard)
-        self._copies.fill(self._copies.dense(self._copies.reached), partial(self._access.send_push, parts))
+            for server in step.servers:
+                dense, rows = step.shards.of(server)
+                made = parts if server in step.changes or server in parts else others
+                made.setdefault(server, {})["steps"] = (OptimizerStep(number, options, dense, rows, attributes),)
+        self._send(parts, others, self._copies.dense(self._copies.reached))
         self.stepped = True
+
+    def finish(self, taken: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The function has ended: what it has changed besides, and what it leaves to the next step of any goes to the
+        servers. ``taken``: parameters with gradients."""
+        parts, others = edits_by_server(self._copies.take_edits()), {}
+        if self._left.accumulates:
+            shards = _Shards()
+            with DisableTorchFunction():
+                for tensor, gradient in taken:
+                    spec = self._copies.spec_of(tensor)
+                    assert spec is not None
+                    shards.add(spec, rows_of(gradient))
+            for server in shards.servers:
+                parts[server]["accumulation"] = Accumulation(*shards.of(server))
+            others = self._discards(self._left.take_cleared(None, self._number_of_variable))
+        self._send(parts, others, None)
+
+    def _discards(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """The parts of a push that lets go of what others have left of these variables."""
+        by_server: dict[int, dict[int, None]] = defaultdict(dict)
+        for number in numbers:
+            for shard in self._copies.specs[number].shards:
+                by_server[shard.server][number] = None
+        return {server: {"accumulation": Accumulation(discards=tuple(of))} for server, of in by_server.items()}
+
+    def _send(
+        self,
+        parts: dict[int, dict[str, Any]],
+        others: dict[int, dict[str, Any]],
+        specs: Sequence[VariableSpec] | None,
+    ) -> None:
+        """``specs``: whose values are to come back. ``others``: see `VariableAccess.send_push`."""
+        for server in parts.keys() & others.keys():
+            also = others.pop(server)
+            left = parts[server].get("accumulation", Accumulation())
+            discards = also.get("accumulation", left).discards
+            parts[server] = {**also, **parts[server], "accumulation": replace(left, discards=discards)}
+        if specs is None:
+            self._access.send_push(parts, others=others)
+        else:
+            self._copies.fill(specs, partial(self._access.send_push, parts, others=others))
 
 
 class _StateOnServers:
@@ -268,46 +367,27 @@ class _StateOnServers:
         )
 
 
-class _Gradients:
-    """The gradients of one optimizer's parameters, cut into shards, by server."""
+class _Shards:
+    """Gradients of whole variables, cut into shards, by server."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        spec_of: Callable[[torch.Tensor], VariableSpec | None],
-        pushed: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        self.dense: dict[int, list[tuple[ShardKey, torch.Tensor]]] = defaultdict(list)
-        self.rows: dict[int, list[tuple[ShardKey, torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        # A gradient scaler leaves unscaling to fused optimizers; the servers know nothing of it.
-        self._scale = getattr(optimizer, "grad_scale", None)
-        found = getattr(optimizer, "found_inf", None)
-        self.found_inf = found is not None and bool(found)
-        self._servers: set[int] = set()
-        # A step without any gradient is one too for a class that may do anything: it may count them.
-        always = not is_listed(type(optimizer))
-        if not self.found_inf:
-            for group in optimizer.param_groups:
-                for tensor in group["params"]:
-                    if tensor.grad is not None:
-                        spec = _known(spec_of(tensor), tensor, optimizer)
-                        self._add(spec, rows_of(tensor.grad))
-                        pushed(spec.number, tensor.grad)
-                    elif always:
-                        shards = _known(spec_of(tensor), tensor, optimizer).shards
-                        self._servers |= {shard.server for shard in shards}
+    def __init__(self) -> None:
+        self._dense: dict[int, list[tuple[ShardKey, torch.Tensor]]] = defaultdict(list)
+        self._rows: dict[int, list[tuple[ShardKey, torch.Tensor, torch.Tensor]]] = defaultdict(list)
 
-    def servers(self) -> set[int]:
-        return self._servers.union(self.dense, self.rows)
+    @property
+    def servers(self) -> Set[int]:
+        return self._dense.keys() | self._rows.keys()
 
-    def _add(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
-        if self._scale is not None:
-            gradient = gradient / self._scale
+    def of(self, server: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Dense ones and rows, as in `OptimizerStep`."""
+        return tuple(self._dense.get(server, ())), tuple(self._rows.get(server, ()))
+
+    def add(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
         if gradient.layout == torch.sparse_coo:
             self._add_rows(spec, gradient)
             return
         for number, (shard, part) in enumerate(zip(spec.shards, pieces(spec, gradient), strict=True)):
-            self.dense[shard.server].append(((spec.number, number), part.cpu()))
+            self._dense[shard.server].append(((spec.number, number), part.cpu()))
 
     def _add_rows(self, spec: VariableSpec, gradient: torch.Tensor) -> None:
         """``gradient``: sparse in its first dimension.
@@ -323,7 +403,42 @@ class _Gradients:
         ends = [0, *torch.searchsorted(ids, torch.tensor([shard.stop for shard in spec.shards])).tolist()]
         for number, shard in enumerate(spec.shards):
             where = slice(ends[number], ends[number + 1])
-            self.rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
+            self._rows[shard.server].append(((spec.number, number), ids[where] - shard.start, values[where]))
+
+
+class _Gradients:
+    """The gradients of one optimizer's parameters. ``takes_left``: servers may have some that functions have left.
+
+    ``servers``: all that have to make the step; ``changes``: those of them on which it does something by itself.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        spec_of: Callable[[torch.Tensor], VariableSpec | None],
+        pushed: Callable[[torch.Tensor], None],
+        takes_left: bool,
+    ) -> None:
+        self.shards = _Shards()
+        # A gradient scaler leaves unscaling to fused optimizers; the servers know nothing of it.
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        self.found_inf = found is not None and bool(found)
+        without: set[int] = set()  # servers of parameters that have no gradient
+        # A step without any gradient is one too for a class that may do anything: it may count them.
+        always = not is_listed(type(optimizer))
+        if not self.found_inf:
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    if tensor.grad is not None:
+                        gradient = rows_of(tensor.grad)
+                        known = _known(spec_of(tensor), tensor, optimizer)
+                        self.shards.add(known, gradient if scale is None else gradient / scale)
+                        pushed(tensor.grad)
+                    elif always or takes_left:
+                        shards = _known(spec_of(tensor), tensor, optimizer).shards
+                        without |= {shard.server for shard in shards}
+        self.servers = self.shards.servers | without
+        self.changes = self.servers if always else self.shards.servers
 
 
 def _sorted_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,10 @@ class WatchedParameter(nn.Parameter):
     `left_gradients`. Autograd adds to it below Python; whoever sets it to nothing, or sees that there is none, asks
     here."""
 
+    is_cleared = False
+    """Whether somebody has set its gradient to nothing, also where there was none, or to something else: what others
+    have left is no part of it."""
+
     @property
     def grad(self) -> torch.Tensor | None:
         gradient: torch.Tensor | None = GRAD.__get__(self)
@@ -45,12 +49,12 @@ class WatchedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         GRAD.__set__(self, value)
-        self.has_left_gradient = False
+        self.has_left_gradient, self.is_cleared = False, True
 
     @grad.deleter
     def grad(self) -> None:
         GRAD.__delete__(self)
-        self.has_left_gradient = False
+        self.has_left_gradient, self.is_cleared = False, True
 
     @property
     def data(self) -> torch.Tensor:
