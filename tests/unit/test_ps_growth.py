@@ -410,3 +410,27 @@ def test_ids_are_checked_against_the_rows_that_there_are() -> None:
         grow(model)
         assert program.run(Model.step, model, 14)[1] == NEW
         assert torch.equal(F.embedding(torch.tensor([12]), model.table.weight).detach(), initial(NEW)[12:13])
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_no_sync_has_left_of_a_table_that_grows(is_whole: bool) -> None:
+    with FakeCluster(workers=2, ps=2) as cluster:
+        strategy = cluster.strategy(ts.partitioners.FixedShardsPartitioner(2))
+        with strategy.scope():
+            table = nn.Embedding(OLD, WIDTH, dtype=torch.float64)
+            nn.init.zeros_(table.weight)
+            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        schedule = ts.ClusterCoordinator(strategy).schedule
+
+        def leave() -> None:
+            with ts.get_strategy().no_sync():
+                (table.weight if is_whole else table(torch.arange(OLD))).sum().backward()
+
+        def step() -> None:
+            table(torch.tensor([0, NEW - 1])).sum().backward()
+            optimizer.step()
+
+        schedule(leave).get(timeout=WAIT)
+        ts.grow_rows(table, NEW, init=nn.init.zeros_)
+        schedule(step).get(timeout=WAIT)
+        assert table.weight[:, 0].tolist() == [-2.0] + [-1.0] * (OLD - 1) + [0.0] * (NEW - OLD - 1) + [-1.0]
