@@ -30,6 +30,7 @@ from torchstrat.errors import (
     UnsupportedError,
     WrongTypeError,
 )
+from torchstrat.testing.fake_cluster import FakeCluster
 
 OLD, NEW, WIDTH = 10, 15, 3
 
