@@ -151,11 +151,10 @@ class Counting:
 
     def __init__(self, coordinator: ts.ClusterCoordinator, model: Counted, rows: int) -> None:
         self._coordinator, self.model, self.rows = coordinator, model, rows
-        self.wanted, self.functions = torch.zeros(0), 0
+        self.wanted, self.functions = torch.zeros(rows), 0
 
     def schedule(self, count: int, gate: Gate | None = None) -> list[ts.RemoteValue[int]]:
         values = []
-        self.wanted = nn.functional.pad(self.wanted, (0, self.rows - len(self.wanted)))
         for _ in range(count):
             ids = [self.functions % self.rows, self.rows - 1 - self.functions % self.rows]
             self.wanted += torch.bincount(torch.tensor(ids), minlength=self.rows)
@@ -166,6 +165,7 @@ class Counting:
 
     def grow(self, rows: int) -> None:
         ts.grow_rows(self.model.table, rows)
+        self.wanted = nn.functional.pad(self.wanted, (0, rows - self.rows))
         self.rows = rows
 
     def check(self) -> None:

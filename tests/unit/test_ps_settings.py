@@ -453,7 +453,12 @@ def test_a_step_on_the_coordinator_does_not_pass_over_what_functions_have_left(w
         assert program.weight() == -2.0
         program.run(workers - 1, "clear")
         optimizer.step()
-        assert program.weight() == -2.0
+        program.run(0, "leave")
+        with pytest.raises(ContextError, match=r"left that of weight.*under no_sync on the servers"):
+            optimizer.step()
+        program.run(workers - 1, "step, clear")
+        optimizer.step()
+        assert program.weight() == -3.0
 
 
 def test_steps_are_looked_at_as_long_as_the_strategy_is_open() -> None:

@@ -74,6 +74,7 @@ class VariableServer:
     ``ps.read_checkpoint``      `ReadOrder`                                None
     ``ps.adopt_checkpoint``     `AdoptOrder`                               None
     ``ps.reset``                None                                       None
+    ``ps.left_gradients``       numbers of variables                       those with gradients for steps
     ``ps.take_conflicts``       None                                       variables, see `VariableStore.take_conflicts`
     ``ps.catalog``              None                                       plain data, see `VariableStore.catalog`
     ``ps.add_peer``             `Peer` that will call                      None
@@ -125,6 +126,7 @@ class VariableServer:
             "ps.fence": store.fence,
             "ps.forget_below": self._forget_below,
             "ps.take_conflicts": lambda _: store.take_conflicts(),
+            "ps.left_gradients": store.left_gradients,
             "ps.applied_parts": store.applied_parts,  # behind the fence of who ran it before
             "ps.catalog": lambda _: store.catalog(),
             "ps.add_peer": self._add_peer,

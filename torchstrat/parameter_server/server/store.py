@@ -72,9 +72,7 @@ class VariableStore:
         self._dropped_later: list[Dropped] = []
         self._applied = AppliedRecords(owner)
         self._conflicts: set[int] = set()
-        self._accumulating: set[int] = (
-            set()
-        )  # variables of which there are, or were, gradients that functions have left
+        self._accumulating: set[int] = set()  # variables of which functions have left gradients, or had
 
     @property
     def owner(self) -> str:
@@ -306,6 +304,11 @@ class VariableStore:
         """What functions have left for steps."""
         with self._locked(self._numbers()) as shards:
             shards.drop_gradients(number for number, _ in shards.gradients)
+
+    def left_gradients(self, numbers: Iterable[int]) -> set[int]:
+        """Those of these variables of which functions have left gradients for steps."""
+        with self._locked(self._accumulating.intersection(numbers)) as shards:
+            return {number for number, _ in shards.gradients}
 
     def take_conflicts(self) -> tuple[int, ...]:
         """Variables of which one writer's value has replaced another's, which it had not seen; each time asked for

@@ -134,12 +134,15 @@ class CoordinatorSteps:
         specs = self._job.parameters_of(optimizer)
         if not specs or any(parameter.grad is not None for parameter in specs):
             return
-        left = self._job.left_gradients([spec.number for spec in specs.values()])
+        numbers = [spec.number for spec in specs.values()]
+        left = self._job.left_gradients(numbers)
+        for found in self._job.servers.ask_all("ps.left_gradients", numbers).values():
+            left |= found
         if left:
             name = next(spec.name for spec in specs.values() if spec.number in left)
             raise ContextError(
                 f"{type(optimizer).__name__}.step() was called on the coordinator, where no parameter has a gradient; "
-                f"scheduled functions have left that of {name} on a worker. Call step() in the function that computes "
-                "the gradients; or clear them there (optimizer.zero_grad()), and return what the coordinator shall "
-                "step with, to be set as parameter.grad."
+                f"scheduled functions have left that of {name} on a worker, or under no_sync on the servers. Call step() "
+                "in the function that computes the gradients; or clear them there (optimizer.zero_grad()), and return "
+                "what the coordinator shall step with, to be set as parameter.grad."
             )
