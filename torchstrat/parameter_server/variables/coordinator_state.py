@@ -142,7 +142,7 @@ class CoordinatorSteps:
             name = next(spec.name for spec in specs.values() if spec.number in left)
             raise ContextError(
                 f"{type(optimizer).__name__}.step() was called on the coordinator, where no parameter has a gradient; "
-                f"scheduled functions have left that of {name} on a worker, or under no_sync on the servers. Call step() "
+                f"scheduled functions have left that of {name} on a worker, or under no_sync on the servers. Call step "
                 "in the function that computes the gradients; or clear them there (optimizer.zero_grad()), and return "
                 "what the coordinator shall step with, to be set as parameter.grad."
             )
