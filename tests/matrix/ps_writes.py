@@ -127,7 +127,11 @@ def check(kind: str, way: str, column: str, new_strategy: Callable[..., Any], wo
                 continue
             if column == REST:
                 coordinator.join(SECONDS)
-            if column in (REST, FLIGHT):
+            if way == ARRAY and column == FLIGHT:
+                array = module.weight.detach().numpy()
+                coordinator.schedule(step).get(SECONDS)  # so that a function has changed it since
+                array[1] = 70.0
+            elif column in (REST, FLIGHT):
                 make_write()
             else:
                 if column == FUNCTION:
