@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import torchstrat as ts
@@ -61,6 +62,9 @@ FEW_TRIALS, SOME_TRIALS, MANY_TRIALS = 4, 6, 250
 MEETINGS = 50
 """The same of strategies for which processes have to meet: ten a second."""
 
+ROUNDS = 3
+"""Of which one has to be flat: what a process opens when another one is late for the first time makes one grow."""
+
 REMEMBERED = 300
 """More functions than anything remembers, but for caches that are emptied to measure."""
 
@@ -97,8 +101,18 @@ def _check(kind: type[Row], column: str, place: str) -> None:
             tracked = Tracked()
             turn, turns = _TURNS[column](row, strategy, opener, tracked, is_sampled)
             first = max(turns, REMEMBERED) if column == MANY else turns
+            rounds = 1 if kind is Strategies else ROUNDS  # in which there is a group to ask the others
+            anywhere = bool if strategy is None or places.processes_of(place) == 1 else _is_so_on_any_rank
             try:
-                require_flat(turn, turns, lambda: {"this process": held_here(tracked)}, MEGABYTES_LEFT, first)
+                require_flat(
+                    turn,
+                    turns,
+                    lambda: {"this process": held_here(tracked)},
+                    MEGABYTES_LEFT,
+                    first,
+                    rounds=rounds,
+                    is_so_anywhere=anywhere,
+                )
             except AssertionError as error:  # whose traceback has what ought to go
                 wrong = str(error)
             del turn
@@ -109,6 +123,12 @@ def _check(kind: type[Row], column: str, place: str) -> None:
         if places.processes_of(place) > 1 and dist.is_initialized():  # of a strategy that was dropped
             dist.destroy_process_group()
     assert not wrong, wrong
+
+
+def _is_so_on_any_rank(is_so: bool) -> bool:
+    number = torch.tensor(int(is_so))
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return bool(number)
 
 
 def _come_together(strategy: Any) -> None:
