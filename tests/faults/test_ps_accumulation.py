@@ -1,4 +1,5 @@
-"""Gradients that functions leave under ``no_sync``, and killed workers: each is stepped with exactly once."""
+"""Gradients that functions leave, and killed workers. Under ``no_sync`` each is stepped with exactly once; others are
+gone with their worker, which is said."""
 
 from __future__ import annotations
 
@@ -100,4 +101,40 @@ def test_all_workers_are_killed_between_what_was_left_and_the_step(tmp_path: Pat
             job.step()
             job.join()
             job.check(job.places)
+        job.strategy.close()
+
+
+def test_gradients_that_are_lost_with_their_worker_are_told_of_once(tmp_path: Path) -> None:
+    with cluster_with(FaultPlan(tmp_path / "plan")) as cluster:
+        job = Accumulation(cluster.resolver)
+        vectors, optimizer, schedule = job.model.vectors, job.optimizer, job.coordinator.schedule
+
+        def train(place: int) -> None:
+            optimizer.zero_grad()
+            sum(-vector[place] for vector in vectors).backward()
+            optimizer.step()
+
+        def kill_all() -> None:
+            for worker in range(2):
+                cluster.kill("worker", worker)
+
+        for _ in range(4):
+            schedule(train, args=(0,))
+        job.join()
+        kill_all()  # what they had left was stepped with
+        schedule(lambda: sum(-vector[1] for vector in vectors).backward()).get(PATIENCE_SECONDS)
+        kill_all()
+
+        def is_told() -> bool:
+            try:
+                job.coordinator.done()
+            except ts.errors.TorchstratError as error:
+                return "and with it gradients of" in str(error) and "no step has used them" in str(error)
+            return False
+
+        wait_until(is_told, "the loss of gradients")
+        for _ in range(4):
+            schedule(train, args=(2,))
+        job.join()
+        assert [int(number) for number in job.model.state_dict()["vectors.0"][:3]] == [4, 0, 4]
         job.strategy.close()

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torchstrat as ts
 from tests.support.gates import await_arrivals, close_gate, pass_gate
-from torchstrat.errors import ContextError, UnsupportedError
+from torchstrat.errors import ContextError, TorchstratError, UnsupportedError
 from torchstrat.testing.fake_cluster import FakeCluster
 
 
@@ -604,3 +604,31 @@ def test_rows_of_tables_that_are_left(cls: type[torch.optim.Optimizer], rows_onl
             its_optimizer.zero_grad()
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("functions", "is_lost"),
+    [
+        (["clear, backward, step"], False),
+        (["backward, step, clear"], False),
+        (["backward", "clear"], False),
+        (["backward", "set to zero"], False),
+        (["clear, backward, step", "clear, backward"], True),
+        (["backward"], True),
+    ],
+)
+def test_gradients_that_go_with_their_worker_are_an_error_once(
+    functions: list[str], is_lost: bool, workers: int
+) -> None:
+    with program_of(workers) as (program, cluster):
+        for names in functions:
+            program.run(0, names)
+        weight = program.weight()
+        cluster.wait_until_lost(cluster.kill_worker(0))
+        cluster.start_worker(0)
+        if is_lost:
+            with pytest.raises(TorchstratError, match=r"worker 0.*and with it gradients of weight.*no step has used"):
+                program.coordinator.join()
+        program.run(0, "clear, backward, step, clear")
+        assert program.weight() == weight - 1

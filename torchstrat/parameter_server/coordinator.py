@@ -270,7 +270,7 @@ class ClusterCoordinator:
             self._dispatcher.raise_pending()
         except Exception as error:
             if hasattr(error, "add_note"):
-                error.add_note(f"raised by an earlier function, or a lost server; {consequence}.")
+                error.add_note(f"raised by an earlier function, or for a task that was lost; {consequence}.")
             raise
 
     @overload

@@ -90,6 +90,7 @@ class Dispatcher:
         self._workers: dict[str, KnownWorker] = {}
         self._is_shared = False  # there are several, or were
         self._accumulates = False  # functions have left gradients to servers
+        self._lost_gradients: dict[int, KnownWorker] = {}  # by parameter, and on whom they were
         self.wrote_parameters = False  # whether functions have, by hand, as far as workers' reports are here
         self._has_released = False  # something that not all workers have been told of
         self._timed = 0  # functions without an outcome that have a limit of time
@@ -185,6 +186,8 @@ class Dispatcher:
 
     def raise_pending(self) -> None:
         """Raise the pending error once, and cancel what is queued. Waits for what still runs."""
+        if self._lost_gradients and self._is_running():
+            self._raise_lost_gradients()
         if self._is_running() and self._scheduler.pending_error is None:
             return  # without the lock: an error that comes now might as well have come after this
         with held_back, self._lock:
@@ -466,7 +469,7 @@ class Dispatcher:
 
     def _before(self, event: Event) -> None:
         if isinstance(event, WorkerLost):
-            self._workers.pop(event.incarnation, None)
+            self._forget_worker(event.incarnation)
         elif isinstance(event, HandedBack):
             for function in event.functions:
                 if self._scheduler.is_at(function, event.worker, event.incarnation):
@@ -501,7 +504,7 @@ class Dispatcher:
             elif isinstance(action, Cancel):
                 self._end(action.function)._set_error(action.error())
             elif isinstance(action, Release):
-                self._workers.pop(action.incarnation, None)
+                self._forget_worker(action.incarnation)
             elif isinstance(action, Forget):
                 self._outbox.append(partial(self._forget, action.below))
             elif isinstance(action, AwaitMoment):
@@ -586,6 +589,24 @@ class Dispatcher:
         """Of these parameters, once no function is half-way."""
         with self.paused(self._job.timeout_seconds, "optimizer.step() on the coordinator"):
             return self._worker_calls.left_gradients([known.peer for known in self._workers.values()], numbers)
+
+    def _forget_worker(self, incarnation: str) -> None:
+        known = self._workers.pop(incarnation, None)
+        if known is not None:
+            self._lost_gradients.update(dict.fromkeys(known.left, known))
+
+    def _raise_lost_gradients(self) -> None:
+        """Once: what later functions would have stepped with is gone, and no other worker has it."""
+        with self._lock:
+            lost, self._lost_gradients = self._lost_gradients, {}
+        number, known = next(iter(lost.items()))
+        name = next((spec.name for spec in self._job.variables.specs() if spec.number == number), "a parameter")
+        raise TorchstratError(
+            f"{known.peer} has gone, and with it gradients of {name} that functions had left there for later ones: no "
+            "step has used them. Values and the state of optimizers are complete, and functions that are queued run. "
+            "Restore a checkpoint, or go on without; to accumulate gradients over functions and lose none, compute "
+            "them in `with strategy.no_sync():`, which leaves them to the servers."
+        )
 
     def _left_elsewhere(self, known: KnownWorker) -> tuple[int, ...]:
         others = [other.left for other in self._workers.values() if other.left and other is not known]

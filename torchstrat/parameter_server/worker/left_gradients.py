@@ -26,7 +26,7 @@ from torchstrat.parameter_server.worker.watched_parameter import GRAD, WatchedPa
 
 
 class LeftGradients:
-    """Those of one worker. All of it costs something only where the job has several, or has used ``no_sync``.
+    """Those of one worker. Where it is the only one, and ``no_sync`` was not used, they are counted alone.
 
     Args:
         parameters: gives, of some numbers or of all, those that are parameters here.
@@ -84,13 +84,10 @@ class LeftGradients:
 
     def pushed(self, gradient: torch.Tensor) -> None:
         """A step has used it."""
-        if self._is_shared or self._blocks or self._of_blocks:
-            setattr(gradient, _USED_AT, gradient._version)
+        setattr(gradient, _USED_AT, gradient._version)
 
     def end(self, reached: Iterable[int] | None) -> None:
         """The function has ended: what it leaves is no later one's to step with. None: of all variables."""
-        if not self._is_shared:
-            return
         for number, parameter in self._parameters(None if reached is None else self._unused.union(reached)):
             gradient: torch.Tensor | None = GRAD.__get__(parameter)
             is_used = gradient is not None and _is_used(gradient)
@@ -98,7 +95,8 @@ class LeftGradients:
                 parameter.has_left_gradient = False
                 self._unused.discard(number)
                 continue
-            _mark(parameter, gradient)
+            if self._is_shared:
+                _mark(parameter, gradient)
             if is_used:
                 self._unused.discard(number)
             else:

@@ -426,6 +426,10 @@ class _Gradients:
         without: set[int] = set()  # servers of parameters that have no gradient
         # A step without any gradient is one too for a class that may do anything: it may count them.
         always = not is_listed(type(optimizer))
+        for group in optimizer.param_groups if self.found_inf else ():
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    pushed(tensor.grad)  # the scaler has looked at it, and makes no step
         if not self.found_inf:
             for group in optimizer.param_groups:
                 for tensor in group["params"]:
