@@ -248,6 +248,23 @@ def test_sums_are_those_of_a_loop_in_the_order_of_ranks_and_owners_get_their_par
             assert is_small == all(map(torch.equal, mine, whole))
 
 
+def test_what_was_first_summed_in_inference_mode_is_summed_elsewhere(pidfds: list[int]) -> None:
+    def work(blocks: Blocks) -> list[torch.Tensor]:
+        add_up = InPlaceSum(blocks, lambda: blocks.lockstep.meet(SECONDS))
+        with torch.inference_mode():
+            first = torch.ones(3)
+            add_up([first], 0.5)
+        then = torch.full((3,), 2.0, requires_grad=True)
+        add_up([then], 0.5)
+        with torch.inference_mode():
+            add_up([first], 0.25)
+        return [first.clone(), then.detach()]
+
+    for first, then in on_ranks(2, pidfds, work):
+        assert first.tolist() == [0.5] * 3
+        assert then.tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_small_tensors_travel_behind_a_message(size: int, pidfds: list[int]) -> None:
     message = bytes(range(100))

@@ -203,10 +203,8 @@ class InPlaceSum:
         if dtype not in (torch.float32, torch.float64):
             return factor
         if factor != self._factor:
-            self._factor, self._factors = (
-                factor,
-                {one: torch.tensor(factor, dtype=one) for one in (torch.float32, torch.float64)},
-            )
+            self._factor = factor
+            self._factors = {one: torch.tensor(factor, dtype=one) for one in (torch.float32, torch.float64)}
         return self._factors[dtype]
 
     def _row(self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]) -> _Row:
@@ -218,6 +216,7 @@ class InPlaceSum:
             self._kept_rows[key] = self._make_row(*key)
         return self._kept_rows[key]
 
+    @torch.inference_mode(False)  # or nobody could write to them outside of it, where that is what was first summed in
     def _make_row(self, dtype: torch.dtype, turn: int, start: int, shapes: tuple[torch.Size, ...]) -> _Row:
         sizes = [shape.numel() for shape in shapes]
         published = [block[start : start + sum(sizes)] for block in self._blocks.both_turns_of(dtype)[turn]]
