@@ -167,7 +167,8 @@ def test_programs_of_their_own(why: str, tmp_path: Path, capfd: pytest.CaptureFi
             wait_until(says_why, lambda: f"the refusal, after {said!r},")
         worker = cluster.process("worker", 0).pid
         assert parent_of(worker) == os.getpid()
-        assert "-m torchstrat.server" in command_of(worker)
+        # It has none yet where it is about to become this program.
+        wait_until(lambda: "-m torchstrat.server" in command_of(worker), "a program of its own")
     assert says_why() == (not options)
 
 

@@ -22,6 +22,8 @@ from torchstrat.launch import LocalCluster, RestartPolicy
 pytestmark = [pytest.mark.deadline(420), pytest.mark.usefixtures("clusters_share_a_fork_server")]
 
 STEPS = 12
+MEGABYTES = {"worker": 48, "ps": 24}
+"""By how much a process may grow, in pages that an allocator keeps: about half of what would be left."""
 
 
 class Model(nn.Module):
@@ -134,12 +136,15 @@ def test_trials_whose_models_are_dropped_while_their_functions_run(
         until = time.monotonic() + PATIENCE_SECONDS
         # What has died goes with the next batches, and its memory when it is asked for again.
         while time.monotonic() < until and any(
-            late.megabytes > early[name].megabytes + 24 for name, late in held_on(cluster).items()
+            late.megabytes > early[name].megabytes + MEGABYTES[name.split()[0]]
+            for name, late in held_on(cluster).items()
         ):
             both_have_run(coordinator)
         for name, late in held_on(cluster).items():  # a few trials more or less were there when it was looked
             assert late.descriptors <= early[name].descriptors + 12, f"{name}: {early[name]} → {late}"
             assert late.threads <= early[name].threads + 2, f"{name}: {early[name]} → {late}"
-            assert late.megabytes <= early[name].megabytes + 24, f"{name}: {early[name]} → {late}"
+            assert late.megabytes <= early[name].megabytes + MEGABYTES[name.split()[0]], (
+                f"{name}: {early[name]} → {late}"
+            )
             assert late.children == early[name].children
         strategy.close()

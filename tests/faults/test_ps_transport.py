@@ -21,8 +21,9 @@ from torchstrat.errors import PeerTimeoutError, PeerUnavailableError
 from torchstrat.parameter_server.tasks import Peer
 from torchstrat.parameter_server.transport import RpcEndpoint
 
-NOTICE_SECONDS = 2.0
-"""A death takes 20 to 80 ms to be seen; the rest is for a busy machine."""
+NOTICE_SECONDS = 20.0
+"""A death takes 20 to 80 ms to be seen; the rest is for a busy machine. That it is seen by the connection, and not by a
+heartbeat's deadline, is in what is said."""
 
 LISTENING = "0A"
 MORE_MEMORY = 4

@@ -119,7 +119,8 @@ def test_functions_come_after_what_an_idle_worker_is_told() -> None:
             gc.collect()
             held.wait_until_reached()
             values = [job.coordinator.schedule(int) for _ in range(3)]
-            assert [message.kind for message in sent] == ["call"]
+            calls = [message.kind for message in sent if message.kind == "call"]  # and results of the trial's
+            assert len(calls) == 1
         assert [value.get(timeout=WAIT) for value in values] == [0] * 3
 
 
