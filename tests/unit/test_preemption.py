@@ -200,7 +200,8 @@ from datetime import timedelta
 import torchstrat as ts
 
 def watched(what):
-    with ts.PreemptionHandler(grace=timedelta(seconds=0.2)) as preemption:
+    # Who ends by itself has as long as a busy machine takes.
+    with ts.PreemptionHandler(grace=timedelta(seconds=40 if what == "ends" else 0.2)) as preemption:
         if what == "waits in C":  # where no handler in Python runs: a mutex that is its own already
             import ctypes
             mutex = ctypes.create_string_buffer(64)
