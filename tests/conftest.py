@@ -44,9 +44,9 @@ DEADLINE_SECONDS = {
 HARD_STOP_AFTER_SECONDS = 60
 """Given to a test past its deadline to unwind. After that it hangs where no Python exception reaches it."""
 
-GRACE_SECONDS = 20.0
-"""For threads and processes that are on their way out when the test returns. One that had a call to a server when the
-connection ended looks for 10 s whether that process has ended, too."""
+GRACE_SECONDS = 10.0
+"""For threads and processes that are on their way out when the test returns. (A thread that had a call to a server when
+the connection ended looks for some seconds less whether that process has ended, too.)"""
 
 
 _stderr = 2

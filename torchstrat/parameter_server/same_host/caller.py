@@ -39,7 +39,7 @@ Arrived = Callable[[Callable[[], Packed]], None]
 """Called once, with a function that returns the answer or raises why there is none."""
 
 _LONG_BYTES = 32 << 10
-_DEATH_SECONDS = 10.0
+_DEATH_SECONDS = 7.0
 """A process that has hung up is usually about to end. One that is not (it was stopped, and given up) costs the memory
 of its open calls."""
 
