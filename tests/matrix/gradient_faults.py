@@ -12,7 +12,7 @@ import torch
 
 from tests.matrix.table import PlantedFault
 from torchstrat import gradients, stand_ins, variables
-from torchstrat.replicas import gradient_reducer, gradient_synchronizer, nested_steps, optimizer_step
+from torchstrat.replicas import gradient_reducer, gradient_synchronizer, optimizer_step
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.in_process import gradients as in_process_gradients
 from torchstrat.replicas.per_process import step_policies
@@ -100,7 +100,7 @@ FAULTS = (
     ),
     _fault(
         "a step within a step is one of its own",
-        partial(put, no, (nested_steps.StepInProgress, "is_around")),
+        partial(put, no, (optimizer_step.StepInProgress, "is_around")),
         *_both("one backward", "nested super().step()", "mirrored x2"),
     ),
     _fault(

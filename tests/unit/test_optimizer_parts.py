@@ -332,7 +332,7 @@ def test_servers_step_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("strategy", [ts.MirroredStrategy, ts.CentralStorageStrategy])
 def test_hooks_of_users_find_the_step_before_or_behind_them(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that a pre-hook changes are stepped with, and a post-hook finds parameters and state stepped."""
-    answers = counted(monkeypatch, "torchstrat.replicas.last_hooks")
+    answers = counted(monkeypatch, "torchstrat.replicas.optimizer_step")
 
     def train(run: Callable[[Callable[[], None]], Any], scope: Any) -> list[torch.Tensor]:
         """The parameter after three steps, and a state that the post-hook has found."""

@@ -40,8 +40,7 @@ from torchstrat.parameter_server.worker.left_gradients import LeftGradients
 from torchstrat.parameter_server.worker.made_parameters import notice_parameters
 from torchstrat.parameter_server.worker.row_gradients import rows_of
 from torchstrat.parameter_server.worker.watched_parameter import WatchedParameter, be_told_no_more, be_told_of_arrays
-from torchstrat.replicas.last_hooks import LastHooks
-from torchstrat.replicas.optimizer_step import closure_of
+from torchstrat.replicas.optimizer_step import LastHooks, closure_of
 from torchstrat.stand_ins import be_idle, make_stand_in
 
 
