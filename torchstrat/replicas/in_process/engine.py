@@ -36,6 +36,7 @@ from torchstrat.replicas.differing_edits import (
     state_edited_differently,
 )
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning, regroup
+from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
@@ -44,9 +45,7 @@ from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
 from torchstrat.replicas.in_process.worker_threads import WorkerThreads
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
-from torchstrat.replicas.loss_check import LossCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
-from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState

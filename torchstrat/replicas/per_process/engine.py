@@ -48,7 +48,7 @@ from torchstrat.replicas.exchange import (
     weighted_mean,
 )
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.loss_check import LossCheck
+from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, put_hooks, remove_hooks
 from torchstrat.replicas.per_process.drift import compare
@@ -58,7 +58,6 @@ from torchstrat.replicas.per_process.process_buffers import ProcessBuffers
 from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
 from torchstrat.replicas.randomness import ReplicaStreams
-from torchstrat.replicas.renorm_check import RenormCheck
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state_kinds import Belongings
