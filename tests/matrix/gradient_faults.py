@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from tests.matrix.table import PlantedFault
-from torchstrat import gradients, stand_ins, variables
+from torchstrat import gradients, optimizers, variables
 from torchstrat.replicas import gradient_reducer, gradient_synchronizer, optimizer_step
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.in_process import gradients as in_process_gradients
@@ -95,7 +95,7 @@ FAULTS = (
     ),
     _fault(
         "what an optimizer wraps has no stand-in",
-        partial(put, as_it_is, (stand_ins, "_in_place_of")),
+        partial(put, as_it_is, (optimizers, "_in_place_of")),
         *_both("one backward", "wrapper", "torchrun central_storage"),
     ),
     _fault(

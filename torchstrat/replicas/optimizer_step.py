@@ -25,12 +25,11 @@ from torchstrat._torch_private import (
 )
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.gradients import shares
-from torchstrat.optimizer_blocks import is_worth_blocks, step_in_blocks
+from torchstrat.optimizers import be_idle, is_worth_blocks, make_stand_in, step_in_blocks
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import be_idle, make_stand_in
 
 Hook = Callable[[Optimizer, Any, Any], Any]
 

@@ -18,7 +18,7 @@ from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.collectives.shared_memory.neighbours import NoSharedMemoryError
 from torchstrat.errors import InvalidArgumentError
 from torchstrat.gradients import Owned
-from torchstrat.optimizer_tiers import Tier, tier_of
+from torchstrat.optimizers import Tier, tier_of
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.central.parameters import CentralParameters
 from torchstrat.replicas.central.portions import Part, Work, portions

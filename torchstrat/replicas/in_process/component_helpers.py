@@ -11,12 +11,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchstrat.optimizer_tiers import is_listed
+from torchstrat.optimizers import is_listed, wrapped_by
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.containers import private_value
 from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
 from torchstrat.replicas.optimizer_views import LeaderView, ReplicaView, SharedState, real_state
-from torchstrat.stand_ins import wrapped_by
 
 
 class ComponentHelpers:

@@ -26,6 +26,7 @@ from torchstrat.devices import canonical, torch_device
 from torchstrat.errors import ContextError
 from torchstrat.gradients import check_weight
 from torchstrat.memory import Copies, copies_in_one_process, local_copies
+from torchstrat.optimizers import stepped_by
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
@@ -51,7 +52,6 @@ from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
 from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import stepped_by
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variables import VariableRegistry
 

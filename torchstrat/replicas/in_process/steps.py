@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchstrat._torch_private import after_step, before_step
 from torchstrat.errors import ReplicaDivergenceError
+from torchstrat.optimizers import be_idle, make_stand_in, stepped_by
 from torchstrat.reduction import ReduceOp
 from torchstrat.replicas.differing_edits import (
     DifferingEdits,
@@ -30,7 +31,6 @@ from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_
 from torchstrat.replicas.optimizer_views import real_state
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import be_idle, make_stand_in, stepped_by
 
 
 class InProcessSteps:

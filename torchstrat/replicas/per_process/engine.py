@@ -30,6 +30,7 @@ from torchstrat.devices import torch_device
 from torchstrat.errors import CommunicationError
 from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies, copies_in_processes
+from torchstrat.optimizers import wrapped_among
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters, plain_state
 from torchstrat.replicas.agreement import INPUT, agree, all_equal
@@ -65,7 +66,6 @@ from torchstrat.replicas.step_errors import add_note, add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.weights import StepWeights
-from torchstrat.stand_ins import wrapped_among
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variable.assignment import hand_over
 from torchstrat.variables import Members, VariableRegistry

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
+from torchstrat.optimizers import stepped_by
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.central.storage import CentralStorage
@@ -19,7 +20,6 @@ from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall
 from torchstrat.replicas.per_process.edits import ParameterEdits
 from torchstrat.replicas.transfer import broadcast_gradients
-from torchstrat.stand_ins import stepped_by
 
 
 class StepLevels:

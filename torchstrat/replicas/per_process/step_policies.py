@@ -9,8 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.optimizer_blocks import step_in_blocks
-from torchstrat.optimizer_tiers import is_listed
+from torchstrat.optimizers import bare_step, be_idle, is_listed, make_stand_in, step_in_blocks, stepped_by, wrapped_by
 from torchstrat.replicas import hyperparameters
 from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.central.storage import CentralStorage
@@ -21,7 +20,6 @@ from torchstrat.replicas.optimizer_step import StepCall, step_led
 from torchstrat.replicas.per_process.edits import ParameterEdits
 from torchstrat.replicas.per_process.step_levels import StepLevels
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
-from torchstrat.stand_ins import bare_step, be_idle, make_stand_in, stepped_by, wrapped_by
 
 OWNER = 0
 """The rank that holds the central variables and the optimizer's state under central storage."""
