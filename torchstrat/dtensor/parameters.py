@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchstrat._torch_private import DisableTorchFunction, swap_tensor_impl
-from torchstrat.collectives.headers import code
+from torchstrat.collectives.agreement import agree, all_equal, code
 from torchstrat.dtensor.axes import Cut
 from torchstrat.dtensor.cut_tensor import CutTensor
 from torchstrat.dtensor.devices import LogicalDevices
@@ -33,7 +33,6 @@ from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDiverge
 from torchstrat.generator_states import state_of
 from torchstrat.gradients import GradientHook
 from torchstrat.piece_kinds import class_of_pieces, piece_of, plain_kind
-from torchstrat.replicas.agreement import agree, all_equal
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.grid import Sharding
 from torchstrat.variables import VariableRegistry

@@ -16,10 +16,10 @@ import torch
 
 from torchstrat import hook_registrations
 from torchstrat._torch_private import queue_backward_callback
+from torchstrat.collectives.agreement import agree, agree_and_sum, all_equal
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.gradients import CombinedGradient, is_watched, share_memory, shares
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree, agree_and_sum, all_equal
 from torchstrat.replicas.backward_pass import EndOfPass, HookTurns, combine_with_graphs, has_graph, nothing
 from torchstrat.replicas.buckets import Plan, Plans
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus

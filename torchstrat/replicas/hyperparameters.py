@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.collectives.agreement import fingerprint
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.replicas.agreement import fingerprint
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 

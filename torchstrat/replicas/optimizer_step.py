@@ -23,11 +23,11 @@ from torchstrat._torch_private import (
     put_clipping_hook,
     remove_clipping_hook,
 )
+from torchstrat.collectives.agreement import agree
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.gradients import shares
 from torchstrat.optimizers import be_idle, is_worth_blocks, make_stand_in, step_in_blocks
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.weights import StepWeights
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchstrat.replicas.agreement import fingerprint
+from torchstrat.collectives.agreement import fingerprint
 from torchstrat.variables import VariableRegistry
 
 Digest = tuple[Any, ...]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from torchstrat.collectives.agreement import fingerprint
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.replicas import renormed_rows
-from torchstrat.replicas.agreement import fingerprint
 from torchstrat.replicas.per_process.state_edits import StateEdits
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster

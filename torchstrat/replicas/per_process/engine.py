@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from torchstrat import nest, reduction
 from torchstrat._torch_private import new_hook_key
+from torchstrat.collectives.agreement import INPUT, agree, all_equal
 from torchstrat.collectives.communicator import Communicator, SumsInPlace
 from torchstrat.collectives.shared_memory.device_copies import DeviceCopies
 from torchstrat.context import ReplicaContext, enter
@@ -33,7 +34,6 @@ from torchstrat.memory import Copies, copies_in_processes
 from torchstrat.optimizers import wrapped_among
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import hyperparameters, plain_state
-from torchstrat.replicas.agreement import INPUT, agree, all_equal
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from torchstrat import nest
 from torchstrat._torch_private import after_step, before_step
+from torchstrat.collectives.agreement import agree
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.memory import Copies, local_copies
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.containers import trace
 from torchstrat.replicas.engine import MakesRounds
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all

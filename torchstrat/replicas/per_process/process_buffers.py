@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from torchstrat.collectives.agreement import fingerprint
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.reduction import VariableAggregation
-from torchstrat.replicas.agreement import fingerprint
 from torchstrat.replicas.buffer_rules import BufferRules, counts_rows
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.variables import BufferSlot, Members, VariableRegistry

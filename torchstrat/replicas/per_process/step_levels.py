@@ -8,11 +8,11 @@ from collections.abc import Container
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.collectives.agreement import agree, all_equal, fingerprint
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
 from torchstrat.optimizers import stepped_by
 from torchstrat.replicas import hyperparameters
-from torchstrat.replicas.agreement import agree, all_equal, fingerprint
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.gradient_records import GradientStatus

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchstrat.collectives.agreement import agree
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.optimizers import bare_step, be_idle, is_listed, make_stand_in, step_in_blocks, stepped_by, wrapped_by
 from torchstrat.replicas import hyperparameters
-from torchstrat.replicas.agreement import agree
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus, NotedGradients
