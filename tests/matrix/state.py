@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import torchstrat as ts
 from tests.matrix import places
 from tests.matrix.table import RIGHT, Cell, Expected, PlantedFault, Table, assert_close, documented
-from torchstrat.replicas import hyperparameters, renormed_rows
+from torchstrat.replicas import optimizer_state, renormed_rows
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
@@ -649,7 +649,7 @@ FAULTS = (
     ),
     PlantedFault(
         "hyperparameters are each rank's own",
-        _off(hyperparameters, "digest", lambda optimizer: 0.0),
+        _off(optimizer_state, "digest", lambda optimizer: 0.0),
         _at("hyperparameter", "edited differently", "torchrun mirrored", "torchrun central_storage"),
     ),
     PlantedFault(

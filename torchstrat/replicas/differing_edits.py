@@ -10,9 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchstrat.gradients import CombinedGradient
-from torchstrat.replicas.hyperparameters import Difference, is_plain
 from torchstrat.replicas.in_process.tensor_slot import TensorSlot
-from torchstrat.replicas.optimizer_views import SharedState
+from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
 from torchstrat.replicas.samples import sample
 
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchstrat.collectives.communicator import Communicator
-from torchstrat.replicas.hyperparameters import is_plain
+from torchstrat.replicas.optimizer_state import is_plain
 from torchstrat.variables import Members, VariableRegistry
 
 _OF_MODULES = frozenset(vars(nn.Module()))

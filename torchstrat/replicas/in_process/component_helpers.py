@@ -1,7 +1,7 @@
 """Each replica's own attributes of optimizers, schedulers and gradient scalers.
 
 Every replica's code steps a scheduler, updates a scaler or sets a learning rate; what the leader's does is what lasts.
-Of an optimizer's state, which only the leader's steps change, replicas have views (see `optimizer_views`).
+Of an optimizer's state, which only the leader's steps change, replicas have views (see `optimizer_state`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchstrat.optimizers import is_listed, wrapped_by
-from torchstrat.replicas import hyperparameters
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.containers import private_value
 from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
-from torchstrat.replicas.optimizer_views import LeaderView, ReplicaView, SharedState, real_state
+from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
 
 
 class ComponentHelpers:
@@ -107,7 +107,7 @@ class ComponentHelpers:
         """The leader's ``optimizer`` is about to step: on the state itself."""
         self._stepping.add(id(optimizer))
         if not is_listed(type(optimizer)):
-            self._settings = {id(one): hyperparameters.settings(one) for one in (optimizer, *wrapped_by(optimizer))}
+            self._settings = {id(one): optimizer_state.settings(one) for one in (optimizer, *wrapped_by(optimizer))}
         own = vars(optimizer)
         if "state" in own:
             own["state"] = real_state(own["state"])
@@ -128,10 +128,10 @@ class ComponentHelpers:
         """What a step has set in its groups (a count, the next rate) is every replica's: nobody else has stepped."""
         before, self._settings = self._settings, {}
         for helper, attributes, _ in self.helpers if before else ():
-            changed = hyperparameters.changes(helper, before[id(helper)]) if id(helper) in before else []
+            changed = optimizer_state.changes(helper, before[id(helper)]) if id(helper) in before else []
             for own in attributes.values() if any(changed) else ():
                 if own is not vars(helper):
-                    hyperparameters.put(own, changed)
+                    optimizer_state.put(own, changed)
 
     def forget_state(self, optimizer: Optimizer) -> None:
         """For another replica, in its turn: what it has done to the state so far is undone by a step."""
@@ -177,10 +177,10 @@ class ComponentHelpers:
 
 def _without_settings(helper: Any, attributes: dict[str, Any]) -> dict[str, Any]:
     """What is a replica's own also after a round: an optimizer's hyperparameters are not, nor are plain values that
-    others keep (see `hyperparameters.level` and `plain_state.level`, which do this between processes)."""
+    others keep (see `optimizer_state.level` and `plain_state.level`, which do this between processes)."""
     if isinstance(helper, Optimizer):
         return {name: value for name, value in attributes.items() if name != "param_groups"}
-    return {name: value for name, value in attributes.items() if not hyperparameters.is_plain(value)}
+    return {name: value for name, value in attributes.items() if not optimizer_state.is_plain(value)}
 
 
 def _private(

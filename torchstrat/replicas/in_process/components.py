@@ -28,7 +28,7 @@ from torchstrat.replicas.in_process.component_attributes import ComponentAttribu
 from torchstrat.replicas.in_process.component_buffers import ComponentBuffers, copy_to, same_layout
 from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
 from torchstrat.replicas.in_process.tensor_slot import TensorSlot, is_variable
-from torchstrat.replicas.optimizer_views import SharedState
+from torchstrat.replicas.optimizer_state import SharedState
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renormed_rows import may_be_table, renormed_weights, scaled_rows
 from torchstrat.variables import Members, VariableRegistry

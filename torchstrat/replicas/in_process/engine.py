@@ -28,7 +28,7 @@ from torchstrat.gradients import check_weight
 from torchstrat.memory import Copies, copies_in_one_process, local_copies
 from torchstrat.optimizers import stepped_by
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas import hyperparameters
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.differing_edits import (
     DifferingEdits,
@@ -353,7 +353,7 @@ class InProcessReplicas:
         if not self._differing.is_told_of_settings:
             for helper, (first, *others) in self._components.settings():
                 for groups in others:
-                    self._differing.report_settings(helper, hyperparameters.differing(first, groups))
+                    self._differing.report_settings(helper, optimizer_state.differing(first, groups))
         if self._differing.is_told or self._rounds:
             return
         slots = self._components.slots()

@@ -27,8 +27,8 @@ from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.in_process.tensor_slot import TensorSlot
 from torchstrat.replicas.local_rounds import LocalRounds
+from torchstrat.replicas.optimizer_state import real_state
 from torchstrat.replicas.optimizer_step import OptimizerStep, StepCall, closure_of, put_hooks, remove_hooks, step_led
-from torchstrat.replicas.optimizer_views import real_state
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.replicas.weights import StepWeights
 

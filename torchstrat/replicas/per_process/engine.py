@@ -33,7 +33,7 @@ from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies, copies_in_processes
 from torchstrat.optimizers import wrapped_among
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas import hyperparameters, plain_state
+from torchstrat.replicas import optimizer_state, plain_state
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
@@ -495,7 +495,7 @@ class PerProcessReplica:
         members = self.registry.members()
         roster = self._rosters.now(members)
         optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
-        settings = sum(map(hyperparameters.digest, optimizers))
+        settings = sum(map(optimizer_state.digest, optimizers))
         state = sum(map(self._state_digest, optimizers))
         plain = plain_state.digest(members)
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain, state)
@@ -524,7 +524,7 @@ class PerProcessReplica:
             self._differing.report(self._edits.make_equal(self._communicator, roster, END_OF_RUN))
         if differ and not all_equal([row[4:5] for row in rows]):
             for optimizer in optimizers:
-                found = hyperparameters.level(self._communicator, optimizer, END_OF_RUN)
+                found = optimizer_state.level(self._communicator, optimizer, END_OF_RUN)
                 self._differing.report_settings(optimizer, found)
         for optimizer in [] if all_equal(states) else optimizers:
             if not self._is_of_owner(optimizer):

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torchstrat.collectives.agreement import fingerprint
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.optimizers import stepped_by, wrapped_by
-from torchstrat.replicas.hyperparameters import is_plain
-from torchstrat.replicas.optimizer_views import LeaderView, SharedState, real_state
+from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
 from torchstrat.replicas.samples import is_memory, sample
 
 Prints = dict[int, float]

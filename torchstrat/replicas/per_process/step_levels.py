@@ -12,7 +12,7 @@ from torchstrat.collectives.agreement import agree, all_equal, fingerprint
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
 from torchstrat.optimizers import stepped_by
-from torchstrat.replicas import hyperparameters
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.gradient_records import GradientStatus
@@ -69,11 +69,11 @@ class StepLevels:
             has_edits = storage.look_for_edits(rows=True)
             edits = fingerprint([tensor.detach() for tensor in tensors])[0] if has_edits else 0.0
             numbers = (*numbers, float(has_edits), float(is_foreign), float(is_torn), edits)
-        everyone = agree(self._communicator, name, (*numbers, state, hyperparameters.digest(optimizer)))
+        everyone = agree(self._communicator, name, (*numbers, state, optimizer_state.digest(optimizer)))
         if all_equal(everyone) and not (left_over or any(numbers[5:8])):
             return
         if not all_equal([row[-1:] for row in everyone]):
-            self._differing.report_settings(optimizer, hyperparameters.level(self._communicator, optimizer, name))
+            self._differing.report_settings(optimizer, optimizer_state.level(self._communicator, optimizer, name))
         if not all_equal([row[-2:-1] for row in everyone]):
             self._level_state(optimizer, name, is_shared=is_shared)
         if storage is not None and any(row[7] for row in everyone):

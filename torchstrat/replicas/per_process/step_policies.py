@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchstrat.collectives.agreement import agree
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.optimizers import bare_step, be_idle, is_listed, make_stand_in, step_in_blocks, stepped_by, wrapped_by
-from torchstrat.replicas import hyperparameters
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus, NotedGradients
@@ -111,7 +111,7 @@ class PrimarySteps(ReplicatedSteps):
         """Of what the owner is about to step, where steps may set something."""
         if is_listed(type(optimizer)):
             return []
-        return [hyperparameters.settings(one) for one in (optimizer, *wrapped_by(optimizer))]
+        return [optimizer_state.settings(one) for one in (optimizer, *wrapped_by(optimizer))]
 
     def _tell_settings(self, call: StepCall) -> None:
         """What the owner's step has set in its groups and attributes (a count, the next rate) is every rank's."""
@@ -119,11 +119,11 @@ class PrimarySteps(ReplicatedSteps):
         if not before:
             return
         stepped = (call.optimizer, *wrapped_by(call.optimizer))
-        own = [hyperparameters.changes(one, earlier) for one, earlier in zip(stepped, before, strict=False)]
+        own = [optimizer_state.changes(one, earlier) for one, earlier in zip(stepped, before, strict=False)]
         told = self._communicator.broadcast_object(own, OWNER, f"{call.name}: what the owner's step has set")
         if not self._owns:
             for one, changed in zip(stepped, told, strict=False):
-                hyperparameters.put(vars(one), changed)
+                optimizer_state.put(vars(one), changed)
 
     def step_with_closure(self, call: StepCall, evaluate: Callable[[], Any]) -> Any:
         """The owner leads: the others evaluate the closure whenever its step does."""
