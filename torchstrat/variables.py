@@ -24,7 +24,7 @@ from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.optimizers import is_listed, take_over_steps
 from torchstrat.reachable import Reached, Start
 from torchstrat.replicas.buffer_rules import BufferRules
-from torchstrat.replicas.common_storage import address_of, has_address
+from torchstrat.tensor_bytes import address_of, has_address
 
 _REMEMBERED_STEPS = 256
 

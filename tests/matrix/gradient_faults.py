@@ -13,9 +13,9 @@ import torch
 from tests.matrix.table import PlantedFault
 from torchstrat import gradients, optimizers, variables
 from torchstrat.replicas import gradient_reducer, gradient_synchronizer, optimizer_step
-from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.in_process import gradients as in_process_gradients
 from torchstrat.replicas.per_process import step_policies
+from torchstrat.replicas.state import DifferingEdits
 
 Place = tuple[Any, str]
 

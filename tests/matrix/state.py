@@ -41,8 +41,8 @@ from torchstrat.replicas.in_process.component_attributes import ComponentAttribu
 from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
-from torchstrat.replicas.in_process.tensor_slot import TensorSlot
 from torchstrat.replicas.per_process.state_edits import StateEdits
+from torchstrat.replicas.state import TensorSlot
 from torchstrat.replicas.state_kinds import KINDS
 from torchstrat.variables import VariableRegistry
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchstrat.replicas.containers import is_container, private_value
 from torchstrat.replicas.entries import reference_of_entry
 from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
+from torchstrat.replicas.state import is_container, private_value
 
 _MOST_MEMBERS = 1_000
 """Of a container: longer ones hold data, which replicas share."""

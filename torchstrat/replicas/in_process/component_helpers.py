@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from torchstrat.optimizers import is_listed, wrapped_by
 from torchstrat.replicas import optimizer_state
-from torchstrat.replicas.containers import private_value
 from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
 from torchstrat.replicas.optimizer_state import LeaderView, ReplicaView, SharedState, real_state
+from torchstrat.replicas.state import private_value
 
 
 class ComponentHelpers:

@@ -30,12 +30,6 @@ from torchstrat.optimizers import stepped_by
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.differing_edits import (
-    DifferingEdits,
-    data_edited_differently,
-    edited_differently,
-    state_edited_differently,
-)
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning, regroup
 from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
 from torchstrat.replicas.in_process.baton import Baton
@@ -47,6 +41,12 @@ from torchstrat.replicas.in_process.worker_threads import WorkerThreads
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
 from torchstrat.replicas.newborn import Newborn, parameters_of
+from torchstrat.replicas.state import (
+    DifferingEdits,
+    data_edited_differently,
+    edited_differently,
+    state_edited_differently,
+)
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from torchstrat.replicas.containers import SEQUENCES, is_container, trace
 from torchstrat.replicas.entries import reference_of_entry
+from torchstrat.replicas.state import SEQUENCES, is_container, trace
 
 _NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})

@@ -19,7 +19,7 @@ from torchstrat.replicas import renormed_rows
 from torchstrat.replicas.per_process.state_edits import StateEdits
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster
-from torchstrat.replicas.samples import sample
+from torchstrat.replicas.state import sample
 
 
 class ParameterEdits:

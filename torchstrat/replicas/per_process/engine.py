@@ -37,7 +37,6 @@ from torchstrat.replicas import optimizer_state, plain_state
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning
 from torchstrat.replicas.exchange import (
     Gathered,
@@ -61,6 +60,7 @@ from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, R
 from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
+from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_note, add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside

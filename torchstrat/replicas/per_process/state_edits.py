@@ -18,7 +18,7 @@ from torchstrat.collectives.agreement import fingerprint
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.optimizers import stepped_by, wrapped_by
 from torchstrat.replicas.optimizer_state import LeaderView, SharedState, is_plain, real_state
-from torchstrat.replicas.samples import is_memory, sample
+from torchstrat.replicas.state import is_memory, sample
 
 Prints = dict[int, float]
 """Of parameters' entries, by the parameter's place."""

@@ -14,11 +14,11 @@ from torchstrat.errors import InvalidArgumentError, ReplicaDivergenceError
 from torchstrat.optimizers import stepped_by
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
-from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.gradient_records import GradientStatus
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall
 from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.transfer import broadcast_gradients
 
 

@@ -13,12 +13,12 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.optimizers import bare_step, be_idle, is_listed, make_stand_in, step_in_blocks, stepped_by, wrapped_by
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.storage import CentralStorage
-from torchstrat.replicas.differing_edits import DifferingEdits
 from torchstrat.replicas.gradient_records import GradientRecords, GradientStatus, NotedGradients
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.optimizer_step import StepCall, step_led
 from torchstrat.replicas.per_process.edits import ParameterEdits
 from torchstrat.replicas.per_process.step_levels import StepLevels
+from torchstrat.replicas.state import DifferingEdits
 from torchstrat.replicas.transfer import broadcast_gradients, broadcast_tensors
 
 OWNER = 0
