@@ -26,7 +26,7 @@ from torchstrat import ReduceOp, gradients
 from torchstrat import losses as own_losses
 from torchstrat.errors import UnsupportedError
 from torchstrat.replicas import collective_functions, graph_checks
-from torchstrat.replicas.weights import StepWeights
+from torchstrat.replicas.engine import StepWeights
 
 CLASSES, FEATURES = 5, 6
 Batch = tuple[torch.Tensor, ...]

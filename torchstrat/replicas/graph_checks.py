@@ -31,8 +31,8 @@ from torchstrat._torch_private import SUM_OF_LOSSES, ignored_labels, reduction_o
 from torchstrat.context import get_replica_context
 from torchstrat.errors import UnsupportedError
 from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.renormed_rows import renormed_weights
-from torchstrat.replicas.weights import StepWeights
 from torchstrat.variables import VariableRegistry
 
 _NOTHING = nullcontext()

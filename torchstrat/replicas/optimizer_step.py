@@ -28,8 +28,8 @@ from torchstrat.collectives.communicator import Communicator
 from torchstrat.gradients import shares
 from torchstrat.optimizers import be_idle, is_worth_blocks, make_stand_in, step_in_blocks
 from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
-from torchstrat.replicas.weights import StepWeights
 
 Hook = Callable[[Optimizer, Any, Any], Any]
 

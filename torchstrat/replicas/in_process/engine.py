@@ -30,7 +30,7 @@ from torchstrat.optimizers import stepped_by
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning, regroup
+from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning, regroup
 from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
@@ -51,7 +51,6 @@ from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.thread_state import OwnSettings, ThreadState
 from torchstrat.replicas.update_policies import LocalUpdate
-from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variables import VariableRegistry
 

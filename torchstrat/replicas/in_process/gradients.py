@@ -10,6 +10,7 @@ import torch
 
 from torchstrat.gradients import CombinedGradient, GradientHooks, shares
 from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.gradient_records import GradientStatus, NotedGradients
 from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.in_process.baton import Baton
@@ -18,7 +19,6 @@ from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.twins import Twins
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.replicas.weights import StepWeights
 from torchstrat.variables import Members, VariableRegistry
 
 

@@ -16,6 +16,7 @@ from torchstrat._torch_private import after_step, before_step
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.optimizers import be_idle, make_stand_in, stepped_by
 from torchstrat.reduction import ReduceOp
+from torchstrat.replicas.engine import StepWeights
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
@@ -30,7 +31,6 @@ from torchstrat.replicas.state import (
     state_edited_differently,
 )
 from torchstrat.replicas.thread_state import OwnSettings
-from torchstrat.replicas.weights import StepWeights
 
 
 class InProcessSteps:

@@ -37,7 +37,7 @@ from torchstrat.replicas import optimizer_state, plain_state
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
-from torchstrat.replicas.engine import MakesRounds, ReplicaStates, adoption_warning
+from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning
 from torchstrat.replicas.exchange import (
     Gathered,
     gather_components,
@@ -65,7 +65,6 @@ from torchstrat.replicas.state_kinds import Belongings
 from torchstrat.replicas.step_errors import add_note, add_replica_note
 from torchstrat.replicas.steps_outside import StepsOutside
 from torchstrat.replicas.transfer import broadcast_tensors
-from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import DistributedValues, PerReplica, batch_info_among, select_replica
 from torchstrat.variable.assignment import hand_over
 from torchstrat.variables import Members, VariableRegistry

@@ -19,7 +19,7 @@ from torchstrat.collectives.agreement import agree
 from torchstrat.collectives.communicator import Communicator
 from torchstrat.memory import Copies, local_copies
 from torchstrat.reduction import ReduceOp
-from torchstrat.replicas.engine import MakesRounds
+from torchstrat.replicas.engine import MakesRounds, StepWeights
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds, put_values
 from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
@@ -31,7 +31,6 @@ from torchstrat.replicas.state import Trace, trace, trace_of
 from torchstrat.replicas.step_errors import add_replica_note
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.replicas.update_policies import LocalUpdate
-from torchstrat.replicas.weights import StepWeights
 from torchstrat.values import PerReplica, select_replica
 from torchstrat.variables import VariableRegistry
 
