@@ -18,7 +18,7 @@ from torchstrat.errors import ContextError, UnsupportedError
 from torchstrat.memory import Copies
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.engine import StepWeights, adoption_warning, regroup
-from torchstrat.replicas.in_process.worker_threads import WorkerThreads
+from torchstrat.replicas.in_process.baton import WorkerThreads
 from torchstrat.replicas.state import DifferingEdits
 from torchstrat.run_options import RunOptions
 from torchstrat.sharding.grid import DeviceGrid, Sharding

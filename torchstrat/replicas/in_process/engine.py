@@ -32,12 +32,11 @@ from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
 from torchstrat.replicas.engine import MakesRounds, ReplicaStates, StepWeights, adoption_warning, regroup
 from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
-from torchstrat.replicas.in_process.baton import Baton
+from torchstrat.replicas.in_process.baton import Baton, WorkerThreads
 from torchstrat.replicas.in_process.components import Components
 from torchstrat.replicas.in_process.gradients import InProcessGradients
 from torchstrat.replicas.in_process.local_components import LocalComponents
 from torchstrat.replicas.in_process.steps import InProcessSteps, LocalSteps
-from torchstrat.replicas.in_process.worker_threads import WorkerThreads
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds
 from torchstrat.replicas.newborn import Newborn, parameters_of
