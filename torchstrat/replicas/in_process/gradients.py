@@ -16,7 +16,7 @@ from torchstrat.replicas.gradient_synchronizer import GradientSynchronizer
 from torchstrat.replicas.in_process.baton import Baton
 from torchstrat.replicas.in_process.communicator import InProcessCommunicator
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.in_process.twins import Twins
+from torchstrat.replicas.newborn import Twins
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.thread_state import OwnSettings
 from torchstrat.variables import Members, VariableRegistry
