@@ -37,10 +37,8 @@ from torchstrat.replicas import optimizer_state, renormed_rows
 from torchstrat.replicas.buffer_rules import BufferRules
 from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
-from torchstrat.replicas.in_process.component_attributes import ComponentAttributes
-from torchstrat.replicas.in_process.component_helpers import ComponentHelpers
+from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers, KeptAttributes
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.in_process.kept_attributes import KeptAttributes
 from torchstrat.replicas.per_process.state_edits import StateEdits
 from torchstrat.replicas.state import TensorSlot
 from torchstrat.replicas.state_kinds import KINDS
