@@ -39,7 +39,7 @@ from torchstrat.replicas.central.state import Entry
 from torchstrat.replicas.in_process import component_attributes
 from torchstrat.replicas.in_process.component_attributes import ComponentAttributes, ComponentHelpers, KeptAttributes
 from torchstrat.replicas.in_process.components import Components
-from torchstrat.replicas.per_process.state_edits import StateEdits
+from torchstrat.replicas.per_process.edits import StateEdits
 from torchstrat.replicas.state import TensorSlot
 from torchstrat.replicas.state_kinds import KINDS
 from torchstrat.variables import VariableRegistry

@@ -471,7 +471,7 @@ class ComponentHelpers:
 
 def _without_settings(helper: Any, attributes: dict[str, Any]) -> dict[str, Any]:
     """What is a replica's own also after a round: an optimizer's hyperparameters are not, nor are plain values that
-    others keep (see `optimizer_state.level` and `plain_state.level`, which do this between processes)."""
+    others keep (see `optimizer_state.level` and `level_plain`, which do this between processes)."""
     if isinstance(helper, Optimizer):
         return {name: value for name, value in attributes.items() if name != "param_groups"}
     return {name: value for name, value in attributes.items() if not optimizer_state.is_plain(value)}

@@ -33,7 +33,7 @@ from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies, copies_in_processes
 from torchstrat.optimizers import wrapped_among
 from torchstrat.reduction import Axis, ReduceOp
-from torchstrat.replicas import optimizer_state, plain_state
+from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.state import tensors_of
 from torchstrat.replicas.central.storage import CentralStorage
 from torchstrat.replicas.collective_functions import AllGather, AllReduce, differentiable
@@ -52,9 +52,8 @@ from torchstrat.replicas.graph_checks import LossCheck, RenormCheck
 from torchstrat.replicas.newborn import Newborn, parameters_of
 from torchstrat.replicas.optimizer_step import OptimizerStep, put_hooks, remove_hooks
 from torchstrat.replicas.per_process.drift import compare
-from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers, level_plain, plain_digest
 from torchstrat.replicas.per_process.idle import IdleReplicas
-from torchstrat.replicas.per_process.process_buffers import ProcessBuffers
 from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
 from torchstrat.replicas.randomness import ReplicaStreams
@@ -496,7 +495,7 @@ class PerProcessReplica:
         optimizers = [helper for helper in members.helpers if isinstance(helper, Optimizer)]
         settings = sum(map(optimizer_state.digest, optimizers))
         state = sum(map(self._state_digest, optimizers))
-        plain = plain_state.digest(members)
+        plain = plain_digest(members)
         numbers = (*self._edits.summary(roster), settings, *buffers.summary(members.buffer_slots), plain, state)
         own = (self._weights.of(self._world.rank), float(self._gradients.has_unweighted_parts))
         rows = agree(self._communicator, END_OF_RUN, (*own, *numbers))
@@ -514,7 +513,7 @@ class PerProcessReplica:
         """``rows``: what each rank has brought, which differs, or has parts of gradients or sums of buffers in it."""
         weights, parts = [row[0] for row in rows], [row[1] for row in rows]
         if not all_equal([row[-2:-1] for row in rows]):
-            plain_state.level(self._communicator, self.registry, 0, END_OF_RUN)
+            level_plain(self._communicator, self.registry, 0, END_OF_RUN)
         states, rows = [row[-1:] for row in rows], [row[1:-2] for row in rows]
         if any(parts):
             self._gradients.weigh_parts(shares(self.gradient_op, weights)[self._communicator.rank])

@@ -23,9 +23,8 @@ from torchstrat.replicas.engine import MakesRounds, StepWeights
 from torchstrat.replicas.local_rounds import LocalRounds, refuse_check, refuse_merge_call, require_rows_for_all
 from torchstrat.replicas.local_state import OwnValues, ReplicaRounds, put_values
 from torchstrat.replicas.optimizer_step import put_hooks, remove_hooks
-from torchstrat.replicas.per_process.edits import ParameterEdits
+from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
 from torchstrat.replicas.per_process.engine import PerProcessReplica
-from torchstrat.replicas.per_process.process_buffers import ProcessBuffers
 from torchstrat.replicas.roster import Roster
 from torchstrat.replicas.state import Trace, trace, trace_of
 from torchstrat.replicas.step_errors import add_replica_note
