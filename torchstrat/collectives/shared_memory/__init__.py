@@ -2,10 +2,9 @@
 
 From the inside out::
 
-    futex.py          sleep until a number in shared memory changes
     segment.py        memory without a name, whose size is certain before it is touched
     neighbours.py     processes find each other, prove who they are, and pass descriptors
-    lockstep.py       a sequence number per rank: publish, wait for the others, notice who died
+    lockstep.py       a sequence number per rank: publish, sleep until the others come (futex), notice who died
     blocks.py         where each rank may write, and which of two turns it is
     own_pages.py      which pages of a private mapping were written to
     common_memory.py  tensors that all ranks see and each may change for itself
