@@ -31,9 +31,9 @@ from torchstrat.dtensor.step import StepSurroundings, step_pieces
 from torchstrat.dtensor.traffic import Traffic
 from torchstrat.dtensor.whole_states import hook_modules, hook_optimizer
 from torchstrat.errors import ContextError, ReplicaDivergenceError
-from torchstrat.generator_states import state_of
 from torchstrat.logical_devices import Assignments
 from torchstrat.memory import Copies
+from torchstrat.randomness import state_of
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas.engine import ReplicaStates, adoption_warning
 from torchstrat.replicas.per_process.engine import PerProcessReplica

@@ -30,9 +30,9 @@ from torchstrat.dtensor.first_values import Place, draw_first_values
 from torchstrat.dtensor.moves import leave
 from torchstrat.dtensor.no_values import Note, without_values
 from torchstrat.errors import ContextError, InvalidArgumentError, ReplicaDivergenceError, UnsupportedError
-from torchstrat.generator_states import state_of
 from torchstrat.gradients import GradientHook
 from torchstrat.piece_kinds import class_of_pieces, piece_of, plain_kind
+from torchstrat.randomness import state_of
 from torchstrat.replicas.transfer import broadcast_tensors
 from torchstrat.sharding.grid import Sharding
 from torchstrat.variables import VariableRegistry

@@ -32,6 +32,7 @@ from torchstrat.errors import CommunicationError
 from torchstrat.gradients import GradientHooks, Owned, check_weight, shares
 from torchstrat.memory import Copies, copies_in_processes
 from torchstrat.optimizers import wrapped_among
+from torchstrat.randomness import ReplicaStreams
 from torchstrat.reduction import Axis, ReduceOp
 from torchstrat.replicas import optimizer_state
 from torchstrat.replicas.central.state import tensors_of
@@ -56,7 +57,6 @@ from torchstrat.replicas.per_process.edits import ParameterEdits, ProcessBuffers
 from torchstrat.replicas.per_process.idle import IdleReplicas
 from torchstrat.replicas.per_process.step_pages import StepPages
 from torchstrat.replicas.per_process.step_policies import OWNER, PrimarySteps, ReplicatedSteps, ShardedSteps
-from torchstrat.replicas.randomness import ReplicaStreams
 from torchstrat.replicas.renormed_rows import renormed_weights
 from torchstrat.replicas.roster import Roster, Rosters
 from torchstrat.replicas.state import DifferingEdits
