@@ -1,11 +1,8 @@
-"""Tensors as the bytes that they are in memory, and where they are."""
+"""Tensors as the bytes that they are in memory."""
 
 from __future__ import annotations
 
 import torch
-from torch.nn.parameter import is_lazy
-
-from torchstrat._torch_private import DisableTorchFunctionSubclass
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,18 +28,3 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def has_address(tensor: torch.Tensor) -> bool:
-    """Whether it is plain memory, which can be shared."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda)
-    with DisableTorchFunctionSubclass():  # a variable that is cut over logical devices says where its pieces are
-        return tensor.layout == torch.strided and tensor.device.type in ("cpu", "cuda") and not is_lazy(tensor)
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor.untyped_storage().data_ptr()
-    with DisableTorchFunctionSubclass():  # one of parameter servers would bring its values, and keep them in mind
-        return tensor.untyped_storage().data_ptr()

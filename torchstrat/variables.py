@@ -22,9 +22,8 @@ from torchstrat._torch_private import is_compiler_at_work
 from torchstrat.creation import MembersWatch, Watcher, watch_classes
 from torchstrat.errors import ReplicaDivergenceError
 from torchstrat.optimizers import is_listed, take_over_steps
-from torchstrat.reachable import Reached, Start
+from torchstrat.reachable import Reached, Start, address_of, has_address
 from torchstrat.replicas.buffer_rules import BufferRules
-from torchstrat.tensor_bytes import address_of, has_address
 
 _REMEMBERED_STEPS = 256
 

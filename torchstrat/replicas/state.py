@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from torchstrat.gradients import CombinedGradient
 from torchstrat.piece_kinds import plain_kind
+from torchstrat.reachable import address_of, has_address
 from torchstrat.replicas.optimizer_state import Difference, SharedState, is_plain
-from torchstrat.tensor_bytes import address_of, has_address
 
 
 def private_value(value: Any, vectors: Container[int] = ()) -> Any:
